@@ -110,7 +110,7 @@ def explain(
     config = merge_overrides(read_config(directory), args.model_overrides())
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
-    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
+    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
     serving = with_pages(args, model, serving) if args.page_size is None else serving
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available

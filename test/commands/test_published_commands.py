@@ -24,7 +24,7 @@ NOT_YET = re.compile(
     r"|kv-cache-dtype nvfp4|(reasoning|tool-call)-parser (mimo|muse|gemma4|nemotron_3))"
 )
 """What is refused by name as long as it does not exist."""
-NOT_SERVED = ("orm-dsv4", "0x-dsv4", "cb-dsv4-5090", "pp-dsv4", "k3")
+NOT_SERVED = ("k3",)
 """Of models that are not implemented."""
 STAND_INS = {"rk-q397-fp8": ["--quantization", "fp8"]}
 """What makes of the config what the command was for."""

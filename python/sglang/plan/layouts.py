@@ -186,7 +186,7 @@ def _unplanned(explained: Explanation) -> str | None:
 def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained: Explanation, load: Load) -> Prospect:
     assert explained.plan is not None
     model, plan = explained.model, explained.plan
-    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model.quantization)
+    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
     serving = with_pages(args, model, serving)
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
     floors = StepFloors(model, serving, explained.arch, choices)

@@ -72,7 +72,7 @@ def test_drafts_that_read_hidden_states_are_refused(algorithm: str, folder: str)
     assert explained(folder, "--speculative-algorithm", "NGRAM").plan is not None
 
 
-@pytest.mark.parametrize("name", ["nsa", "dsa", "dsv4", "compressed", "triton"])
+@pytest.mark.parametrize("name", ["nsa", "dsa", "dsv4", "compressed", "torch_native"])
 def test_backends_of_attention_have_no_effect(name: str, folder: str) -> None:
     found = explained(folder, "--attention-backend", name)
     (note,) = (note for note in found.notes if "--attention-backend" in note)

@@ -158,7 +158,7 @@ def _without_backends(args: ServerArgs, outcomes: dict[Need, Choice | NoKernel])
         return
     for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         name = getattr(args, flag)
-        if name not in (None, "auto"):
+        if name not in (None, "auto", sparse.name):
             option = flag.replace("_", "-")
             yield f"--{option} {name} has no effect for this model: {sparse.name} serves sparse_attention"
 

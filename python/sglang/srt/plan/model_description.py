@@ -17,6 +17,7 @@ from sglang.srt.configs.hf_config import ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
+from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.config_layers import block_kinds, read_layers
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family_of
 from sglang.srt.plan.families.family import Family
@@ -119,6 +120,11 @@ class ModelDescription:
             return [names.layer_module(layer, "moe.experts")]
         ends = (0, matrix.experts - 1) if matrix.experts > 1 else (0,)
         return [names.layer_module(layer, matrix.name, part, expert) for part in matrix.parts for expert in ends]
+
+    @property
+    def caches_in_fp8(self) -> bool:
+        """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits."""
+        return not any(isinstance(layer.mixer, CompressedSparse) for layer in self.layers)
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here."""

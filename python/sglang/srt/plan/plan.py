@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
 from sglang.srt.kernels.launch import TileLadder
@@ -302,7 +301,7 @@ def make_plan(
         draft=draft if stage.model.last_stage else None,
         captures=draft.description.captures if draft is not None else (),
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, capacity)),
+        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
         errors=short_of_context(planner, args, trial),
     )
 
@@ -343,7 +342,7 @@ class ModelPlanner:
         if self.served:
             model.require_served()
         check_layout(model, ranks)
-        serving = serving_of(args, self.model.dtype, self.model.quantization)
+        serving = serving_of(args, self.model.dtype, model)
         return model, with_pages(args, model, serving) if self.served else serving
 
     def draft(self, args: ServerArgs, target: ModelDescription) -> DraftPlan | None:
@@ -408,9 +407,11 @@ def why_shared_apart(args: ServerArgs) -> str:
     return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
 
 
-def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
+def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving:
     """Returns the choices that the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
-    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
+    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
+    if not model.caches_in_fp8:
+        kv_dtype = dtype
     ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
     return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
 

@@ -35,11 +35,15 @@ def with_pages(args: ServerArgs, model: ModelDescription, serving: Serving) -> S
     return serving
 
 
-def flag_notes(args: ServerArgs, capacity: Capacity) -> tuple[str, ...]:
+def flag_notes(args: ServerArgs, model: ModelDescription, capacity: Capacity) -> tuple[str, ...]:
     """Returns notes about flags that ask for something that is not there, where a server starts nevertheless."""
     notes, tokens, page_size = [], capacity.max_total_num_tokens, capacity.sizes.page_size
     if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
         notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
+    if args.kv_cache_dtype.startswith("fp8") and not model.caches_in_fp8:
+        notes.append(
+            f"--kv-cache-dtype {args.kv_cache_dtype} has no effect: compressed entries and their window stay in 16 bits"
+        )
     if args.cpu_offload_gb:
         memory = capacity.memory
         notes.append(
