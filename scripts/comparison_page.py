@@ -69,7 +69,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("Quantization of weights", "--quantization", "`--quantization`"),
         Feature("FP8 KV cache", "--kv-cache-dtype", "`--kv-cache-dtype`"),
         Feature("LoRA adapters", "--enable-lora", "`--enable-lora`"),
-        Feature("Images, video and audio", "--enable-multimodal", "`--limit-mm-per-prompt`"),
+        Feature("Images and video", "--limit-mm-data-per-request", "`--limit-mm-per-prompt`"),
         Feature("Weights of a running server", "/update_weights_from_disk", "`--weight-transfer-config`"),
         Feature("Memory handed back while idle", "--enable-memory-saver", "`--enable-sleep-mode`"),
         Feature("Weights in CPU memory", "--kt-method", "`--cpu-offload-gb`"),

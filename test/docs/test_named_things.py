@@ -15,6 +15,8 @@ MADE_OR_GIVEN = {
     "build/site": "what `make site` makes",
     "config.json": "of a model",
     "hf_quant_config.json": "of a model",
+    "preprocessor_config.json": "of a model",
+    "processor_config.json": "of a model",
     "margins.json": "what an evaluation writes",
     "training.json": "what a training writes",
     "sglang/srt/sm120/": "in a tree of SGLang that the changes were made in",

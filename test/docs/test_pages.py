@@ -18,7 +18,6 @@ MEASURED = "\n".join(path.read_text() for path in sorted((ROOT / "benchmark" / "
 NOT_YET = {
     "block drafts": "Other drafts",
     "LoRA": "LoRA",
-    "images and audio": "Multimodal models",
     "a prefix cache outside of GPU memory": "Cache in main memory or elsewhere",
     "prefill and decode on different servers": "Prefill and decode apart",
 }

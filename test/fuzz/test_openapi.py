@@ -52,7 +52,7 @@ SETTINGS = settings(
     derandomize=not LONG,
     suppress_health_check=list(HealthCheck),
 )
-REFUSED_FIELDS = ("image_data", "lora_path", "session_params", "previous_response_id")
+REFUSED_FIELDS = ("image_data", "video_data", "lora_path", "session_params", "previous_response_id")
 """What this model has no use for, whatever the value."""
 
 

@@ -194,8 +194,8 @@ MISTAKES = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "image is not supported"),
-    ({"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, "image is not supported"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "images are not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document is not supported"),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "no tool_use block"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [CALL]}]}, "tool_result"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}, "no text"),
@@ -220,7 +220,7 @@ def test_mistakes(server: LiveServer, fields: dict[str, Any], message: str, stre
 
 
 def test_errors_of_the_client(client: anthropic.Anthropic, server: LiveServer) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="image is not supported"):
+    with pytest.raises(anthropic.BadRequestError, match="images are not supported"):
         ask(client, [IMAGE])
     stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError, match="authentication_error"):

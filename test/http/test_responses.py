@@ -348,7 +348,7 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "noon"}
 MISTAKES = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
-    ({"input": [IMAGE]}, "input_image is not supported"),
+    ({"input": [IMAGE]}, "images are not supported"),
     ({"input": [RESULT]}, "no function_call"),
     ({"input": [{"type": "web_search_call", "id": "1"}]}, "web_search_call"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments"),

@@ -40,7 +40,7 @@ def floors(directory: str, tp_size: int = 1) -> StepFloors:
     args = ServerArgs.from_cli(["--model-path", directory, "--tp-size", str(tp_size)])
     explained = explain(args, arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}))
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
-    serving = serving_of(args, explained.model.dtype, explained.model.quantization)
+    serving = serving_of(args, explained.model.dtype, explained.model)
     return StepFloors(explained.model, serving, explained.arch, choices)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import PromptTokens, StepInput, StepResult
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -33,8 +32,8 @@ class DirectRequest:
     num_cached: int = 0
     node: Node | None = None
 
-    def token_array(self, length: int) -> npt.NDArray[np.int32]:
-        return np.array(self.tokens[:length], np.int32)
+    def cache_keys(self, length: int) -> Keys:
+        return np.array(self.tokens[:length], np.int64)
 
     def matchable_len(self) -> int:
         return 0

@@ -118,7 +118,7 @@ WORDS_OF_OTHERS: Mapping[str, str] = {
     "swap-space": "not available: the prefix cache lives in GPU memory only",
     "distributed-executor-backend": "not needed; remove it",
     "tokenizer-pool-size": "not needed; remove it",
-    "limit-mm-per-prompt": "not needed, since only the language model is served; remove it",
+    "limit-mm-per-prompt": "--limit-mm-data-per-request",
     "enable-sleep-mode": "not available: memory is not handed back while the server runs",
     # llama.cpp
     "ctx-size": "--context-length",

@@ -6,8 +6,10 @@ one.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.cli_args import flag
@@ -58,7 +60,21 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
         text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
         yield {"cuda_graph_bs", "disable_cuda_graph"}, text
+    yield from _of_media(args)
     yield from _of_speculation(args)
+
+
+MEDIA_KINDS = ("image", "video", "audio")
+
+
+def _of_media(args: Any) -> Iterator[tuple[set[str], str]]:
+    limits = json.loads(args.limit_mm_data_per_request)
+    if any(kind not in MEDIA_KINDS or type(limit) is not int or limit < 0 for kind, limit in limits.items()):
+        text = f'--limit-mm-data-per-request takes whole numbers by kind, such as {{"image": 4}}; got {limits}.'
+        yield {"limit_mm_data_per_request"}, text
+    directory = args.allowed_local_media_path
+    if directory is not None and not Path(directory).is_dir():
+        yield {"allowed_local_media_path"}, f"--allowed-local-media-path {directory} is no directory."
 
 
 _SPECULATION_ONLY = (

@@ -28,6 +28,7 @@ PARALLEL = "parallelism"
 MEMORY = "memory and scheduling"
 KERNELS = "kernels"
 SPECULATION = "speculative decoding"
+MEDIA = "images and video"
 OBSERVE = "logging and metrics"
 
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
@@ -362,6 +363,48 @@ class ServerArgs:
     )
     speculative_ngram_external_corpus_max_tokens: int = option(
         10_000_000, SPECULATION, "Tokens of all such texts together.", minimum=1, size=True
+    )
+
+    # --- images and video
+    language_model_only: bool = option(
+        False,
+        MEDIA,
+        "Leave out the tower of a model that sees: its memory goes to the KV cache, and images are refused.",
+        "--disable-multimodal",
+    )
+    limit_mm_data_per_request: str = option(
+        '{"image": 16, "video": 2}',
+        MEDIA,
+        "JSON object of how many images and videos a prompt may have; a kind that it leaves out keeps its default.",
+        json=True,
+        metavar="JSON",
+    )
+    mm_process_config: str = option(
+        "{}",
+        MEDIA,
+        'JSON object of settings of the model\'s processors, by kind: {"image": {"max_pixels": 1048576}}.',
+        json=True,
+        metavar="JSON",
+    )
+    mm_processor_worker_num: int = option(2, MEDIA, "Processes that decode images and videos.", minimum=1, maximum=256)
+    mm_io_worker_num: int = option(8, MEDIA, "Images and videos that are fetched at once.", minimum=1, maximum=256)
+    mm_max_concurrent_calls: int = option(
+        64, MEDIA, "Images and videos under way at once; more are refused with a 503.", minimum=1
+    )
+    mm_per_request_timeout: float = option(
+        30.0, MEDIA, "Seconds that an image or a video may take to be fetched, and again to be decoded.", minimum=0.1
+    )
+    media_url_max_file_size_mb: int = option(
+        32, MEDIA, "Largest file of an image or a video in megabytes, wherever it comes from.", minimum=1, maximum=1024
+    )
+    allowed_media_domains: list[str] | None = option(
+        None, MEDIA, "Hosts of which URLs are fetched, with those below them; all if not given."
+    )
+    allow_private_media_urls: bool = option(
+        False, MEDIA, "Fetch URLs at private, loopback and link-local addresses, too."
+    )
+    allowed_local_media_path: str | None = option(
+        None, MEDIA, "Directory of which `file://` URLs are read; none are if not given.", metavar="DIRECTORY"
     )
 
     # --- logging and metrics

@@ -180,7 +180,7 @@ def test_template_with_tools_is_chosen_by_name() -> None:
         (None, CONVERSATION, {}, "no chat template"),
         (STRICT, CONVERSATION, {}, "must start with the user"),
         ("{{ messages[0].content + 1 }}", CONVERSATION, {}, "failed on these messages"),
-        (CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "vision"),
+        (CHATML, [{"role": "user", "content": [{"type": "input_audio"}]}], {}, "input_audio"),
         (CHATML, CONVERSATION, {"continue_final_message": True}, "assistant"),
         (
             CHATML,

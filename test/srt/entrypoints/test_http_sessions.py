@@ -30,6 +30,7 @@ class Front:
         model = dataclasses.replace(ModelConfig.from_server_args(args), context_len=CONTEXT, vocab_size=VOCAB)
         self.lengths: list[int] = []
         self.preparer = RequestPreparer(args, model, self.encode)
+        self.media = None
         self.tokenizer = SimpleNamespace(bos_token_id=BOS)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -43,7 +43,7 @@ def model_on_meta(plan: Plan, args: ServerArgs) -> CausalLM:
     for step in model.finish:
         if step.__name__ != LatentAttention._take_cache_scale.__name__:  # which reads a number
             step()
-    groups = cache_groups(plan.description, serving_of(args, plan.model.dtype, plan.model.quantization))
+    groups = cache_groups(plan.description, serving_of(args, plan.model.dtype, plan.description))
     CachePools(groups, PoolSizes(65_535, 1, 64, CONTEXT), "meta").bind(model.caches)
     return model
 

@@ -69,6 +69,7 @@ class FakeRunner:
     tokens_per_step = 1
     tokens_ahead = 0
     reads_next_token = False
+    media = None
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class FakeRunner:
         self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
         """Whether a sequence's logits are NaN."""
 
-    def begin(self, slot: int, tokens: object) -> None:
+    def begin(self, slot: int, tokens: object, position_delta: int) -> None:
         pass
 
     def decodes_in_graph(self, num_reqs: int) -> bool:

@@ -25,7 +25,7 @@ class Sequence:
     num_cached: int = 0
     node: Node | None = None
 
-    def token_array(self, length: int) -> np.ndarray:
+    def cache_keys(self, length: int) -> np.ndarray:
         return np.array(self.tokens[:length], np.int32)
 
     def matchable_len(self) -> int:

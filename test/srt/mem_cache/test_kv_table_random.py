@@ -66,7 +66,7 @@ class Sequence:
     node: Node | None = None
     state: int = 0
 
-    def token_array(self, length: int) -> np.ndarray:
+    def cache_keys(self, length: int) -> np.ndarray:
         return np.array(self.tokens[:length], np.int32)
 
     def matchable_len(self) -> int:
@@ -111,11 +111,11 @@ class Machine:
         if update is not None:
             self.rows[update.state_targets] = self.rows[update.state_sources]
         before = int(self.rows[seq.slot]) if seq.kv_len else 0
-        new = seq.token_array(seq.kv_len + count)[seq.kv_len :]
+        new = seq.cache_keys(seq.kv_len + count)[seq.kv_len :]
         self.rows[seq.slot] = zlib.crc32(new.tobytes(), before)
         seq.kv_len += count
         if self.sizes.has_states:
-            assert self.rows[seq.slot] == zlib.crc32(seq.token_array(seq.kv_len).tobytes()), "a state of other tokens"
+            assert self.rows[seq.slot] == zlib.crc32(seq.cache_keys(seq.kv_len).tobytes()), "a state of other tokens"
 
     def admit(self) -> None:
         if not self.kv.num_free_rows():

@@ -70,7 +70,7 @@ def cases(args: ServerArgs) -> list[Case]:
     """What the tables accept for the model on SM120, but for what makes it tiny: its head dims and its dtype."""
     model = ModelConfig.from_server_args(args)
     description = describe_served_model(args, model)
-    serving = serving_of(args, "bfloat16", None)
+    serving = serving_of(args, "bfloat16", description)
     needs = needs_of(rank_weights(description, serving.ranks), serving)
     arch, packages = arch_by_name("rtx-pro-6000-server"), frozenset({"triton", "flashinfer"})
 

@@ -142,7 +142,7 @@ def test_positions_in_sections(folder: Path) -> None:
     for shift in (0, 5):
         runner = TinyRunner(plan)
         batch = runner.batch_of_prompts({1: TOKENS})
-        batch.positions = torch.stack(
+        batch.turned_by = torch.stack(
             (batch.positions, batch.positions + shift * (batch.positions > 5), batch.positions)
         )
         results.append(runner.model.logits(runner.model(batch)))

@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ class ModelConfig:
     """Quantization of the checkpoint; None: 16 bits throughout."""
     eos_token_ids: frozenset[int]
     default_sampling: Mapping[str, Any]
+    media_config: Mapping[str, Any] = field(default_factory=dict)
+    """Values of config.json of a multimodal model whose images are to be served; empty: of others."""
 
     @classmethod
     def from_server_args(cls, args: ServerArgs) -> ModelConfig:
@@ -72,6 +74,7 @@ class ModelConfig:
             dtype=_dtype(reader, args.dtype),
             quantization=quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision),
             eos_token_ids=_eos_token_ids(reader.positive("vocab_size"), config, hf_config, generation),
+            media_config={} if args.language_model_only else config,
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
         )
 

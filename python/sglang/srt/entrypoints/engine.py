@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.environ import adopt_environment
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.launch import launch_engine
@@ -66,14 +67,18 @@ class Engine:
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         *,
         input_ids: list[int] | list[list[int]] | None = None,
+        image_data: NativeMedia = None,
+        video_data: NativeMedia = None,
         stream: bool = False,
         **options: Any,
     ) -> Result | list[Result] | Iterator[Result]:
         """Continue `prompt` (or `input_ids`). One prompt gives a dict, a list or `n` > 1 a list of dicts, `stream` an
-        iterator of dicts with all text so far. `options` are further fields of GenerateRequest: return_logprob,
-        logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs, return_hidden_states, rid,
-        priority, ...; and require_reasoning: the output begins with thoughts, as --reasoning-parser says."""
-        req = self._request(prompt, sampling_params, input_ids, stream, **options)
+        iterator of dicts with all text so far. `image_data` and `video_data` are URLs, data URLs or base64: one, a
+        list for one prompt, or for a batch an entry a prompt. `options` are further fields of GenerateRequest:
+        return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs,
+        return_hidden_states, rid, priority, ...; and require_reasoning: the output begins with thoughts, as
+        --reasoning-parser says."""
+        req = self._request(prompt, sampling_params, input_ids, (image_data, video_data), stream, **options)
         return self._iterate(req) if stream else self._run(native_results(self._manager, req))
 
     async def async_generate(
@@ -82,11 +87,13 @@ class Engine:
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         *,
         input_ids: list[int] | list[list[int]] | None = None,
+        image_data: NativeMedia = None,
+        video_data: NativeMedia = None,
         stream: bool = False,
         **options: Any,
     ) -> Result | list[Result] | AsyncIterator[Result]:
         """Generates as `generate` does; with `stream`, awaiting it gives an asynchronous iterator."""
-        req = self._request(prompt, sampling_params, input_ids, stream, **options)
+        req = self._request(prompt, sampling_params, input_ids, (image_data, video_data), stream, **options)
         return self._aiterate(req) if stream else await self._arun(native_results(self._manager, req))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
@@ -138,12 +145,14 @@ class Engine:
         prompt: str | list[str] | None,
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
         input_ids: list[int] | list[list[int]] | None,
+        media: tuple[NativeMedia, NativeMedia],
         stream: bool,
         require_reasoning: bool = False,
         **options: Any,
     ) -> GenerateRequest:
         given: dict[str, Any] = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params}
         req = GenerateRequest(**given, stream=stream, **options)
+        req.media = native_media(*media, req.num_prompts, req.is_batch)
         if require_reasoning:
             self._require_reasoning(req)
         return req

@@ -22,6 +22,7 @@ from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
+from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION, native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
@@ -44,6 +45,8 @@ class GenerateBody(Body, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[Int | list[Int]] | None = None
+    image_data: NativeMedia = None
+    video_data: NativeMedia = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool | None = False
     return_logprob: bool | list[bool] | None = None
@@ -61,7 +64,7 @@ class GenerateBody(Body, kw_only=True):
     """The output begins with thoughts, which are counted; a grammar holds behind them."""
 
     def to_request(self) -> GenerateRequest:
-        return GenerateRequest(
+        call = GenerateRequest(
             text=self.text,
             input_ids=self.input_ids,  # type: ignore[arg-type]  # mixed lists are refused with the other checks
             sampling_params=self.sampling_params,
@@ -77,6 +80,8 @@ class GenerateBody(Body, kw_only=True):
             extra_key=self.extra_key,
             return_hidden_states=self.return_hidden_states or False,
         )
+        call.media = native_media(self.image_data, self.video_data, call.num_prompts, call.is_batch)
+        return call
 
 
 class AbortBody(Body, kw_only=True):
@@ -150,7 +155,7 @@ async def model_info(request: Request) -> Response:
             "architectures": [model.architecture],
             "max_model_len": model.context_len,
             "vocab_size": model.vocab_size,
-            "has_image_understanding": False,
+            "has_image_understanding": manager.media is not None,
             "has_audio_understanding": False,
         }
     )

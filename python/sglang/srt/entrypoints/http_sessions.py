@@ -18,9 +18,11 @@ from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.openai.protocol import Int, Positive
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.media.expansion import moved, whole_items
 from sglang.srt.managers.front.native_output import native_stream
 from sglang.srt.managers.front.sessions import SessionStore, Turn
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.wire.io_struct import MediaItem
 
 router = APIRouter(tags=["native"])
 
@@ -117,7 +119,27 @@ async def begin_turn(
     if call.is_batch or isinstance(call.rid, list):
         raise RequestError("session_params needs a single prompt.")
     previous = _previous(store, params)
-    new = await _new_ids(manager, call, begins=previous is None)
+    new, new_media = await _new_ids(manager, call, begins=previous is None)
+    try:
+        return await _begun(manager, store, call, params, previous, new, new_media)
+    finally:
+        _release(manager, new_media)  # which the turn holds itself by now
+
+
+def _release(manager: TokenizerManager, media: list[MediaItem]) -> None:
+    if manager.media is not None:
+        manager.media.files.release(media)
+
+
+async def _begun(
+    manager: TokenizerManager,
+    store: SessionStore,
+    call: GenerateRequest,
+    params: SessionParams,
+    previous: Turn | None,
+    new: list[int],
+    new_media: list[MediaItem],
+) -> Turn:
     if _previous(store, params) is not previous:
         raise RequestError(f"The session {params.id!r} went on meanwhile; send this again.")
     if params.replace:
@@ -129,10 +151,12 @@ async def begin_turn(
     if previous is not None:
         kept = previous.tokens[: previous.prompt_len] if params.drop_previous_output else previous.tokens
         kept = kept[: params.offset or None]
+    old_media = [] if previous is None else whole_items(previous.media, len(kept))
     call.text, call.input_ids = None, await manager.preparer.input_ids([*kept.tolist(), *new])
-    call.rid = call.rid or uuid.uuid4().hex
+    call.media, call.media_items = None, [*old_media, *moved(new_media, len(kept))]
+    rid = call.rid = str(call.rid or uuid.uuid4().hex)
     parent = None if previous is None else previous.rid
-    turn = Turn(call.rid, parent, np.array(call.input_ids, np.int32), len(call.input_ids))
+    turn = Turn(rid, parent, np.array(call.input_ids, np.int32), len(call.input_ids), media=call.media_items)
     store.begin(params.id, turn)
     return turn
 
@@ -153,9 +177,9 @@ def _previous(store: SessionStore, params: SessionParams) -> Turn | None:
 _REWRITING = ("replace", "drop_previous_output", "offset")
 
 
-async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> list[int]:
+async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> tuple[list[int], list[MediaItem]]:
     """Returns the token ids of the prompt that was sent, without the token that begins a text where it continues
-    one."""
-    ids = await manager.preparer.prompt_ids(call, add_special_tokens=begins)
+    one, and its images, held for the caller."""
+    ids, media = await manager.preparer.prompt_ids(call, add_special_tokens=begins)
     bos = None if manager.tokenizer is None else manager.tokenizer.bos_token_id
-    return ids if begins or ids[0] != bos else ids[1:]
+    return (ids, media) if begins or ids[0] != bos else (ids[1:], moved(media, -1))

@@ -35,6 +35,8 @@ class ServerState:
     def connect(self, manager: TokenizerManager) -> None:
         """Called once the engine's processes are up. Raises UserError if the model's own chat template is broken."""
         tokenizer = manager.tokenizer
+        if manager.media is not None:
+            self.sessions.media_files = manager.media.files
         source, special_tokens = (
             (None, {}) if tokenizer is None else (tokenizer.chat_template, tokenizer.special_tokens)
         )

@@ -297,7 +297,7 @@ PREFILL_ATTENTION = (
         tiled=True,
         refuse=_HALF,
     ),
-    KernelSpec("torch_native", "torch.nn.functional:scaled_dot_product_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_NATIVE}:context_attention", graph_safe=False),
     KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
 )
 

@@ -111,7 +111,7 @@ class GQAttention:
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
-        positions, cos_sin = self.rotary.at(batch.positions)
+        positions, cos_sin = self.rotary.at(batch.rotary_positions)
         qkv = gates = self.qkv(x)
         if self.whole_norm is not None:
             self.whole_norm(qkv)

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """Inputs that are no tokens: rows [N, H] in place of the embeddings of the tokens `index` [N] of T."""
+    """Inputs that are no tokens: rows [N, H] in place of the embeddings of the tokens `index` [N] of T, and what is
+    added to the stream of these tokens behind the first layers, [N, H] for each of them."""
 
     index: torch.Tensor
     rows: torch.Tensor
+    behind_layers: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class ForwardBatch:
     """T new tokens of the requests of one step; device tensors unless the name ends in `_cpu`."""
 
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, or [sections, T] where the frequencies of rotary embeddings have sections
+    positions: torch.Tensor  # [T] int64, of each token in its sequence
     token_slots: tuple[TokenSlots, ...]
     """One for each row table; a block takes that of its cache: `slots_of`."""
     decode: DecodeRows | None = None
@@ -48,6 +50,10 @@ class ForwardBatch:
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
 
     embedding_rows: EmbeddingRows | None = None
+
+    turned_by: torch.Tensor | None = None
+    """[T] int64, or [sections, T] where the frequencies of rotary embeddings have sections: positions that turn heads,
+    where images make them others than `positions`."""
 
     state_records: list[StateRecord] | None = None
     """Records of a step whose tokens may be taken back, otherwise None. Layers with recurrent states then leave these
@@ -66,6 +72,10 @@ class ForwardBatch:
     @property
     def num_decodes(self) -> int:
         return 0 if self.decode is None else len(self.decode)
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        return self.positions if self.turned_by is None else self.turned_by
 
     def slots_of(self, cache: CacheStore) -> TokenSlots:
         return self.token_slots[cache.table]

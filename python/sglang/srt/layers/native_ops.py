@@ -6,6 +6,7 @@ Math is done in fp32 and cast back to the input's dtype; matrix products run in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -471,3 +472,24 @@ def fused_moe(
         y = product(gated(product(x[token], w13, expert), activation), w2, expert)
         out.index_add_(0, token, y.float() * topk_weights[token, choice, None].float())
     return out.to(x.dtype)
+
+
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    start_loc: torch.Tensor,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    tile: object = None,
+) -> None:
+    """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of sequences with rows start_loc[i] ..
+    start_loc[i + 1], without a cache."""
+    starts = start_loc.tolist()
+    for begin, end in pairwise(starts):
+        query, key, value = (x[begin:end].transpose(0, 1) for x in (q, k, v))
+        o[begin:end] = F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
+        ).transpose(0, 1)

@@ -56,6 +56,9 @@ class ResidualStream(Protocol):
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
 
+    def add_rows(self, stream: Any, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds rows [N, H] to the stream of the tokens `index` [N] behind a layer."""
+
     def captured(self, stream: Any) -> torch.Tensor:
         """A copy of the stream [T, H] where a layer has just taken its input, or behind `finish`."""
 
@@ -141,6 +144,11 @@ class SumResidual:
 
     def begin(self, embedded: torch.Tensor) -> SumStream:
         return SumStream(embedded)
+
+    def add_rows(self, stream: SumStream, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """What the last block made may still be a summand of each rank; the sum before it is the same on all."""
+        target = stream.added if stream.total is None else stream.total
+        target.index_add_(0, index, rows)
 
     def captured(self, stream: SumStream) -> torch.Tensor:
         assert stream.total is not None, "a norm has added up"

@@ -137,7 +137,8 @@ class RotaryTable:
             return torch.zeros_like(positions), self.cos_sin
         if positions.ndim == 1:
             return positions, self.cos_sin
-        assert self.section is not None, "positions of several sections, but the frequencies have none"
+        if self.section is None:  # a draft of a model whose frequencies have sections
+            return positions[0], self.cos_sin
         angles = self.cos_sin[positions].unflatten(-1, (2, -1))  # [sections, T, 2, rot_dim / 2]
         index = self.section.expand(angles.shape[1:])[None]
         rows = angles.gather(0, index)[0].flatten(-2)

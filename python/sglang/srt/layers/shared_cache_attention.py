@@ -50,7 +50,7 @@ class SharedCacheAttention:
         return self.o.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        positions, cos_sin = self.rotary.at(batch.positions)
+        positions, cos_sin = self.rotary.at(batch.rotary_positions)
         heads = self.q(x).unflatten(-1, (-1, self.attention.head_dim))
         q = self.norm_rope(heads, positions, cos_sin, self.q_norm, self.eps)
         k, v = batch.metadata[self.attention.site].keys_values[self.source]

@@ -33,6 +33,7 @@ from multiprocessing.process import BaseProcess
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, child_main
+from sglang.srt.managers.front.media.served_media import ServedMedia, served_media
 from sglang.srt.managers.front.server_defaults import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.watchdog import beat_seconds
@@ -92,7 +93,8 @@ class _Child:
 class EngineHandle:
     """The processes of one engine, and `manager`, the tokenizer manager that talks to them."""
 
-    def __init__(self, args: ServerArgs, model_config: ModelConfig) -> None:
+    def __init__(self, args: ServerArgs, model_config: ModelConfig, media: ServedMedia | None = None) -> None:
+        """media: None where the model reads text only."""
         self._ports = Ports.create()
         self._limit_s = args.watchdog_timeout
         self._children: list[_Child] = []
@@ -111,7 +113,7 @@ class EngineHandle:
             self._spawn("detokenizer", DETOKENIZER_ENTRY, (args, self._ports, 0))
             self._monitor = threading.Thread(target=self._watch_children, name="engine-monitor", daemon=True)
             self._monitor.start()
-            self.manager = TokenizerManager(args, model_config, self._ports, load_tokenizer(args))
+            self.manager = TokenizerManager(args, model_config, self._ports, load_tokenizer(args), media)
         except BaseException:
             self.shutdown(limit_s=0.0)
             raise
@@ -290,10 +292,11 @@ def _log_consequence(failure: UserError | EngineError) -> None:
 def launch_engine(args: ServerArgs) -> EngineHandle:
     """Start the processes for `args`. Raises UserError for a wrong model or tokenizer."""
     model = ModelConfig.from_server_args(args)
-    describe_served_model(args, model)  # before any process is started
+    description = describe_served_model(args, model)  # before any process is started
     if args.preferred_sampling_params is not None:
         check_server_defaults(args, model)
-    return EngineHandle(args, model)
+    media = served_media(args, model) if description.media is not None else None
+    return EngineHandle(args, model, media)
 
 
 def _exit_reason(code: int | None) -> str:

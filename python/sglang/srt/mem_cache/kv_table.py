@@ -15,7 +15,7 @@ import numpy.typing as npt
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable, Rows
 from sglang.srt.mem_cache.radix_cache import Match, RadixCache
-from sglang.srt.mem_cache.radix_node import EMPTY, Node
+from sglang.srt.mem_cache.radix_node import EMPTY, Keys, Node
 from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.pool_sizes import PoolSizes
 
@@ -43,8 +43,8 @@ class CachedRequest(Protocol):
     node: Node | None
     """Where the cached prefix ends: locked while the request has a row; while it waits, as last matched."""
 
-    def token_array(self, length: int) -> npt.NDArray[np.int32]:
-        """The first `length` tokens."""
+    def cache_keys(self, length: int) -> Keys:
+        """What stands for the first `length` tokens in the cache."""
 
     def matchable_len(self) -> int:
         """The number of leading tokens that may come from the cache."""
@@ -156,9 +156,9 @@ class KVTable:
     def match(self, req: CachedRequest) -> Match:
         """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little. Lock its
         node before anything is evicted."""
-        result = self.tree.match_prefix(req.token_array(req.matchable_len()), req.namespace, req.node)
+        result = self.tree.match_prefix(req.cache_keys(req.matchable_len()), req.namespace, req.node)
         if self._reads_next_token and result.length:
-            result = self.tree.match_prefix(req.token_array(result.length - 1), req.namespace)
+            result = self.tree.match_prefix(req.cache_keys(result.length - 1), req.namespace)
         req.node = result.node
         return result
 
@@ -215,7 +215,7 @@ class KVTable:
         assert req.node is not None
         before = self.rows[req.slot, : req.kv_len].copy()
         window_slots = [window.slots_of(req.slot, req.kv_len) for window in self.windows]
-        tokens = req.token_array(req.kv_len)
+        tokens = req.cache_keys(req.kv_len)
         done = self.tree.commit(tokens, before, req.node, req.num_cached, req.namespace, window_slots)
         req.node, req.num_cached = done.node, done.num_cached
         self._move(req.slot, before, done.indices)

@@ -1,4 +1,4 @@
-"""Prefix cache: a radix tree over token ids whose nodes own the KV slots of those tokens.
+"""Prefix cache: a radix tree over token ids (`Keys`) whose nodes own the KV slots of those tokens.
 
 Who owns a slot: the allocator (free), the tree (cached), or one request (computed, not yet given to the tree). `commit`
 moves slots from a request to the tree, `evict` gives slots back. Everything is page aligned; the tail of a request that
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
-from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Node
+from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node
 from sglang.srt.mem_cache.window_table import WindowTable
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -66,7 +66,7 @@ class RadixCache:
         self._evictable = 0
         self._protected = 0
         self._heap: list[tuple[int, int, Node]] = []
-        self.root = Node(EMPTY, EMPTY, None, b"", 0)
+        self.root = Node(np.empty(0, np.int64), EMPTY, None, b"", 0)
 
     # --- sizes in tokens ----------------------------------------------------------------------------------------------
 
@@ -120,15 +120,15 @@ class RadixCache:
         """The slots of the tokens from the root to the end of `node`."""
         return _concat([n.value for n in self._path(node)][::-1])
 
-    def _aligned(self, token_ids: Tokens) -> Slots:
-        tokens = np.asarray(token_ids, np.int32)
+    def _aligned(self, token_ids: Tokens) -> Keys:
+        tokens = np.asarray(token_ids, np.int64)
         return tokens[: len(tokens) // self.page_size * self.page_size]
 
-    def _edge(self, tokens: Slots, parent: Node, namespace: str | None) -> Edge:
+    def _edge(self, tokens: Keys, parent: Node, namespace: str | None) -> Edge:
         first_page = tokens[: self.page_size].tobytes()
         return (namespace, first_page) if parent is self.root and namespace is not None else first_page
 
-    def _descend(self, node: Node, tokens: Slots, namespace: str | None) -> tuple[Node, list[Node]]:
+    def _descend(self, node: Node, tokens: Keys, namespace: str | None) -> tuple[Node, list[Node]]:
         """Follows `tokens` below `node` as far as the tree goes, splitting the last node where they part. Returns the
         deepest node, and those on the way to it."""
         passed: list[Node] = []
@@ -145,7 +145,7 @@ class RadixCache:
             node = child
         return node, passed
 
-    def _add_leaf(self, parent: Node, tokens: Slots, indices: Slots, namespace: str | None) -> Node:
+    def _add_leaf(self, parent: Node, tokens: Keys, indices: Slots, namespace: str | None) -> Node:
         edge = self._edge(tokens, parent, namespace)
         leaf = Node(tokens.copy(), indices.copy(), parent, edge, self._clock)
         leaf.windows = [np.zeros(tokens.size, np.int32) for _ in self.windows]
@@ -154,7 +154,7 @@ class RadixCache:
         self._queue(leaf)
         return leaf
 
-    def _common_length(self, key: Slots, tokens: Slots) -> int:
+    def _common_length(self, key: Keys, tokens: Keys) -> int:
         length = min(key.size, tokens.size)
         differ = key[:length] != tokens[:length]
         first = int(differ.argmax()) if length else 0

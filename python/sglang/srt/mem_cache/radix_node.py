@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots
 
+Keys = npt.NDArray[np.int64]
+"""What stands for tokens in the prefix cache: their ids, and for those of images and videos numbers that no two of them
+share."""
 Edge = bytes | tuple[str, bytes]
 """The key by which a parent finds a child: the bytes of its first page; below the root with the namespace, if it has
 one."""
@@ -33,7 +37,7 @@ class Node:
         "windows",
     )
 
-    def __init__(self, key: Slots, value: Slots, parent: Node | None, edge: Edge, last_access: int) -> None:
+    def __init__(self, key: Keys, value: Slots, parent: Node | None, edge: Edge, last_access: int) -> None:
         self.key = key
         self.value = value
         self.parent = parent

@@ -10,10 +10,11 @@ import torch
 
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots, requests_of_tokens
-from sglang.srt.model_executor.step import PromptTokens, StepInput
+from sglang.srt.model_executor.media_features import MediaFeatures
+from sglang.srt.model_executor.step import MediaTokens, PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
@@ -48,6 +49,10 @@ class DeviceState:
     tokens_per_step: int = 1
     """k, tokens that a request that is decoded brings to a step at most: the last one sampled, and guesses."""
     decode_inputs: DecodeInputsOp = native_ops.decode_inputs
+    position_deltas: torch.Tensor | None = None
+    """[max_reqs + 1] int64, by how much the positions that turn heads differ from the index of a request's tokens,
+    behind its images. None: no image makes them differ."""
+    features: MediaFeatures | None = None
     req_to_token: torch.Tensor = field(init=False)
     """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
     lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
@@ -96,9 +101,32 @@ class DeviceState:
             batch = self._verify_batch(arrays, shape, step)
         else:
             batch = self._decode_batch(arrays, shape, step)
+        if step is not None and step.prompts is not None and step.prompts.media is not None:
+            self._add_media(batch, arrays, step.prompts.media, shape.num_decodes)
         batch.num_valid_tokens = num_valid_tokens
         batch.metadata = self.attention.metadata(batch, in_graph=step is None)
         return batch
+
+    def _turned_by(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """positions [T] of tokens of the request slots `rows` [T] -> `ForwardBatch.turned_by` behind all images."""
+        return None if self.position_deltas is None else positions + self.position_deltas[rows]
+
+    def _add_media(self, batch: ForwardBatch, arrays: DeviceArrays, media: MediaTokens, num_decodes: int) -> None:
+        """Puts the positions of prompts with images, which come from the host, behind those of requests that decode,
+        and the features in place of the placeholders."""
+        if media.positions is not None:
+            assert batch.turned_by is not None
+            decodes = batch.turned_by[:num_decodes].expand(len(media.positions), -1)
+            batch.turned_by = torch.cat((decodes, arrays["sections"]), dim=1)
+        if media.sources and self.features is not None and self.features.encoder is not None:
+            ends = np.cumsum([len(rows) for _, rows in media.sources]).tolist()
+            parts = [
+                self.features.rows(item, arrays["feature_rows"][end - len(rows) : end])
+                for (item, rows), end in zip(media.sources, ends, strict=True)
+            ]
+            size = self.model.description.hidden_size
+            rows, *added = torch.cat(parts).split(size, dim=1)
+            batch.embedding_rows = EmbeddingRows(arrays["media_tokens"] + num_decodes, rows, tuple(added))
 
     def _token_slots(
         self, out_cache_loc: torch.Tensor, rows: torch.Tensor | None, positions: torch.Tensor
@@ -127,7 +155,7 @@ class DeviceState:
         rows = DecodeRows(slots, seq_lens, token_slots)
         if step is not None:
             rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist()
-        return ForwardBatch(input_ids, positions, token_slots, decode=rows)
+        return ForwardBatch(input_ids, positions, token_slots, decode=rows, turned_by=self._turned_by(positions, slots))
 
     def _single_rows(
         self,
@@ -145,7 +173,8 @@ class DeviceState:
         if host_lens is not None:
             exact = self.attention.decode_plans_on_host
             decode.seq_lens_cpu = seq_lens.tolist() if exact else host_lens[: len(slots)].tolist()
-        return ForwardBatch(input_ids, positions, token_slots, decode=decode)
+        turned_by = self._turned_by(positions, slots)
+        return ForwardBatch(input_ids, positions, token_slots, decode=decode, turned_by=turned_by)
 
     def draft_batch(
         self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, in_graph: bool
@@ -172,7 +201,9 @@ class DeviceState:
                 out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
         decode_rows = None if decodes is None else decodes.decode
         start_loc, slots = arrays["start_loc"], arrays["slots"]
-        rows = requests_of_tokens(start_loc, slots, decode_rows, shape.num_tokens) if self.num_tables > 1 else None
+        rows = None
+        if self.num_tables > 1 or self.position_deltas is not None:
+            rows = requests_of_tokens(start_loc, slots, decode_rows, shape.num_tokens)
         token_slots = self._token_slots(out_cache_loc, rows, positions)
         extend = ExtendRows(
             slots,
@@ -185,7 +216,8 @@ class DeviceState:
             [1] if step is None else _prompts(step).prefix_lens.tolist(),
             None if step is None else step.seq_lens[step.num_decodes :].tolist(),
         )
-        return ForwardBatch(input_ids, positions, token_slots, decode_rows, extend)
+        turned_by = None if rows is None else self._turned_by(positions, rows)
+        return ForwardBatch(input_ids, positions, token_slots, decode_rows, extend, turned_by=turned_by)
 
     def _verify_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """The next k tokens of each request, T = D k. Rows from a request's width on are padding (cache slot 0, which
@@ -212,7 +244,8 @@ class DeviceState:
         if step is not None and self.attention.extend_plans_on_host:
             extend.prefix_lens_cpu, extend.seq_lens_cpu = prefix_lens.tolist(), extend.seq_lens.tolist()
         input_ids = self.next_tokens[slots, :width].flatten()
-        return ForwardBatch(input_ids, positions, token_slots, extend=extend, state_records=[])
+        turned_by = self._turned_by(positions, rows.flatten())
+        return ForwardBatch(input_ids, positions, token_slots, extend=extend, state_records=[], turned_by=turned_by)
 
 
 def _prompts(step: StepInput) -> PromptTokens:

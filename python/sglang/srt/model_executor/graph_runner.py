@@ -7,7 +7,7 @@ Three kinds of steps have graphs, each with arrays of its own at fixed addresses
     decode      one token of each request; the graph also writes the new cache slots into the tables
     verify      2 to k tokens of each request, where steps bring guesses
     prompts     a short prompt computes faster than the host can launch a model's kernels one by one; with and without
-                requests that decode in the same step
+                requests that decode in the same step. Chunks up to the end of a prompt's last image have no graph
 
 With a drafter each of them has a second graph, which follows the sampling: what stands of the step, and new guesses.
 
@@ -113,7 +113,7 @@ class GraphRunner:
                 return None
             return StepShape(size * step.width, size, step.width)
         decodes = _at_least(self.sizes.mixed_decodes, num_decodes)
-        if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS:
+        if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.prompts.media is not None:
             return None
         tokens = _at_least(self.sizes.prompt_tokens, max(len(step.out_cache_loc), decodes))
         return None if tokens is None else StepShape(tokens, decodes, has_prompts=True)

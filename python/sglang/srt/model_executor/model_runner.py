@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
 from sglang.srt.model_executor.step import (
     LaunchedForward,
     ModelOutput,
@@ -32,6 +33,7 @@ from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.media import FEATURE_BYTES
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter
@@ -39,6 +41,8 @@ from sglang.srt.utils.device_arrays import send
 
 logger = logging.getLogger(__name__)
 
+CreateEncoder = Callable[[Plan], MediaEncoder | None]
+"""Creates the encoder of a model's images with its weights."""
 CreateDrafter = Callable[[CausalLM, Plan], Drafter]
 """Creates the drafter for a model that has its weights."""
 
@@ -54,10 +58,12 @@ class ModelRunner:
         create_drafter: CreateDrafter | None = None,
         keeps_hidden: bool = False,
         widths: Sequence[int] = (),
+        create_encoder: CreateEncoder | None = None,
     ) -> None:
         """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. With a drafter all
         stages of a pipeline get one, of which the last one asks for guesses. widths: tokens of each request in the
-        steps without prompts that have graphs; as many as there may be if none are named."""
+        steps without prompts that have graphs; as many as there may be if none are named. create_encoder: of images and
+        videos; None: the server reads text only."""
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
@@ -73,6 +79,7 @@ class ModelRunner:
         attention = create_attention_sites(plan, plan.device)
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
         self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, inputs)
+        self.media = None if create_encoder is None else self._create_media(create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
         self.widths = tuple(sorted(widths)) or (width,)
@@ -90,6 +97,21 @@ class ModelRunner:
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_prompts()
+
+    def _create_media(self, create_encoder: CreateEncoder) -> MediaFeatures | None:
+        """Creates the cache of features, and the table of positions where images make these others than indices."""
+        model, state = self.plan.description, self.state
+        if model.media is None:
+            return None
+        if model.media.sections:
+            rows = self.plan.max_running_requests + 1
+            state.position_deltas = torch.zeros(rows, dtype=torch.int64, device=self.device)
+            self._deltas = np.zeros(rows, np.int64)
+        width = model.hidden_size * (1 + model.media.deepstack_levels)
+        encoder = create_encoder(self.plan) if model.encodes_media else None
+        dtype = getattr(torch, self.plan.dtype)
+        state.features = MediaFeatures(model.media, width, dtype, FEATURE_BYTES, self.device, encoder)
+        return state.features
 
     def _graph_sizes(self) -> GraphSizes:
         """Returns the sizes of the graphs that the attention of this model can be in."""
@@ -129,8 +151,11 @@ class ModelRunner:
         microseconds = parallel_state.least_each([int(1000 * ms) for ms in times.values()])
         return {size: us / 1000 for size, us in zip(times, microseconds, strict=True)}
 
-    def begin(self, slot: int, tokens: Sequence[int]) -> None:
-        """A request with these tokens has taken a request slot."""
+    def begin(self, slot: int, tokens: Sequence[int], position_delta: int = 0) -> None:
+        """A request with these tokens has taken a request slot. position_delta: as in `DeviceState.position_deltas`."""
+        if self.state.position_deltas is not None and self._deltas[slot] != position_delta:
+            self._deltas[slot] = position_delta
+            self.state.position_deltas[slot] = position_delta
         if self.drafter is not None and self.samples:
             self.drafter.begin(slot, tokens)
 

@@ -15,6 +15,16 @@ from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.utils.device_arrays import DeviceArrays
+    from sglang.srt.utils.media_item import MediaItem
+
+
+@dataclass(slots=True)
+class MediaTokens:
+    """Images among the N prompt tokens of a step."""
+
+    positions: np.ndarray | None  # [sections, N] int64, as `ForwardBatch.turned_by`; None: positions have no sections
+    tokens: np.ndarray  # [M] int64, of the N tokens: those whose inputs are features
+    sources: list[tuple[MediaItem, np.ndarray]]  # items, and which of their rows [m] int64, together M
 
 
 @dataclass(slots=True)
@@ -28,6 +38,8 @@ class PromptTokens:
     prompt_logprobs: LogprobRequest | None = None
     next_ids: np.ndarray | None = None
     """[P] int64, the token behind each run, 0 where the step samples it. Only where steps bring guesses."""
+    media: MediaTokens | None = None
+    """None: no prompt has a token at or before its last placeholder in this step."""
 
 
 @dataclass(slots=True)
@@ -77,7 +89,8 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
     the tokens behind those of prompts, 0 where the step samples them.
     With prompts also input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots,
     seq_lens, prefix_lens [P] and start_loc [P + 1], the first token of each, and T; last_rows (the last token of each
-    of R sampled requests) and sampled_slots [R].
+    of R sampled requests) and sampled_slots [R]. With images also media_tokens and feature_rows [M], and sections
+    [3, N] of the N tokens of prompts, as in `MediaTokens`.
     """
     count, prompts = step.num_decodes, step.prompts
     arrays = {"decode_slots": step.slots[:count], "decode_lens": step.seq_lens[:count]}
@@ -100,6 +113,12 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
         arrays["next_ids"] = np.zeros(start_loc[-1], np.int64)
         arrays["next_ids"][count:-1] = prompts.input_ids[1:]
         arrays["next_ids"][start_loc[1:] - 1] = prompts.next_ids
+    if prompts.media is not None:
+        rows = [rows for _, rows in prompts.media.sources]
+        arrays["media_tokens"] = prompts.media.tokens
+        arrays["feature_rows"] = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        if prompts.media.positions is not None:
+            arrays["sections"] = prompts.media.positions
     return {
         **arrays,
         "input_ids": np.concatenate((np.zeros(count, np.int64), prompts.input_ids)),

@@ -19,6 +19,7 @@ from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.draft_model import DraftModel, Loadable, build_draft
+from sglang.srt.models.vision.qwen3_vl import Qwen3VLTower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
@@ -66,6 +67,21 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
         time.perf_counter() - start,
     )
     return model
+
+
+def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> Qwen3VLTower | None:
+    """Builds the encoder of images and videos with its weights; None where the model has none or is served without it.
+    Raises UserError as `filled_model` does."""
+    media = plan.description.media
+    if media is None or media.tower is None:
+        return None
+    with torch.inference_mode():
+        tower = Qwen3VLTower(plan, media.tower)
+        if load_format == "dummy":
+            fill_random(tower.params, seed)
+        else:
+            load_checkpoint(tower, plan.model.model_path)
+    return tower
 
 
 def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel:

@@ -222,8 +222,12 @@ class CausalLM:
             received = self._take_captured(received, batch)
         residual = self.residual
         stream = residual.begin(self._embedded(batch)) if received is None else residual.resume(received)
-        for layer in self.layers:
+        added = () if batch.embedding_rows is None else batch.embedding_rows.behind_layers
+        for number, layer in enumerate(self.layers):
             layer(stream, batch)
+            if number < len(added) and layer.blocks:
+                assert batch.embedding_rows is not None
+                residual.add_rows(stream, batch.embedding_rows.index, added[number])
         if not self.description.last_stage:
             captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.handed_on]
             rows = self.residual.hand_on(stream)

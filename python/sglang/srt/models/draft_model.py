@@ -320,7 +320,9 @@ class StandaloneDraft:
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         # Tokens of the target that the draft has no row for stand for nothing that texts are made of.
-        known = replace(batch, input_ids=batch.input_ids.clamp(max=self.last_token), embedding_rows=None)
+        known = replace(
+            batch, input_ids=batch.input_ids.clamp(max=self.last_token), embedding_rows=None, turned_by=None
+        )
         return self.model.compute(known, None)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.media import FEATURE_BYTES, PATCHES_A_STEP
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
@@ -74,7 +75,7 @@ class MemoryPlan:
 
     `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
     request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
-    which are allocated when requests ask for them.
+    which are allocated when requests ask for them. `media` is what encoder steps hold, and the features that are kept.
     """
 
     available: int
@@ -90,6 +91,7 @@ class MemoryPlan:
     attention: int = 0
     states: int = 0
     windows: int = 0
+    media: int = 0
 
     @property
     def caches(self) -> int:
@@ -107,6 +109,14 @@ class MemoryPlan:
         """Describes where the memory goes, in GiB."""
         parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in asdict(self).items() if name != "available")
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
+
+
+def media_bytes(model: ModelDescription, dtype: str) -> int:
+    """Returns the bytes of the features of images and videos that are kept, and of the largest encoder step."""
+    if model.media is None or model.media.tower is None:
+        return 0
+    encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
+    return FEATURE_BYTES + encoding * KV_DTYPE_BYTES[dtype]
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
@@ -220,6 +230,7 @@ class FixedMemory:
     rotary: int
     penalties: int
     attention: int
+    media: int
 
     @property
     def total(self) -> int:
@@ -254,6 +265,7 @@ def fixed_memory(
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, heads),
+        media=media_bytes(model, dtype),
     )
 
 
@@ -299,6 +311,7 @@ def plan_gpu_memory(
         rotary=fixed.rotary,
         penalties=fixed.penalties,
         attention=fixed.attention,
+        media=fixed.media,
         states=states,
         windows=split.window_bytes,
     )

@@ -23,6 +23,7 @@ from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
+from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
@@ -53,6 +54,8 @@ class ModelDescription:
     first_stage: bool = True
     last_stage: bool = True
     """Whether the stage of a pipeline that this describes begins with the embedding, and ends with the output head."""
+    media: MediaDescription | None = None
+    """Its images and videos; None: it reads text, or these are not served."""
     shared_apart: str | None = None
     """Why a shared expert is not held as one more of the routed ones, where there is one."""
 
@@ -61,6 +64,14 @@ class ModelDescription:
         """Whether the stage has the embedding; of a pipeline's stages the last one has a copy where the output head is
         tied to it."""
         return self.first_stage or (self.last_stage and self.tie_embeddings)
+
+    @property
+    def encodes_media(self) -> bool:
+        """Whether the stage has an image encoder: the first one, and those with a layer behind which features are
+        added."""
+        return self.media is not None and not all(
+            layer.elsewhere for layer in self.layers[: max(1, self.media.deepstack_levels)]
+        )
 
     @property
     def experts(self) -> MoE | None:

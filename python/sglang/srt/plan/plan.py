@@ -27,6 +27,7 @@ from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
 from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
+from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import (
     FixedMemory,
     MemoryPlan,
@@ -337,7 +338,7 @@ class ModelPlanner:
         apart = why_shared_apart(args)
         if apart not in self.described:
             source = str(Path(self.model.model_path) / "config.json")
-            self.described[apart] = describe_model(self.model.hf_config, self.model.quantization, apart, source)
+            self.described[apart] = _described(args, self.model, apart, source)
         model = self.described[apart]
         if self.served:
             model.require_served()
@@ -385,11 +386,16 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
     return replace(need, links=links, traits=need.traits | asked)
 
 
+def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
+    description = describe_model(model.hf_config, model.quantization, apart, source)
+    return replace(description, media=None if args.language_model_only else describe_media(model.media_config))
+
+
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
     """Describes the model to be served. Raises UserError for what is malformed, for what is not computed here, and for
     layouts that do not divide it. The device is asked only for advice."""
     source = str(Path(model.model_path) / "config.json")
-    description = describe_model(model.hf_config, model.quantization, why_shared_apart(args), source)
+    description = _described(args, model, why_shared_apart(args), source)
     description.require_served()
     try:
         check_layout(description, asked_layout(args))

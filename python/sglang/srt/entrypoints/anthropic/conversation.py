@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from sglang.srt.entrypoints.anthropic.protocol import (
     AssistantMessage,
+    Base64Source,
     Block,
     CountTokensRequest,
+    ImageBlock,
     MessagesRequest,
     SystemMessage,
     TextBlock,
@@ -17,6 +20,7 @@ from sglang.srt.entrypoints.anthropic.protocol import (
     UserMessage,
 )
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.media_parts import base64_part, image_part
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     FunctionName,
@@ -128,15 +132,33 @@ def _user_messages(blocks: list[Block], tool_names: dict[str, str]) -> list[dict
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             messages.append(_result_message(block, tool_names))
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, TextBlock | ImageBlock):
             if messages and messages[-1]["role"] == "user":
-                messages[-1]["texts"].append(block.text)
+                messages[-1]["blocks"].append(block)
             else:
-                messages.append({"role": "user", "texts": [block.text]})
+                messages.append({"role": "user", "blocks": [block]})
     for message in messages:
-        if "texts" in message:
-            message["content"] = _SEPARATOR.join(message.pop("texts"))
+        if "blocks" in message:
+            message["content"] = _content(message.pop("blocks"))
     return messages or [{"role": "user", "content": ""}]
+
+
+def _content(blocks: list[Block]) -> str | list[dict[str, Any]]:
+    """Text, or with images parts, of which those of text that follow one another are one."""
+    parts: list[dict[str, Any]] = []
+    for is_text, group in itertools.groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
+        if is_text:
+            parts.append({"type": "text", "text": _text(list(group))})
+        else:
+            parts += [_image(block) for block in group if isinstance(block, ImageBlock)]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return _text(blocks)
+
+
+def _image(block: ImageBlock) -> dict[str, Any]:
+    source = block.source
+    return base64_part(source.data, source.media_type) if isinstance(source, Base64Source) else image_part(source.url)
 
 
 def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[str, Any]:
@@ -145,12 +167,15 @@ def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[
             f"messages: tool_result for {block.tool_use_id[:64]!r}, but no tool_use block before it has this id",
             param="messages",
         )
-    text = _text(_blocks(block.content))
+    content = _content(_blocks(block.content))
+    if block.is_error:
+        mark = {"type": "text", "text": _ERROR_MARK}
+        content = _ERROR_MARK + content if isinstance(content, str) else [mark, *content]
     return {
         "role": "tool",
         "tool_call_id": block.tool_use_id,
         "name": tool_names[block.tool_use_id],
-        "content": _ERROR_MARK + text if block.is_error else text,
+        "content": content,
     }
 
 

@@ -27,18 +27,28 @@ class TextBlock(Block, tag="text"):
     text: str
 
 
-class _MediaBlock(Block):
+class ImageSource(msgspec.Struct, tag_field="type"):
+    """Where an image is, told apart by its `type`."""
+
+
+class Base64Source(ImageSource, tag="base64"):
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(ImageSource, tag="url"):
+    url: str
+
+
+class ImageBlock(Block, tag="image"):
+    source: Base64Source | UrlSource
+
+
+class DocumentBlock(Block, tag="document"):
+    """Refused."""
+
     def __post_init__(self) -> None:
-        kind = self.__struct_config__.tag
-        raise ValueError(f"content of type {kind} is not supported: this model reads text only; send text blocks")
-
-
-class ImageBlock(_MediaBlock, tag="image"):
-    """Refused."""
-
-
-class DocumentBlock(_MediaBlock, tag="document"):
-    """Refused."""
+        raise ValueError("content of type document is not supported; send text and image blocks")
 
 
 ResultContent = Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_BLOCKS)]

@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.message_stream import MessageStream
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from sglang.srt.entrypoints.http_errors import json_response
-from sglang.srt.entrypoints.openai.chat_call import chat_call, rendered_prompt
+from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, stream_events
 from sglang.srt.function_call.events import collect as collect_events
@@ -55,5 +55,5 @@ def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput)
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    prompt = await rendered_prompt(service, chat_request(body), len(await request.body()))
-    return json_response({"input_tokens": await service.manager.count_tokens(prompt)})
+    count = await count_prompt(service, chat_request(body), len(await request.body()))
+    return json_response({"input_tokens": count})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage
+from sglang.srt.entrypoints.openai.media_parts import base64_part
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, JsonSchemaFormat, ResponseFormat
 from sglang.srt.function_call.model_formats import ModelFormats
 
@@ -41,7 +42,14 @@ def chat_request(body: OllamaChatRequest | OllamaGenerateRequest, formats: Model
 
 def _prompt(body: OllamaGenerateRequest) -> list[dict[str, Any]]:
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return [*system, {"role": "user", "content": body.prompt or ""}]
+    return [*system, {"role": "user", "content": _content(body.prompt, body.images)}]
+
+
+def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """The images stand in front of the text."""
+    if not images:
+        return text or ""
+    return [*map(base64_part, images), {"type": "text", "text": text or ""}]
 
 
 def _response_format(wanted: str | dict[str, Any] | None) -> ResponseFormat | None:
@@ -63,7 +71,7 @@ def _messages(messages: list[OllamaMessage], formats: ModelFormats) -> list[dict
     call_ids: list[str] = []
     num_results = 0
     for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.thinking:
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:

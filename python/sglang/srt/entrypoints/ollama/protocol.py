@@ -16,6 +16,9 @@ from sglang.srt.entrypoints.http_errors import from_decode_error
 from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, ToolFields
 from sglang.srt.entrypoints.unsupported_fields import OLLAMA, OLLAMA_OPTIONS, refuse_unsupported
 
+Images = Annotated[list[str], Meta(max_length=1024)]
+"""Images in base64."""
+
 
 class Options(msgspec.Struct):
     """The options of sampling; None: the model's default. `num_predict` below 0: until the context is full."""
@@ -47,13 +50,9 @@ class OllamaMessage(msgspec.Struct):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = None
+    images: Images | None = None
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_TOOLS)] | None = None
     tool_name: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.images:
-            raise ValueError("images are not supported: this model reads text only")
 
 
 class _GenerateFields(Body, kw_only=True):
@@ -89,6 +88,7 @@ class OllamaGenerateRequest(_GenerateFields, kw_only=True):
     prompt: str | None = None
     """None, or empty: nothing is generated."""
     system: str | None = None
+    images: Images | None = None
     raw: bool | None = False
     """The prompt is not put into the chat template."""
 

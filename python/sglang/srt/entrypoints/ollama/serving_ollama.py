@@ -19,6 +19,7 @@ from sglang.srt.entrypoints.ollama.conversation import chat_request
 from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
+from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService, stream_events
 from sglang.srt.function_call.model_formats import ModelFormats
@@ -44,7 +45,9 @@ async def generate(service: OpenAIService, body: OllamaGenerateRequest, request:
         call, formats = await chat_call(service, chat_body, len(await request.body()), uuid.uuid4().hex)
     else:
         params = sampling_dict(chat_body, chat_body.max_tokens)
+        media = media_of(chat_body.messages)
         call = GenerateRequest(text=body.prompt, sampling_params=params, stream=bool(chat_body.stream))
+        call.media = [media] if media else None
         formats = ChatFormats(ModelFormats(), chat_body, "")
     return await _answer(service, body, request, call, formats)
 
@@ -139,6 +142,7 @@ def show(service: OpenAIService, created: int) -> dict[str, Any]:
     family = str(model.hf_config.get("model_type") or "")
     capabilities = ["completion", "embedding"]
     capabilities += ["tools"] if service.formats.calls is not None else []
+    capabilities += ["vision"] if service.manager.media is not None else []
     capabilities += ["thinking"] if service.formats.reasoning is not None else []
     template = "" if tokenizer is None else service.chat_template.sources
     return {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
+from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
@@ -27,6 +29,8 @@ async def chat_call(
 ) -> tuple[GenerateRequest, ChatFormats]:
     """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. `target`: tokens of
     thoughts after which they are ended if the model's format allows it. Raises ApiError 400."""
+    media = media_of(body.messages)
+    service.manager.preparer.require_media(media)
     if body.input_ids is None:
         prompt = await rendered_prompt(service, body, num_bytes)
     else:
@@ -34,6 +38,7 @@ async def chat_call(
         await _in_thread_if_long(service, num_bytes, check_tools, body)
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
     call = _generate_request(body, rid, prompt, formats)
+    call.media = [media] if media else None
     _limit_thoughts(service, body, formats, call, target)
     return call, formats
 
@@ -66,6 +71,18 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
         return service.chat_template.render(body)
 
     return await _in_thread_if_long(service, num_bytes, render, body)
+
+
+async def count_prompt(
+    service: OpenAIService, body: ChatCompletionRequest, num_bytes: int, enough: float = math.inf
+) -> int:
+    """The tokens of the conversation, images included; no more are counted than it takes to have `enough`."""
+    media = media_of(body.messages)
+    service.manager.preparer.require_media(media)
+    prompt = await rendered_prompt(service, body, num_bytes)
+    if not media:
+        return await service.manager.count_tokens(prompt, enough)
+    return await service.manager.count_with_media(prompt, media)
 
 
 async def _in_thread_if_long(

@@ -219,7 +219,8 @@ def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any
         raise bad_request(
             'continue_final_message needs a last message with role "assistant"', param="continue_final_message"
         )
-    text = str(messages[-1]["content"] or "").lstrip()
+    content = messages[-1]["content"]
+    text = content.lstrip() if isinstance(content, str) else ""
     if not text:
         raise bad_request("continue_final_message needs text in the last message", param="continue_final_message")
     return text

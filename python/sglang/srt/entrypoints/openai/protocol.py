@@ -122,9 +122,20 @@ class CompletionRequest(SamplingFields, kw_only=True):
             raise bad_request("prompt must hold texts only, token ids only, or lists of token ids only", param="prompt")
 
 
+class MediaUrl(msgspec.Struct):
+    """`url`: http, https, data or file. `detail` low shows an image at 512 pixels a side at most."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
 class ContentPart(msgspec.Struct):
+    """A part of the type text, image_url or video_url."""
+
     type: str
     text: str | None = None
+    image_url: str | MediaUrl | None = None
+    video_url: str | MediaUrl | None = None
 
 
 class ChatMessage(msgspec.Struct):

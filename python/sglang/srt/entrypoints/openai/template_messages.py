@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.media_parts import media_kind
 
 _PART_SEPARATOR = " "
 
@@ -60,7 +61,7 @@ def template_message(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
     if message["role"] == "developer":
         fields["role"] = "system"
-    fields["content"] = _joined_text(message.get("content"))
+    fields["content"] = _template_content(message.get("content"))
     if message.get("reasoning_content") and not fields["content"]:
         fields.setdefault("thinking", message["reasoning_content"])  # its name in templates of Harmony
     if message.get("tool_calls"):
@@ -70,23 +71,30 @@ def template_message(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
     return fields
 
 
-def _joined_text(content: str | list[dict[str, Any]] | None) -> str:
+def _template_content(content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+    """Text, or with images or videos a list of parts, of which templates write a placeholder each."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    texts = []
-    for part in content:
-        if part["type"] != "text":
-            raise bad_request(
-                f"message content of type {part['type'][:64]!r} is not supported: this model is served for text "
-                "only (no vision or audio input)",
-                param="messages",
-            )
-        if part.get("text") is None:
-            raise bad_request('a content part of type "text" has no "text"', param="messages")
-        texts.append(part["text"])
-    return _PART_SEPARATOR.join(texts)
+    parts = [_template_part(part) for part in content]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return _PART_SEPARATOR.join(part["text"] for part in parts)
+
+
+def _template_part(part: dict[str, Any]) -> dict[str, Any]:
+    kind = media_kind(part)
+    if kind is not None:
+        return {"type": kind}
+    if part["type"] != "text":
+        raise bad_request(
+            f"message content of type {part['type'][:64]!r} is not supported; send text, image_url or video_url",
+            param="messages",
+        )
+    if part.get("text") is None:
+        raise bad_request('a content part of type "text" has no "text"', param="messages")
+    return {"type": "text", "text": part["text"]}
 
 
 def _tool_call(call: dict[str, Any], form: CallForm) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.media_parts import image_part
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     FunctionName,
@@ -19,6 +20,7 @@ from sglang.srt.entrypoints.responses.protocol import (
     FunctionCallItem,
     FunctionResultItem,
     FunctionTool,
+    InputImage,
     InputText,
     MessageItem,
     NamedFunction,
@@ -150,9 +152,12 @@ def _result(item: FunctionResultItem, names: dict[str, str]) -> dict[str, Any]:
 def _parts(content: Content) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    texts = [
-        part.refusal if isinstance(part, Refusal) else part.text
-        for part in content
-        if isinstance(part, InputText | OutputText | Refusal)
-    ]
-    return [{"type": "text", "text": text} for text in texts]
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, InputText | OutputText):
+            parts.append({"type": "text", "text": part.text})
+        elif isinstance(part, Refusal):
+            parts.append({"type": "text", "text": part.refusal})
+        elif isinstance(part, InputImage):
+            parts.append(image_part(part.image_url or "", part.detail))
+    return parts

@@ -39,18 +39,23 @@ class Refusal(Part, tag="refusal"):
     refusal: str
 
 
-class _MediaPart(Part):
+class InputImage(Part, tag="input_image"):
+    """`image_url`: http, https, data or file. `detail` low shows the image at 512 pixels a side at most."""
+
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    file_id: str | None = None
+
     def __post_init__(self) -> None:
-        kind = self.__struct_config__.tag
-        raise ValueError(f"content of type {kind} is not supported: this model reads text only; send input_text")
+        if not self.image_url:
+            raise ValueError("content of type input_image needs image_url; no files are stored here for file_id")
 
 
-class InputImage(_MediaPart, tag="input_image"):
+class InputFile(Part, tag="input_file"):
     """Refused."""
 
-
-class InputFile(_MediaPart, tag="input_file"):
-    """Refused."""
+    def __post_init__(self) -> None:
+        raise ValueError("content of type input_file is not supported; send input_text or input_image")
 
 
 class ThoughtText(msgspec.Struct):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
-from sglang.srt.entrypoints.openai.chat_call import chat_call, rendered_prompt
+from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, stream_events
 from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.conversation import chat_request
@@ -93,15 +92,8 @@ async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
     items, num_bytes = _conversation(store, body, len(await request.body()))
-    count = await _count(service, chat_request(body, read_items(items)), num_bytes)
+    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
-
-
-async def _count(
-    service: OpenAIService, request: ChatCompletionRequest, num_bytes: int, enough: float = math.inf
-) -> int:
-    prompt = await rendered_prompt(service, request, num_bytes)
-    return await service.manager.count_tokens(prompt, enough)
 
 
 async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, num_bytes: int) -> _Answer:
@@ -111,8 +103,10 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
         raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
     request = chat_request(body, read_items(items))
     if body.truncation == "auto":
+        if media_of(request.messages):
+            raise ApiError(400, "truncation auto is not supported with images; leave it out", param="truncation")
         context_len = service.manager.model_config.context_len
-        await fit_context(request, context_len, lambda shorter: _count(service, shorter, num_bytes, context_len))
+        await fit_context(request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len))
     rid = uuid.uuid4().hex
     call, formats = await chat_call(service, request, num_bytes, rid)
     model = body.model or service.model_name

@@ -5,10 +5,11 @@ Used by the HTTP endpoints and by the in-process engine; nothing here knows abou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+from sglang.srt.managers.front.media.media_source import MediaSource
+from sglang.srt.managers.wire.io_struct import FinishReason, MediaItem, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
@@ -64,6 +65,10 @@ class GenerateRequest:
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""
+    media: list[list[MediaSource]] | None = None
+    """Images and videos of each prompt, in the order of their placeholders."""
+    media_items: list[MediaItem] = field(default_factory=list)
+    """Of a single prompt of `input_ids`, instead of `media`: those that are in its place already."""
     add_special_tokens: bool = True
     """Whether tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
 
@@ -73,6 +78,11 @@ class GenerateRequest:
         if self.text is not None:
             return not isinstance(self.text, str)
         return isinstance(self.input_ids, list) and bool(self.input_ids) and not isinstance(self.input_ids[0], int)
+
+    @property
+    def num_prompts(self) -> int:
+        prompts: Any = self.text if self.text is not None else self.input_ids
+        return len(prompts) if self.is_batch else 1
 
 
 @dataclass(slots=True)

@@ -6,14 +6,16 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
-from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.managers.front.media.media_loader import MediaLoader
+from sglang.srt.managers.front.media.media_source import MediaSource
+from sglang.srt.managers.wire.io_struct import MediaItem, TokenizedGenerateReq
 from sglang.srt.sampling.hidden_states import MAX_CALL_BYTES, VALUE_BYTES, num_states
 from sglang.srt.sampling.sampling_params import SamplingParams, merge
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
@@ -57,12 +59,19 @@ class PreparedCall:
     requests: list[TokenizedGenerateReq]
     prompt_texts: list[str | None]
     num_samples: int
+    media: list[MediaItem] = field(default_factory=list)
+    """Images and videos of all prompts."""
 
 
 class RequestPreparer:
-    """Validates against one model's limits. `encode` tokenizes, None without a tokenizer."""
+    """Validates against one model's limits. `encode` tokenizes, None without a tokenizer. `media` reads images, None
+    where the model does not."""
 
-    def __init__(self, args: ServerArgs, model_config: ModelConfig, encode: Encode | None) -> None:
+    def __init__(
+        self, args: ServerArgs, model_config: ModelConfig, encode: Encode | None, media: MediaLoader | None = None
+    ) -> None:
+        self._media = media
+        self._sees = not args.language_model_only
         self._allow_truncate = args.allow_auto_truncate
         self._context_len = model_config.context_len
         self._vocab_size = model_config.vocab_size
@@ -76,13 +85,30 @@ class RequestPreparer:
         self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
 
     async def prepare(self, req: GenerateRequest) -> PreparedCall:
-        """Raises RequestError (400)."""
+        """Items of the requests' media are held once, until `release`. Raises RequestError (400)."""
+        placed_items: list[MediaItem] = []
+        try:
+            return await self._prepare(req, placed_items)
+        except BaseException:
+            self._release(placed_items)
+            raise
+
+    def release(self, call: PreparedCall) -> None:
+        """Gives back what `prepare` held."""
+        self._release(call.media)
+
+    def _release(self, items: list[MediaItem]) -> None:
+        if items and self._media is not None:
+            self._media.files.release(items)
+
+    async def _prepare(self, req: GenerateRequest, placed_items: list[MediaItem]) -> PreparedCall:
         if self._only_embeds and not req.embed:
             raise RequestError(
                 "The server was started with --is-embedding and generates no text; use /v1/embeddings or /v1/rerank."
             )
         prompts = _prompts(req)
         count = len(prompts)
+        media = self._media_of(req, count)
         rids = _rids(req.rid, count, req.is_batch)
         given = SamplingParams(max_new_tokens=0) if req.embed else req.sampling_params
         params = self._sampling_params(given, count)
@@ -107,12 +133,15 @@ class RequestPreparer:
         )
         requests: list[TokenizedGenerateReq] = []
         num_tokens = num_chars = num_logprobs = num_hidden = 0
-        for prompt, rid, (p, explicit_length), wanted in zip(prompts, rids, params, options, strict=True):
+        for prompt, sources, rid, (p, explicit_length), wanted in zip(
+            prompts, media, rids, params, options, strict=True
+        ):
             num_chars += len(prompt)
             if num_chars >= YIELD_CHARS:
                 num_chars = 0
                 await asyncio.sleep(0)
-            input_ids = await self.input_ids(prompt, req.add_special_tokens)
+            input_ids, items = await self.placed(prompt, sources, req.add_special_tokens, req.media_items)
+            placed_items += items
             p = self._fit(input_ids, p, explicit_length)
             num_tokens += len(input_ids) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
@@ -133,6 +162,7 @@ class RequestPreparer:
                 priority=priority,
                 thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
+                media=items,
             )
             self._check_logprobs(request)
             room = MAX_LOGPROBS - num_logprobs
@@ -142,7 +172,7 @@ class RequestPreparer:
                 num_hidden += num_samples * self._bound_hidden(request, explicit_length, room // num_samples)
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return PreparedCall(rids, requests, texts, num_samples)
+        return PreparedCall(rids, requests, texts, num_samples, placed_items)
 
     def _priority(self, given: int | None) -> int:
         if given is not None and self._refuse_priorities:
@@ -177,10 +207,61 @@ class RequestPreparer:
             raise ValueError("stop and stop_regex need a tokenizer; the server runs with --skip-tokenizer-init.")
         return params, explicit
 
-    async def prompt_ids(self, req: GenerateRequest, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids of a request with a single prompt. Raises RequestError."""
+    async def prompt_ids(self, req: GenerateRequest, add_special_tokens: bool) -> tuple[list[int], list[MediaItem]]:
+        """Returns the token ids of a request with a single prompt, and its images, held for the caller. Raises
+        RequestError."""
         (prompt,) = _prompts(req)
-        return await self.input_ids(prompt, add_special_tokens)
+        (media,) = self._media_of(req, 1)
+        return await self.placed(prompt, media, add_special_tokens)
+
+    def _media_of(self, req: GenerateRequest, count: int) -> list[list[MediaSource]]:
+        """The images and videos of each prompt. Raises RequestError where the model reads none."""
+        if req.media is None:
+            return [[]] * count
+        if len(req.media) != count:
+            raise RequestError(f"image_data or video_data has {len(req.media)} entries for {count} prompts.")
+        self.require_media([source for sources in req.media for source in sources])
+        return req.media
+
+    def require_media(self, media: Sequence[MediaSource]) -> None:
+        """Raises RequestError for images or videos that the model does not read."""
+        if not media or self._media is not None:
+            return
+        why = "this model is served for text only (no vision or audio input)"
+        if not self._sees:
+            why = "the server was started with --language-model-only"
+        raise RequestError(f"{media[0].kind}s are not supported: {why}")
+
+    async def placed(
+        self,
+        prompt: str | list[int],
+        media: Sequence[MediaSource],
+        add_special_tokens: bool = False,
+        items: Sequence[MediaItem] = (),
+    ) -> tuple[list[int], list[MediaItem]]:
+        """The token ids of a prompt with its images and videos, and their items, held for the caller. `items`: those
+        that are in the ids already. Raises RequestError."""
+        ids = await self.input_ids(prompt, add_special_tokens)
+        if self._media is None:
+            return ids, []
+        if items:
+            self._media.files.hold(items)
+            return ids, list(items)
+        ids, placed = await self._media.place(ids, media)
+        try:
+            return await self._whole(ids, bool(placed)), placed
+        except BaseException:
+            self._media.files.release(placed)
+            raise
+
+    async def _whole(self, ids: list[int], has_media: bool) -> list[int]:
+        """Checks the length again, behind which no image may be cut."""
+        if has_media and len(ids) >= self._context_len:
+            raise RequestError(
+                f"The prompt of {len(ids)} tokens, images included, is longer than the model's context length of "
+                f"{self._context_len} tokens; send fewer or smaller images."
+            )
+        return await self.input_ids(ids)
 
     async def input_ids(self, prompt: str | list[int], add_special_tokens: bool = False) -> list[int]:
         """The token ids of a prompt, checked, and no more than fit the context. Raises RequestError."""

@@ -17,12 +17,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.media.media_files import MediaFiles, media_bytes
+from sglang.srt.managers.wire.io_struct import MediaItem
 
 MAX_SESSIONS = 1024
 MAX_TOKENS = 1 << 24
 """Largest number of tokens of all sessions together, 4 bytes each."""
 MAX_TURNS = 1 << 16
 """Largest number of turns of all sessions together."""
+MAX_MEDIA_BYTES = 4 << 30
+"""Shared memory that the images of all sessions together may take, counted for each turn."""
 MAX_ID_LENGTH = 256
 
 
@@ -35,6 +39,8 @@ class Turn:
     tokens: np.ndarray  # [N] int32
     prompt_len: int
     ended: bool = False
+    media: list[MediaItem] = field(default_factory=list)
+    """The images and videos in `tokens`."""
 
 
 @dataclass(slots=True)
@@ -70,14 +76,19 @@ class SessionStore:
         max_sessions: int = MAX_SESSIONS,
         max_tokens: int = MAX_TOKENS,
         max_turns: int = MAX_TURNS,
+        max_media_bytes: int = MAX_MEDIA_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._max_turns = max_turns
+        self._max_media_bytes = max_media_bytes
         self._num_tokens = 0
         self._num_turns = 0
+        self._num_media_bytes = 0
+        self.media_files: MediaFiles | None = None
+        """Where the images of the turns are held."""
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -154,11 +165,15 @@ class SessionStore:
         session.turns[turn.rid] = turn
         self._num_tokens += len(turn.tokens)
         self._num_turns += 1
+        self._num_media_bytes += media_bytes(turn.media)
+        if self.media_files is not None:
+            self.media_files.hold(turn.media)
         self._make_room(session_id)
         if self._is_full:
             self.forget(session_id, turn.rid)
             raise RequestError(
-                f"The session {session_id!r} holds {self._num_turns} requests with {self._num_tokens} tokens, and more "
+                f"The session {session_id!r} holds {self._num_turns} requests with {self._num_tokens} tokens and "
+                f"{self._num_media_bytes >> 20} MiB of images, and more "
                 'are not kept; go on with "replace": true, or open another one.'
             )
 
@@ -182,9 +197,14 @@ class SessionStore:
         if turn is not None:
             self._num_tokens -= len(turn.tokens)
             self._num_turns -= 1
+            self._num_media_bytes -= media_bytes(turn.media)
+            if self.media_files is not None:
+                self.media_files.release(turn.media)
 
     @property
     def _is_full(self) -> bool:
+        if self._num_media_bytes > self._max_media_bytes:
+            return True
         return self._num_tokens > self._max_tokens or self._num_turns > self._max_turns
 
     def _close_overdue(self) -> None:

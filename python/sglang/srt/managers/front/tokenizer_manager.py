@@ -17,7 +17,7 @@ import enum
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,9 @@ from sglang.srt.configs.speculative import NGRAM
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
+from sglang.srt.managers.front.media.media_loader import MediaLoader
+from sglang.srt.managers.front.media.media_source import MediaSource
+from sglang.srt.managers.front.media.served_media import ServedMedia
 from sglang.srt.managers.front.metrics import Metrics
 from sglang.srt.managers.front.request_log import RequestLog
 from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer, pieces
@@ -92,8 +95,14 @@ class TokenizerManager:
     """One engine's front. All methods belong to the event loop that `attach` was called in."""
 
     def __init__(
-        self, args: ServerArgs, model_config: ModelConfig, ports: ipc.Ports, tokenizer: Tokenizer | None
+        self,
+        args: ServerArgs,
+        model_config: ModelConfig,
+        ports: ipc.Ports,
+        tokenizer: Tokenizer | None,
+        served_media: ServedMedia | None = None,
     ) -> None:
+        """served_media: None where the model reads text only."""
         self.args = args
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -109,7 +118,13 @@ class TokenizerManager:
         self._inbox = ipc.tokenizer_inbox(ports)
         self._outbox = ipc.tokenizer_outbox(ports)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
-        self.preparer = RequestPreparer(args, model_config, None if tokenizer is None else self.encode)
+        self.media: MediaLoader | None = None
+        """What reads images and videos; None where the model does not."""
+        if served_media is not None:
+            tokens, files = served_media.tokens, served_media.files
+            self.media = MediaLoader(args, tokens, files, ports.shared_arrays, self.encode)
+        encode = None if tokenizer is None else self.encode
+        self.preparer = RequestPreparer(args, model_config, encode, self.media)
         self._sequences: dict[str, _Sequence] = {}
         self._groups: dict[str, dict[str, None]] = {}
         """Public id of a request or a batch -> the unfinished sequences behind it, in order."""
@@ -176,6 +191,8 @@ class TokenizerManager:
         self._inbox.close()
         self._outbox.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.media is not None:
+            self.media.close()
         if self._tracer is not None:
             self._tracer.close()
 
@@ -191,6 +208,12 @@ class TokenizerManager:
         created = time.monotonic()
         self._refuse_when_down()
         call = await self.preparer.prepare(req)
+        try:
+            return await self._submit(req, call, created)
+        finally:
+            self.preparer.release(call)  # which the sequences hold themselves by now
+
+    async def _submit(self, req: GenerateRequest, call: PreparedCall, created: float) -> GenerationStream:
         self._refuse_when_down()
         self._refuse_taken_ids(call)
         stream = GenerationStream(call.requests, call.prompt_texts, call.num_samples, self._on_close)
@@ -257,6 +280,13 @@ class TokenizerManager:
                 break
         return count
 
+    async def count_with_media(self, text: str, media: Sequence[MediaSource]) -> int:
+        """Tokens of a rendered prompt with these images and videos. Raises RequestError."""
+        ids, items = await self.preparer.placed(text, media)
+        if self.media is not None:
+            self.media.files.release(items)
+        return len(ids)
+
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function` beside the event loop, after earlier calls of this kind."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -282,6 +312,8 @@ class TokenizerManager:
             groups = {call.rids[index // call.num_samples]} | ({batch_rid} if batch_rid else set())
             sequence = self._sequences[request.rid] = _Sequence(stream, index, groups)
             sequence.trace = trace
+            if self.media is not None:
+                self.media.files.hold(request.media)
             for group in groups:
                 self._groups.setdefault(group, {})[request.rid] = None
             if self._log is not None:
@@ -346,6 +378,8 @@ class TokenizerManager:
 
     def _forget(self, rid: str, sequence: _Sequence) -> None:
         del self._sequences[rid]
+        if self.media is not None:
+            self.media.files.release(sequence.stream.requests[sequence.index].media)
         self._aborts.pop(rid, None)
         for name in sequence.groups:
             del self._groups[name][rid]

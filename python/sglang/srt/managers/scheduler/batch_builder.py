@@ -12,7 +12,7 @@ from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.managers.scheduler.schedule_batch import Lengths, Req, RunningBatch, ScheduleBatch
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.model_executor.step import PromptTokens, StepInput
+from sglang.srt.model_executor.step import MediaTokens, PromptTokens, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
 from sglang.srt.sampling.thoughts import Thoughts
 
@@ -153,9 +153,34 @@ def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, guesses:
     prefix_lens = np.array([req.kv_len for req, _ in chosen], np.int32)
     lens = np.array([n for _, n in chosen], np.int32)
     prompts = PromptTokens(np.array(ids, np.int64), prefix_lens, lens, np.array(done, np.int64))
+    prompts.media = _media_tokens(chosen)
     if guesses:
         prompts.next_ids = next_ids
     return prompts
+
+
+def _media_tokens(chosen: Sequence[tuple[Req, int]]) -> MediaTokens | None:
+    """Returns the images of the prompts' next tokens; None if none comes among or behind them: then a token's position
+    differs from its index by as much as those that the request decodes."""
+    if not any(req.media is not None and req.kv_len < req.media.end for req, _ in chosen):
+        return None
+    positions: list[np.ndarray] = []
+    tokens: list[np.ndarray] = []
+    sources = []
+    row, sectioned = 0, False
+    for req, n in chosen:
+        begin, end = req.kv_len, req.kv_len + n
+        if req.media is None or req.media.positions is None:
+            positions.append(np.tile(np.arange(begin, end), (3, 1)))
+        else:
+            positions.append(req.media.positions_of(begin, end))
+            sectioned = True
+        for part in () if req.media is None else req.media.needed(begin, end):
+            tokens.append(row + part.tokens)
+            sources.append((part.item, part.features))
+        row += n
+    joined = np.concatenate(tokens) if tokens else np.empty(0, np.int64)
+    return MediaTokens(np.concatenate(positions, axis=1) if sectioned else None, joined, sources)
 
 
 def _ask_hidden(

@@ -12,7 +12,7 @@ import numpy as np
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.kv_table import Lengths
-from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.hidden_states import HiddenStates, num_states
 from sglang.srt.sampling.logprobs import LogprobResult
@@ -21,6 +21,7 @@ from sglang.srt.sampling.thoughts import Thoughts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
+    from sglang.srt.managers.scheduler.prompt_media import PromptMedia
     from sglang.srt.managers.scheduler.text_stop import TextStop
 
 
@@ -46,7 +47,14 @@ class Req:
     it knows, the first `kv_len` have KV that is right. That makes it safe to end a request at any moment.
     """
 
-    def __init__(self, msg: TokenizedGenerateReq, seed: int, limit: int, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        msg: TokenizedGenerateReq,
+        seed: int,
+        limit: int,
+        stop_ids: frozenset[int],
+        media: PromptMedia | None = None,
+    ) -> None:
         self.rid = msg.rid
         self.params = msg.sampling_params
         self.stream = msg.stream
@@ -55,8 +63,10 @@ class Req:
         self.namespace = msg.cache_namespace
         self.stop_ids = stop_ids
         self.tokens = list(msg.input_ids)
-        self._token_array = np.empty(0, np.int32)
+        self._cache_keys = np.empty(0, np.int64)
         self.prompt_len = len(msg.input_ids)
+        self.media = media
+        """Its images and videos; None: it has none."""
         self.limit = limit
         """Longest length this request may reach, prompt included."""
 
@@ -166,12 +176,16 @@ class Req:
         count = 0 if self.hidden is None else num_states(self.prompt_len, self.limit) - self.hidden.start
         return count if count > 1 else 0
 
-    def token_array(self, length: int) -> np.ndarray:
-        """The first `length` tokens, int32. Each is converted once: lists of 100,000 numbers take milliseconds."""
-        done = len(self._token_array)
+    def cache_keys(self, length: int) -> Keys:
+        """What stands for the first `length` tokens in the prefix cache. Each is converted once: lists of 100,000
+        numbers take milliseconds."""
+        done = len(self._cache_keys)
         if done < length:
-            self._token_array = np.concatenate((self._token_array, np.array(self.tokens[done:], np.int32)))
-        return self._token_array[:length]
+            keys = np.concatenate((self._cache_keys, np.array(self.tokens[done:], np.int64)))
+            if not done and self.media is not None:
+                self.media.write_keys(keys)
+            self._cache_keys = keys
+        return self._cache_keys[:length]
 
     def matchable_len(self) -> int:
         """Returns how many leading tokens may come from the cache: the last one must be computed to sample from it, and
@@ -183,10 +197,10 @@ class Req:
             limit = min(limit, max(self.logprob_start - 1, 0))
         return limit
 
-    def may_go_on_from(self, tokens: np.ndarray) -> bool:
-        """Returns whether it begins with these tokens, and they may come from the cache."""
-        count = len(tokens)
-        return count <= self.matchable_len() and np.array_equal(self.token_array(count), tokens)
+    def may_go_on_from(self, keys: Keys) -> bool:
+        """Returns whether it begins with these `cache_keys`, and they may come from the cache."""
+        count = len(keys)
+        return count <= self.matchable_len() and np.array_equal(self.cache_keys(count), keys)
 
 
 class RunningBatch:

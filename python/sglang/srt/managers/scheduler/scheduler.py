@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
+from sglang.srt.managers.scheduler.media_steps import MediaRefused, MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
@@ -88,6 +89,7 @@ class Scheduler:
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
         self.masks = MaskFiller()
+        self.media = MediaSteps(runner.media)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -176,6 +178,7 @@ class Scheduler:
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
+            self.media.computed(req)
         computed = {r for r, _ in chosen if r.kv_len == len(r.tokens)}
         self.chunked = [r for r in dict.fromkeys([*(r for r, _ in chosen), *self.chunked]) if r not in computed]
         self.running.add([r for r, _ in chosen if r in computed])
@@ -185,18 +188,21 @@ class Scheduler:
         """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
         and hold a lock on their cached prefix."""
         chosen: list[tuple[Req, int]] = []
+        decoding = len(self.running) > 0
+        self.media.begin()
         for req in self.chunked:
             take = budget.take(req, req.kv_len)
+            take = self.media.ready(req, req.kv_len, take, decoding)
             if not take:
                 return chosen
             chosen.append((req, take))
-        leave: defaultdict[tuple[str | None, tuple[int, ...]], list[np.ndarray]] = defaultdict(list)
-        """Prefixes that requests which enter now leave in the cache for others, by namespace and first tokens."""
+        leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
+        """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
         for req in self._queue():
             if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
             prefix = self.kv.match(req)
-            start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
+            start = (req.namespace, req.cache_keys(min(SHARED_PREFIX, len(req.tokens))).tobytes())
             if prefix.length < SHARED_PREFIX and any(map(req.may_go_on_from, leave[start])):
                 continue
             self.kv.lock(prefix.node)
@@ -204,6 +210,10 @@ class Scheduler:
             if not take:
                 self.kv.unlock(prefix.node)
                 break
+            take = self.media.ready(req, prefix.length, take, decoding)
+            if not take:
+                self.kv.unlock(prefix.node)
+                continue
             leave[start] += self._leaves(req, prefix.length + take)
             self._place(req, prefix.node)
             chosen.append((req, take))
@@ -222,7 +232,7 @@ class Scheduler:
         if self.kv.checkpoints is None:
             end = -(-SHARED_PREFIX // self.kv.page_size) * self.kv.page_size
         useful = self.kv.tree.enabled and SHARED_PREFIX <= end <= len(req.tokens) and end % self.kv.page_size == 0
-        return [req.token_array(end)] if useful else []
+        return [req.cache_keys(end)] if useful else []
 
     def _budget(self, num_decodes: int) -> PrefillBudget:
         limits = self.plan.max_prefill_tokens, self._chunk, num_decodes
@@ -260,7 +270,7 @@ class Scheduler:
         self.runner.sampling_table.set(
             req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
         )
-        self.runner.begin(req.slot, req.tokens)
+        self.runner.begin(req.slot, req.tokens, 0 if req.media is None else req.media.delta)
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
@@ -311,6 +321,7 @@ class Scheduler:
 
     def _release(self, req: Req, keep: bool = True) -> None:
         self.runner.sampling_table.clear(req.slot)
+        self.media.end(req)
         req.drop_guesses()
         self.kv.release(req, keep)
 
@@ -370,6 +381,7 @@ class Scheduler:
         req.finish = req.pending_finish or reason
         del self.reqs[req.rid]
         self.held_hidden -= req.most_hidden
+        self.media.end(req)
         if req in self.chunked:
             self.chunked.remove(req)
         if req.slot:
@@ -393,8 +405,12 @@ class Scheduler:
         wanted = msg.sampling_params.max_new_tokens
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)  # guesses may lie beyond the end
         limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
-        req = Req(msg, seed, limit, stop_ids)
-        refusal = None
+        refusal, media = None, None
+        try:
+            media = self.media.of_prompt(msg)
+        except MediaRefused as error:
+            refusal = FinishReason("abort", message=str(error), status_code=400)
+        req = Req(msg, seed, limit, stop_ids, media)
         if len(msg.input_ids) > capacity or (len(msg.input_ids) == capacity and wanted != 0):
             refusal = FinishReason(
                 "abort",
@@ -471,6 +487,8 @@ class Scheduler:
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         self.kv.reset()
+        if self.media.features is not None:
+            self.media.features.clear()
         return True
 
     def check_memory(self) -> dict[str, Any]:
@@ -482,4 +500,6 @@ class Scheduler:
         memory: dict[str, Any] = {**usage, "held": private, "windows": windows}
         if self.kv.checkpoints is not None:
             memory["checkpoints"] = self.kv.checkpoints.usage()
+        if self.media.features is not None:
+            memory["media"] = self.media.features.usage()
         return memory

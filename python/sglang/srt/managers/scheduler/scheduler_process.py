@@ -252,6 +252,8 @@ class SchedulerProcess:
 def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
     """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
     runner = create_runner(args, rank, f"file://{ports.directory}/rendezvous")
+    if runner.media is not None:
+        runner.media.directory = Path(ports.shared_arrays)
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step

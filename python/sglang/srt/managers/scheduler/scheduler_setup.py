@@ -23,7 +23,7 @@ from sglang.srt.plan.speculation import speculative_settings
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner import CreateEncoder, ModelRunner
     from sglang.srt.speculative.depth import AdaptiveDepth
 
 logger = logging.getLogger(__name__)
@@ -102,13 +102,16 @@ def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: 
     return links
 
 
-def create_runner(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> ModelRunner:
+def create_runner(
+    args: ServerArgs, rank: int = 0, rendezvous: str | None = None, create_encoder: CreateEncoder | None = None
+) -> ModelRunner:
     """Creates the plan as create_plan does, then loads weights, creates pools and graphs, and checks what they compute.
-    Raises UserError."""
+    create_encoder: that of images and videos; None: the model's own, if it has one. Raises UserError."""
     plan = create_plan(args, rank, rendezvous)
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_loader.loader import load_tower
     from sglang.srt.speculative.create import create_drafter
     from sglang.srt.speculative.depth import candidate_widths
 
@@ -120,6 +123,7 @@ def create_runner(args: ServerArgs, rank: int = 0, rendezvous: str | None = None
         None if settings is None else partial(create_drafter, settings),
         keeps_hidden=args.enable_return_hidden_states,
         widths=() if settings is None else candidate_widths(settings),
+        create_encoder=create_encoder or partial(load_tower, load_format=args.load_format, seed=args.random_seed or 0),
     )
     if not args.skip_server_warmup:
         from sglang.srt.model_executor.canary import check_runner

@@ -16,6 +16,7 @@ import msgspec
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
+from sglang.srt.utils.media_item import MediaItem
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
@@ -50,6 +51,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None
     """Requests with different namespaces share no prefix cache (LoRA, cache salts)."""
+    media: list[MediaItem] = []
+    """Images and videos, in the order of their spans; `input_ids` hold the family's placeholder token there."""
 
 
 class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):

@@ -26,6 +26,8 @@ HIGH_WATER_MARK = 16_384
 """Messages that may wait in a channel; beyond it the reader is stuck rather than slow."""
 SEND_TIMEOUT_S = 60.0
 LINGER_MS = 1_000
+_MEMORY_FILES = "/dev/shm"
+LEAST_MEMORY_FILES = 1 << 30
 DRAIN_BATCH = 256
 """Messages handled in one go before the event loop gets to run other callbacks."""
 
@@ -43,13 +45,15 @@ class Ports:
     """Addresses of one engine's channels. Plain strings, so that it can be handed to spawned processes."""
 
     directory: str
+    shared_arrays: str
+    """Directory of `utils.shared_array`, in memory where the system has such files."""
     scheduler_input: str
     detokenizer_input: str
     tokenizer_input: str
 
     @classmethod
     def create(cls) -> Ports:
-        """Make a fresh private directory (mode 0700) for the sockets. `remove` deletes it."""
+        """Make fresh private directories (mode 0700) for sockets and shared arrays. `remove` deletes them."""
         directory = tempfile.mkdtemp(prefix="sglang-")
 
         def address(name: str) -> str:
@@ -60,13 +64,23 @@ class Ports:
 
         return cls(
             directory,
+            tempfile.mkdtemp(prefix="sglang-arrays-", dir=_memory_files()),
             address("scheduler"),
             address("detokenizer"),
             address("tokenizer"),
         )
 
     def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        for directory in (self.directory, self.shared_arrays):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _memory_files() -> str | None:
+    """The directory of files in memory; None where there is none, or a small one, as containers have by default."""
+    if not os.access(_MEMORY_FILES, os.W_OK | os.X_OK):
+        return None
+    system = os.statvfs(_MEMORY_FILES)
+    return _MEMORY_FILES if system.f_blocks * system.f_frsize >= LEAST_MEMORY_FILES else None
 
 
 class Sender(Generic[T]):

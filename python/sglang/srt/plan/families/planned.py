@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from sglang.srt.plan.families.family import Family
 
-PLANNED = (Family(model_types=("qwen3_vl", "qwen3_vl_moe"), qk_norm="head"),)
+PLANNED = (Family(model_types=("qwen3_vl_moe",), qk_norm="head"),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import QWEN_MTP
 from sglang.srt.plan.feed_forward import Router
@@ -33,4 +35,10 @@ QWEN3_MOE = Family(
     has_experts=True,
     router=Router(0, renormalize=False),  # norm_topk_prob says otherwise in those that do
     mtp=QWEN_MTP,  # the embedded model has one; Qwen publishes none before Qwen3-Next
+)
+QWEN3_VL = replace(
+    QWEN3,
+    model_types=("qwen3_vl",),
+    architectures=("Qwen3VLForConditionalGeneration",),
+    names=replace(QWEN3.names.below("model.language_model."), unread=("model.visual.",)),
 )

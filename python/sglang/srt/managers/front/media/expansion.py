@@ -1,0 +1,111 @@
+"""Placeholders in token ids: a template writes one an image or a video, the model reads one an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.media.media_source import KINDS, Kind
+from sglang.srt.managers.front.media.media_tokens import MediaTokens
+from sglang.srt.managers.front.media.messages import Features
+from sglang.srt.managers.wire.io_struct import MediaItem
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMedia:
+    """One decoded image or video. `parts`: token ids, or the length of a run of placeholders."""
+
+    kind: Kind
+    items: list[Features]
+    parts: list[list[int] | int]
+
+
+def expand(ids: list[int], media: Sequence[PlacedMedia], tokens: MediaTokens) -> tuple[list[int], list[MediaItem]]:
+    """The ids with each placeholder replaced by what stands for its image or video, in order, and where that is.
+    Raises RequestError for another number of placeholders than of images or videos."""
+    waiting = {kind: [entry for entry in media if entry.kind == kind] for kind in KINDS}
+    kinds = {tokens.of(kind): kind for kind in reversed(KINDS) if tokens.of(kind) is not None}
+    for kind in KINDS:
+        count = sum(token == tokens.of(kind) for token in ids)
+        if count != len(waiting[kind]):
+            raise _mismatch(kind, count, len(waiting[kind]), tokens)
+    result: list[int] = []
+    items: list[MediaItem] = []
+    skips_end = False
+    for token in ids:
+        kind_here = kinds.get(token)
+        if kind_here is None:
+            if not (skips_end and token == tokens.end):
+                result.append(token)
+            skips_end = False
+            continue
+        if kind_here == "video" and tokens.start is not None and result[-1:] == [tokens.start]:
+            result.pop()
+            skips_end = True
+        _place(waiting[kind_here].pop(0), token, tokens, result, items)
+    return result, items
+
+
+def _place(
+    media: PlacedMedia, placeholder: int, tokens: MediaTokens, result: list[int], items: list[MediaItem]
+) -> None:
+    runs: list[tuple[int, int]] = []
+    marks = media.kind == "image" and tokens.image_start is not None and tokens.image_end is not None
+    if marks:
+        result.append(tokens.image_start or 0)
+    for part in media.parts:
+        if isinstance(part, int):
+            runs.append((len(result), len(result) + part))
+            result += [placeholder] * part
+        else:
+            result += part
+    if marks:
+        result.append(tokens.image_end or 0)
+    for features in media.items:
+        spans, runs = runs[: features.num_runs], runs[features.num_runs :]
+        items.append(
+            MediaItem(
+                kind=media.kind,
+                digest=features.digest,
+                spans=spans,
+                grid=features.grid,
+                pixels=features.pixels,
+                extra=features.extra,
+            )
+        )
+
+
+def _mismatch(kind: Kind, num_placeholders: int, num_media: int, tokens: MediaTokens) -> RequestError:
+    if num_placeholders > num_media:
+        return RequestError(
+            f"The prompt has {num_placeholders} placeholders for {kind}s (token {tokens.of(kind)}), but {num_media} "
+            f"{kind}s came with it; send as many, and do not write the placeholder as text."
+        )
+    return RequestError(
+        f"{num_media} {kind}s came with a prompt that has {num_placeholders} placeholders for them (token "
+        f"{tokens.of(kind)}); write one for each, or send a conversation to /v1/chat/completions."
+    )
+
+
+def moved(items: Sequence[MediaItem], offset: int) -> list[MediaItem]:
+    """The same items behind `offset` more tokens."""
+    return [
+        MediaItem(
+            kind=item.kind,
+            digest=item.digest,
+            spans=[(start + offset, end + offset) for start, end in item.spans],
+            grid=item.grid,
+            pixels=item.pixels,
+            extra=item.extra,
+        )
+        for item in items
+    ]
+
+
+def whole_items(items: Sequence[MediaItem], length: int) -> list[MediaItem]:
+    """The items of the first `length` tokens. Raises RequestError where an item is cut."""
+    whole = [item for item in items if item.spans[-1][1] <= length]
+    if any(item.spans[0][0] < length for item in items if item not in whole):
+        raise RequestError(f"an image or a video lies across token {length}, where the prompt would be cut")
+    return whole

@@ -1,0 +1,121 @@
+"""Images and videos of prompts: fetched, decoded, and put into the token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.media import sources
+from sglang.srt.managers.front.media.expansion import PlacedMedia, expand
+from sglang.srt.managers.front.media.media_files import MediaFiles
+from sglang.srt.managers.front.media.media_source import KINDS, MediaSource
+from sglang.srt.managers.front.media.media_tokens import MediaTokens
+from sglang.srt.managers.front.media.messages import Decoded, MediaJob
+from sglang.srt.managers.front.media.pool import MediaPool
+from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.managers.front.media.sources import SourceRules
+from sglang.srt.managers.front.media.worker import WorkerSettings
+from sglang.srt.managers.wire.io_struct import MediaItem
+from sglang.srt.server_args import ServerArgs
+
+Encode = Callable[[str, bool], Awaitable[list[int]]]
+
+DEFAULT_LIMITS = {"image": 16, "video": 2}
+
+
+class MediaLoader:
+    """Belongs to one event loop, which it never holds up: what blocks has threads, what computes has processes."""
+
+    def __init__(
+        self, args: ServerArgs, tokens: MediaTokens, files: ProcessorFiles, directory: str, encode: Encode
+    ) -> None:
+        """directory: of shared arrays. encode(text, add_special_tokens): of the tokenizer manager."""
+        self.tokens = tokens
+        self._encode = encode
+        self.limits = DEFAULT_LIMITS | json.loads(args.limit_mm_data_per_request)
+        self._max_under_way = args.mm_max_concurrent_calls
+        self._num_under_way = 0
+        max_bytes = args.media_url_max_file_size_mb << 20
+        self._rules = SourceRules(
+            max_bytes=max_bytes,
+            timeout_s=args.mm_per_request_timeout,
+            domains=None if args.allowed_media_domains is None else tuple(args.allowed_media_domains),
+            allow_private=args.allow_private_media_urls,
+            local_directory=args.allowed_local_media_path,
+        )
+        self.files = MediaFiles(Path(directory))
+        self._threads = ThreadPoolExecutor(args.mm_io_worker_num, thread_name_prefix="media-fetch")
+        settings = WorkerSettings(directory, files, max_bytes)
+        self.pool = MediaPool(settings, args.mm_processor_worker_num, args.mm_per_request_timeout)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.pool.close()
+
+    async def place(self, ids: list[int], media: Sequence[MediaSource]) -> tuple[list[int], list[MediaItem]]:
+        """The ids with placeholders for these images and videos, and the items, which the caller holds and gives back
+        with `files.release`. Raises RequestError."""
+        self._check(media)
+        placed = await self._load(media) if media else []
+        try:
+            return expand(ids, placed, self.tokens)
+        except BaseException:
+            self.files.release([features for entry in placed for features in entry.items])
+            raise
+
+    def _check(self, media: Sequence[MediaSource]) -> None:
+        for kind in KINDS:
+            count = sum(source.kind == kind for source in media)
+            if not count:
+                continue
+            if self.tokens.of(kind) is None:
+                raise RequestError(f"{kind}s are not read by this model; send images of single frames")
+            if count > self.limits[kind]:
+                raise RequestError(
+                    f"the prompt has {count} {kind}s; {self.limits[kind]} are the limit (--limit-mm-data-per-request)"
+                )
+        if self._num_under_way + len(media) > self._max_under_way:
+            raise RequestError(f"{self._num_under_way} images are being read already; try again later", 503)
+        if media:
+            self.files.require_room()
+
+    async def _load(self, media: Sequence[MediaSource]) -> list[PlacedMedia]:
+        """All of them at once; if one fails, none is kept."""
+        self._num_under_way += len(media)
+        tasks = [asyncio.ensure_future(self._load_one(source)) for source in media]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, PlacedMedia):
+                    self.files.release(outcome.items)
+            raise
+        finally:
+            self._num_under_way -= len(media)
+
+    async def _load_one(self, source: MediaSource) -> PlacedMedia:
+        loop = asyncio.get_running_loop()
+        payload = await loop.run_in_executor(self._threads, sources.load, source.source, self._rules)
+        job = MediaJob(
+            name=uuid.uuid4().hex,
+            kind=source.kind,
+            data=payload.data,
+            is_base64=payload.is_base64,
+            mime=payload.mime,
+            detail=source.detail,
+        )
+        decoded: Decoded = await self.pool.decode(job)
+        self.files.hold(decoded.items)
+        try:
+            parts = [part if isinstance(part, int) else await self._encode(part, False) for part in decoded.parts]
+        except BaseException:
+            self.files.release(decoded.items)
+            raise
+        return PlacedMedia(source.kind, decoded.items, parts)

@@ -1,0 +1,52 @@
+"""Messages between the front and the processes that decode, as MessagePack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang.srt.utils.shared_array import SharedArray
+
+
+class MediaJob(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One image or video to be decoded. `name`: what names of its arrays begin with."""
+
+    name: str
+    kind: str
+    data: bytes
+    is_base64: bool = False
+    mime: str = ""
+    detail: str | None = None
+
+
+class Features(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What the encoder computes embeddings of, for `num_runs` runs of placeholders."""
+
+    grid: tuple[int, int, int]
+    pixels: SharedArray
+    extra: dict[str, SharedArray] = {}
+    digest: bytes
+    num_runs: int = 1
+
+
+class Decoded(msgspec.Struct, tag=True, kw_only=True):
+    """`parts`: what stands in the prompt instead of the placeholder; a number is a run of so many placeholders."""
+
+    items: list[Features]
+    parts: list[str | int]
+
+    def arrays(self) -> list[SharedArray]:
+        return [array for item in self.items for array in (item.pixels, *item.extra.values())]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """`is_overload`: the file is not at fault."""
+
+    message: str
+    is_overload: bool = False
+
+
+class Ready(msgspec.Struct, tag=True):
+    """First message of a worker."""
+
+
+Reply = Decoded | Refused | Ready

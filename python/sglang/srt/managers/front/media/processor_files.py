@@ -1,0 +1,72 @@
+"""The settings of a model's processors, from the files beside its weights.
+
+A directory has `processor_config.json` with all of them, or `preprocessor_config.json` and
+`video_preprocessor_config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.configs.hf_config import read_json_object
+from sglang.srt.errors import UserError
+
+_IMAGE_FILE, _VIDEO_FILE, _BOTH_FILE = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+_BY_KIND = ("image", "video")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorFiles:
+    """Settings by kind. `family`: one of those that `processors` has."""
+
+    family: str
+    image: Mapping[str, Any]
+    video: Mapping[str, Any]
+
+
+def read_processor_files(directory: Path, family: str, mm_process_config: str) -> ProcessorFiles:
+    """`mm_process_config`: the flag's JSON, which wins. Raises UserError."""
+    both = _optional(directory / _BOTH_FILE)
+    image = _optional(directory / _IMAGE_FILE) or _part(both, "image_processor")
+    video = _optional(directory / _VIDEO_FILE) or _part(both, "video_processor")
+    if not image:
+        raise UserError(
+            f"{directory} has no {_IMAGE_FILE}, which says how images are prepared for the model; add it, or serve "
+            "text alone with --language-model-only."
+        )
+    changed = json.loads(mm_process_config)
+    unknown = [name for name in changed if name not in _BY_KIND]
+    if unknown or not all(isinstance(value, dict) for value in changed.values()):
+        raise UserError(
+            '--mm-process-config must hold objects for "image" and "video", such as {"image": {"max_pixels": 1048576}}.'
+        )
+    return ProcessorFiles(
+        family, _with_pixels(image, changed.get("image", {})), _with_pixels(video or image, changed.get("video", {}))
+    )
+
+
+def _with_pixels(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with changes; `min_pixels` and `max_pixels` are other words for the two edges of `size`."""
+    merged = {**settings, **changed}
+    edges = {"shortest_edge": merged.get("min_pixels"), "longest_edge": merged.get("max_pixels")}
+    given = {name: value for name, value in edges.items() if value is not None}
+    if given and isinstance(merged.get("size", {}), dict):
+        merged["size"] = {**merged.get("size", {}), **given}
+    return merged
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _part(both: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = both.get(name)
+    return part if isinstance(part, dict) else {}

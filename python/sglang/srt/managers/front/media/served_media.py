@@ -1,0 +1,33 @@
+"""Whether a model is served with images, and what the front must know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.configs.hf_config import merge_overrides, read_config
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.front.media.media_tokens import MediaTokens, media_tokens
+from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMedia:
+    tokens: MediaTokens
+    files: ProcessorFiles
+
+
+def served_media(args: ServerArgs, model: ModelConfig) -> ServedMedia | None:
+    """None for a model without a tower, and with --language-model-only. Raises UserError for a model directory whose
+    processor cannot be read."""
+    if args.language_model_only or args.skip_tokenizer_init or args.is_embedding:
+        return None
+    directory = Path(model.model_path)
+    config: Mapping[str, Any] = merge_overrides(read_config(directory), args.model_overrides())
+    tokens = media_tokens(config)
+    if tokens is None:
+        return None
+    return ServedMedia(tokens, read_processor_files(directory, tokens.family, args.mm_process_config))

@@ -1,0 +1,144 @@
+"""Body of a process that decodes images and videos: one job after another, until the pipe is closed.
+
+It has a limit of memory, and whoever started it kills it when it takes too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from sglang.srt.managers.front.media.messages import Decoded, Features, MediaJob, Ready, Refused, Reply
+from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.utils import shared_array
+from sglang.srt.utils.shared_array import SharedArray
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.front.media.processors import Patches
+
+WORKING_BYTES = 4 << 30
+"""Memory that a job may take beside what the process has when it is ready."""
+_FRAMES_MIME = "video/jpeg"
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    directory: str
+    """Directory of the shared arrays."""
+    files: ProcessorFiles
+    max_bytes: int
+    working_bytes: int = WORKING_BYTES
+
+
+class _NoRoom(RuntimeError):
+    """The shared memory is full."""
+
+
+def run_worker(settings: WorkerSettings, connection: Connection) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # transformers imports torch where it finds it: 12 seconds and 300 MB in each worker, for nothing.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    try:
+        worker = _Worker(settings)
+    except Exception as error:
+        _send(connection, Refused(f"images cannot be prepared for this model: {error}"))
+        return
+    _limit_memory(settings.working_bytes)
+    _send(connection, Ready())
+    decoder = msgspec.msgpack.Decoder(MediaJob)
+    with contextlib.suppress(EOFError, OSError):  # the front is gone
+        while True:
+            job = decoder.decode(connection.recv_bytes())
+            _send(connection, worker.answer(job))
+
+
+def _send(connection: Connection, reply: Reply) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(reply))
+
+
+def _limit_memory(working_bytes: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    limit = pages * _PAGE_BYTES + working_bytes
+    if pages:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+class _Worker:
+    def __init__(self, settings: WorkerSettings) -> None:
+        from sglang.srt.managers.front.media import decoding, processors
+
+        self._decoding, self._processors = decoding, processors
+        self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
+        self._image = processors.image_processor(settings.files)
+        self._video = None
+        if settings.files.family in processors.VIDEO_FAMILIES:
+            self._video = processors.TimedVideoProcessor(settings.files.video)
+
+    def answer(self, job: MediaJob) -> Reply:
+        try:
+            return self._image_reply(job) if job.kind == "image" else self._video_reply(job)
+        except MemoryError:
+            return Refused("an image or a video takes more memory than there is for one; send a smaller one")
+        except _NoRoom as error:
+            return Refused(f"the server has no room for more images now ({error}); try again later", True)
+        except Exception as error:  # whatever a file makes a library do
+            known = isinstance(error, ValueError)
+            return Refused(str(error) if known else f"an image or a video cannot be prepared: {error}")
+
+    def _image_reply(self, job: MediaJob) -> Decoded:
+        data = self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes)
+        picture = self._decoding.decode_image(data, job.detail)
+        patches = self._image(picture)
+        return Decoded(items=[self._features(job, patches)], parts=[patches.num_tokens])
+
+    def _video_reply(self, job: MediaJob) -> Decoded:
+        if self._video is None:
+            raise self._decoding.MediaError("videos are not read for this model; send single frames as images")
+        result = self._video(self._opened_video(job))
+        count = len(result.times)
+        each = result.patches.num_tokens // count
+        parts: list[str | int] = []
+        for seconds in result.times:
+            parts += [f"<{seconds:.1f} seconds><|vision_start|>", each, "<|vision_end|>"]
+        return Decoded(items=[self._features(job, result.patches, count)], parts=parts)
+
+    def _opened_video(self, job: MediaJob):  # type: ignore[no-untyped-def]
+        if job.mime == _FRAMES_MIME and job.is_base64:
+            pieces = job.data.split(b",")
+            return self._decoding.Pictures(
+                [self._decoding.file_bytes(piece, True, self._max_bytes) for piece in pieces]
+            )
+        return self._decoding.open_video(self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes))
+
+    def _features(self, job: MediaJob, patches: Patches, num_runs: int = 1) -> Features:
+        pixels = np.ascontiguousarray(patches.pixels, np.float32)
+        digest = hashlib.blake2b(repr((job.kind, patches.grid, pixels.shape)).encode(), digest_size=32)
+        for array in (pixels, *patches.extra.values()):
+            digest.update(np.ascontiguousarray(array).data)
+        return Features(
+            grid=patches.grid,
+            pixels=self._shared(job, pixels),
+            extra={name: self._shared(job, array) for name, array in patches.extra.items()},
+            digest=digest.digest(),
+            num_runs=num_runs,
+        )
+
+    def _shared(self, job: MediaJob, array: np.ndarray) -> SharedArray:
+        try:
+            return shared_array.write(self._directory, array, job.name)
+        except OSError as error:
+            raise _NoRoom(error.strerror) from None

@@ -1,0 +1,112 @@
+"""Encoder steps: which images are encoded before which chunk of a prompt.
+
+One request at a time has its images encoded, a budget of patches in a step. While requests decode, a decode step comes
+between two encoder steps, and between the last one and the chunk; so they do not wait for a large image.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.scheduler.prompt_media import MediaMismatch, PromptMedia
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.utils.media_item import MediaItem
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.media_features import MediaFeatures
+
+
+class MediaRefused(ValueError):
+    """The request cannot be served with these images; the text says why."""
+
+
+class MediaSteps:
+    """`features` None: the model, or this server, reads text only."""
+
+    def __init__(self, features: MediaFeatures | None) -> None:
+        self.features = features
+        self._was_busy = False
+        """Whether an encoder step comes before the step that is chosen, and requests wait for it."""
+        self._in_step: dict[bytes, int] = {}
+        """Bytes of the items that the step which is chosen takes features of, by digest."""
+
+    def of_prompt(self, msg: TokenizedGenerateReq) -> PromptMedia | None:
+        """Raises MediaRefused."""
+        if not msg.media:
+            return None
+        features = self.features
+        if features is None:
+            raise MediaRefused("This server reads text only, no images.")
+        try:
+            media = PromptMedia(msg.media, len(msg.input_ids), features.description)
+        except MediaMismatch as error:
+            raise MediaRefused(f"The images do not fit the prompt: {error}.") from None
+        largest = max(map(features.size_of, msg.media))
+        if largest > features.budget:
+            raise MediaRefused(
+                f"An image or a video takes {largest >> 20} MiB of features, and this server holds"
+                f" {features.budget >> 20} MiB; send a smaller one."
+            )
+        return media
+
+    def begin(self) -> None:
+        """A step is chosen."""
+        self._was_busy = False
+        self._in_step = {}
+
+    def ready(self, req: Req, begin: int, count: int, decoding: bool) -> int:
+        """Returns how many of `count` tokens from `begin` may be computed now; 0: their images are being encoded.
+        decoding: whether requests would wait for it."""
+        if req.media is None or self.features is None:
+            return count
+        items = self._fitting(req.media, begin, begin + count)
+        further = [rows.item for rows in req.media.needed(begin, begin + count)[len(items) :]]
+        end = req.media.first_token(further[0], begin) if further else begin + count
+        self.features.pin(items, req.rid)
+        missing = list({item.digest: item for item in items if item not in self.features}.values())
+        waits = bool(missing) and decoding
+        while missing:
+            if self._was_busy:
+                return 0
+            self._was_busy = decoding
+            number = _leading(missing)
+            self.features.encode(missing[:number])
+            self.features.pin(missing[:number], req.rid)
+            missing = missing[number:]
+        return 0 if waits else end - begin
+
+    def computed(self, req: Req) -> None:
+        """The step that computes the first `kv_len` tokens of a request is launched: what only they need may go."""
+        if req.media is not None and self.features is not None:
+            self.features.unpin((item for item in req.media.items if item.spans[-1][1] <= req.kv_len), req.rid)
+
+    def end(self, req: Req) -> None:
+        """The request has ended, or goes back to the queue."""
+        if req.media is not None and self.features is not None:
+            self.features.unpin(req.media.items, req.rid)
+
+    def _fitting(self, media: PromptMedia, begin: int, end: int) -> list[MediaItem]:
+        """Returns the leading items of a chunk whose features fit the budget, with those that the step takes already.
+        One alone always does."""
+        assert self.features is not None
+        items: list[MediaItem] = []
+        for rows in media.needed(begin, end):
+            of_step = self._in_step | {rows.item.digest: self.features.size_of(rows.item)}
+            if sum(of_step.values()) > self.features.budget:
+                break
+            self._in_step = of_step
+            items.append(rows.item)
+        return items
+
+
+def _leading(items: list[MediaItem]) -> int:
+    """Returns how many of the items are one encoder step."""
+    patches = 0
+    for number, item in enumerate(items):
+        frames, rows, columns = item.grid
+        patches += frames * rows * columns
+        if number and patches > PATCHES_A_STEP:
+            return number
+    return len(items)

@@ -1,0 +1,117 @@
+"""The images and videos of one prompt: keys for the prefix cache, positions in sections, and what a chunk needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.radix_node import Keys
+from sglang.srt.plan.media import MediaDescription
+from sglang.srt.utils.media_item import MediaItem
+
+Positions = npt.NDArray[np.int64]
+
+_ABOVE_TOKENS = np.uint64(1 << 62)
+"""Keys of placeholders have this bit, and token ids do not."""
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+class MediaMismatch(ValueError):
+    """The spans of a prompt's images do not fit the prompt or the images."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRows:
+    """Features of an item that a chunk takes: `features` [N] of its rows go to `tokens` [N] of the chunk."""
+
+    item: MediaItem
+    features: Positions
+    tokens: Positions
+
+
+def item_keys(digest: bytes, count: int) -> Keys:
+    """Returns what stands for the placeholders of an item in the prefix cache, [count]: 62 bits of a hash (SplitMix64)
+    of the index and one of the four words of the digest, in turns. So two items whose keys agree at four places in a
+    row have 248 bits of their digests in common."""
+    words = np.frombuffer(digest, "<u8")
+    index = np.arange(count, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        x = words[(index % np.uint64(len(words))).astype(np.int64)] + (index + np.uint64(1)) * _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * _MIX_1
+        x = (x ^ (x >> np.uint64(27))) * _MIX_2
+        x ^= x >> np.uint64(31)
+    keys: Keys = ((x >> np.uint64(2)) | _ABOVE_TOKENS).astype(np.int64)
+    return keys
+
+
+def section_positions(items: Sequence[MediaItem], merge: int) -> tuple[Positions, int]:
+    """Returns time, row and column of the tokens up to the last placeholder [3, end], and by how much the positions of
+    text behind it differ from its index.
+
+    Text has one number in all three. A run of placeholders begins where the text before it ends; its frames, rows and
+    columns count from there, and text goes on behind the longer side of the grid. Source: Qwen2-VL (arXiv 2409.12191),
+    with the frames of a video in runs of their own as in Qwen3-VL.
+    """
+    runs = sorted((start, end, item) for item in items for start, end in item.spans)
+    parts: list[Positions] = []
+    position = done = 0
+    for start, end, item in runs:
+        parts.append(np.tile(np.arange(position, position + start - done), (3, 1)))
+        position += start - done
+        frames, rows, columns = item.grid[0] // len(item.spans), item.grid[1] // merge, item.grid[2] // merge
+        parts.append(np.indices((frames, rows, columns)).reshape(3, -1) + position)
+        position, done = position + max(rows, columns), end
+    return np.concatenate(parts, axis=1).astype(np.int64), position - done
+
+
+class PromptMedia:
+    """The items of one prompt. Raises MediaMismatch."""
+
+    def __init__(self, items: Sequence[MediaItem], prompt_len: int, description: MediaDescription) -> None:
+        self.items = tuple(items)
+        end = 0
+        for start, stop in sorted(span for item in items for span in item.spans):
+            if not end <= start < stop <= prompt_len:
+                raise MediaMismatch(f"an image has the tokens {start} to {stop} of {prompt_len}")
+            end = stop
+        self.end = end
+        """Tokens up to the last placeholder."""
+        self._tokens = [np.concatenate([np.arange(*span) for span in item.spans]) for item in items]
+        for item, tokens in zip(items, self._tokens, strict=True):
+            if len(tokens) != description.num_tokens(item.grid) or item.grid[0] % len(item.spans):
+                raise MediaMismatch(f"{len(tokens)} placeholders for a grid of {item.grid} patches")
+            if item.pixels.shape[:1] != [math.prod(item.grid)]:
+                raise MediaMismatch(f"pixels of shape {item.pixels.shape} for a grid of {item.grid} patches")
+        self.positions: Positions | None = None
+        """[3, end]; None where positions have no sections."""
+        self.delta = 0
+        if description.sections:
+            self.positions, self.delta = section_positions(items, description.merge)
+
+    def write_keys(self, keys: Keys) -> None:
+        """Writes the keys of the placeholders over those of the tokens of the whole prompt."""
+        for item, tokens in zip(self.items, self._tokens, strict=True):
+            keys[tokens] = item_keys(item.digest, len(tokens))
+
+    def needed(self, begin: int, end: int) -> list[ItemRows]:
+        """Returns the features that the tokens from `begin` to `end` take, in the order of the tokens."""
+        needed = []
+        for item, tokens in zip(self.items, self._tokens, strict=True):
+            first, last = np.searchsorted(tokens, (begin, end)).tolist()
+            if first < last:
+                needed.append(ItemRows(item, np.arange(first, last), tokens[first:last] - begin))
+        return needed
+
+    def first_token(self, item: MediaItem, begin: int) -> int:
+        """Returns the first placeholder of the item from `begin` on."""
+        return next(max(start, begin) for start, end in item.spans if end > begin)
+
+    def positions_of(self, begin: int, end: int) -> Positions:
+        """Returns time, row and column of these tokens, [3, end - begin]."""
+        assert self.positions is not None
+        behind = np.arange(max(begin, self.end), max(end, self.end)) + self.delta
+        return np.concatenate((self.positions[:, begin:end], np.tile(behind, (3, 1))), axis=1)

@@ -1,0 +1,45 @@
+"""Where the patches of images and videos lie, in the order in which processors give them: the patches that become one
+token stand together, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of patches."""
+
+
+def rows_and_columns(grids: Sequence[Grid], merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the row and the column [P] int64 of every patch within its frame."""
+    rows, columns = [], []
+    for frames, height, width in grids:
+        shape = (height // merge, width // merge, merge, merge)
+        row = np.arange(height).reshape(height // merge, 1, merge, 1)
+        column = np.arange(width).reshape(1, width // merge, 1, merge)
+        rows.append(np.tile(np.broadcast_to(row, shape).ravel(), frames))
+        columns.append(np.tile(np.broadcast_to(column, shape).ravel(), frames))
+    return np.concatenate(rows), np.concatenate(columns)
+
+
+def frame_starts(grids: Sequence[Grid]) -> np.ndarray:
+    """Returns the first patch of every frame, and P at the end: [frames + 1] int32."""
+    sizes = np.concatenate([np.full(frames, height * width) for frames, height, width in grids])
+    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+
+
+def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the four neighbours [P, 4] int64 of every patch in a square table of `side` x `side` positions that is
+    stretched over its frame, corner to corner, and their weights [P, 4] float32."""
+    places = rows_and_columns(grids, merge)
+    neighbours, weights = [], []
+    for place, axis in zip(places, (1, 2), strict=True):
+        last = np.repeat([grid[axis] - 1 for grid in grids], [frames * h * w for frames, h, w in grids])
+        at = place.astype(np.float32) * (np.float32(side - 1) / np.maximum(last, 1).astype(np.float32))
+        low = np.minimum(at.astype(np.int64), side - 1)
+        share = at - low.astype(np.float32)
+        neighbours.append(np.stack((low, np.minimum(low + 1, side - 1)), axis=1))
+        weights.append(np.stack((1 - share, share), axis=1))
+    index = neighbours[0][:, :, None] * side + neighbours[1][:, None, :]
+    return index.reshape(-1, 4), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)

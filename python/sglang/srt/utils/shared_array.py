@@ -1,0 +1,98 @@
+"""Arrays that processes of one host share: files in a directory that only the user can enter.
+
+The front writes the pixels of an image once, and every rank reads them. A message carries the name, the shape and the
+type (`SharedArray`); what reads them trusts none of the three.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np  # messages are read without it
+
+DTYPES = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4, "int64": 8}
+"""Bytes of a value by type."""
+MAX_BYTES = 1 << 33
+MAX_DIMS = 8
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class SharedArray(msgspec.Struct):
+    """`name`: of a file in the server's directory of shared arrays."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class SharedArrayError(ValueError):
+    """What a message says of an array is wrong, or does not fit its file."""
+
+
+def write(directory: Path, array: np.ndarray, prefix: str = "array") -> SharedArray:
+    """Writes a new file with mode 0600, whose name begins with `prefix`. Raises SharedArrayError for a type or size
+    that is not shared, OSError for a full disk; then no file stays."""
+    import numpy as np
+
+    shared = SharedArray(f"{prefix}-{uuid.uuid4().hex}", list(array.shape), array.dtype.name)
+    path = _checked(directory, shared)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            np.ascontiguousarray(array).tofile(file)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return shared
+
+
+def read(directory: Path, shared: SharedArray) -> np.ndarray:
+    """Maps the file, without a copy, for reading only: it may be unlinked meanwhile. Raises SharedArrayError, and
+    FileNotFoundError for one that is gone."""
+    import numpy as np
+
+    path = _checked(directory, shared)
+    dtype, count = np.dtype(shared.dtype), math.prod(shared.shape)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != count * dtype.itemsize:
+            raise SharedArrayError(f"the shared array {shared.name} has {size} bytes, not those of {shared.shape}")
+        if count == 0:
+            return np.empty(shared.shape, dtype)
+        return np.memmap(file, dtype, "r", shape=tuple(shared.shape))
+
+
+def num_bytes(shared: SharedArray) -> int:
+    return math.prod(shared.shape) * DTYPES[shared.dtype]
+
+
+def remove_all(directory: Path, prefix: str) -> None:
+    """Unlinks the files that were written with this prefix, also one that is not whole."""
+    for path in directory.glob(f"{prefix}-*"):
+        path.unlink(missing_ok=True)
+
+
+def remove(directory: Path, shared: SharedArray) -> None:
+    """Unlinks the file, if it is still there; who has mapped it keeps it."""
+    _checked(directory, shared).unlink(missing_ok=True)
+
+
+def _checked(directory: Path, shared: SharedArray) -> Path:
+    if not _NAME.fullmatch(shared.name):
+        raise SharedArrayError(f"{shared.name!r} is no name of a shared array")
+    if shared.dtype not in DTYPES:
+        raise SharedArrayError(f"arrays of type {shared.dtype!r} are not shared")
+    if len(shared.shape) > MAX_DIMS or any(size < 0 for size in shared.shape):
+        raise SharedArrayError(f"{shared.shape} is no shape of a shared array")
+    if math.prod(shared.shape) * DTYPES[shared.dtype] > MAX_BYTES:
+        raise SharedArrayError(f"a shared array of shape {shared.shape} is larger than {MAX_BYTES} bytes")
+    return directory / shared.name

@@ -1,0 +1,98 @@
+"""Which models see, and how placeholders become spans."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.media.expansion import PlacedMedia, expand, moved, whole_items
+from sglang.srt.managers.front.media.media_source import Kind, MediaSource
+from sglang.srt.managers.front.media.media_tokens import MediaTokens, media_tokens
+from sglang.srt.managers.front.media.messages import Features
+from sglang.srt.managers.front.media.served_media import served_media
+from sglang.srt.managers.front.request_preparation import RequestPreparer
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.shared_array import SharedArray
+
+IMAGE, VIDEO, START, END = 90, 91, 92, 93
+QWEN = MediaTokens("qwen3_vl", IMAGE, VIDEO, START, END)
+GEMMA = MediaTokens("gemma4", IMAGE, image_start=80, image_end=81)
+
+
+def placed(kind: Kind, *parts: list[int] | int) -> PlacedMedia:
+    runs = sum(isinstance(part, int) for part in parts)
+    features = Features(grid=(1, 2, 2), pixels=SharedArray("a", [4, 4], "float32"), digest=bytes(32), num_runs=runs)
+    return PlacedMedia(kind, [features], list(parts))
+
+
+def test_an_image_and_a_video_in_one_prompt() -> None:
+    ids = [1, START, IMAGE, END, 2, START, VIDEO, END, 3]
+    media = [placed("image", 3), placed("video", [7, START], 2, [END, 8, START], 2, [END])]
+    expanded, items = expand(ids, media, QWEN)
+    image, frames = [IMAGE] * 3, [VIDEO] * 2
+    assert expanded == [1, START, *image, END, 2, 7, START, *frames, END, 8, START, *frames, END, 3]
+    assert [item.spans for item in items] == [[(2, 5)], [(9, 11), (14, 16)]]
+    assert [item.spans for item in moved(items, 10)] == [[(12, 15)], [(19, 21), (24, 26)]]
+    assert [whole_items(items, length) for length in (2, 5, 9, 16)] == [[], items[:1], items[:1], items]
+    for length in (3, 10, 13):
+        with pytest.raises(RequestError, match="lies across"):
+            whole_items(items, length)
+
+
+def test_marks_that_the_template_leaves_out() -> None:
+    expanded, items = expand([1, IMAGE, 2], [placed("image", 2)], GEMMA)
+    assert expanded == [1, 80, IMAGE, IMAGE, 81, 2] and items[0].spans == [(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        ({"model_type": "qwen3_vl_moe", "image_token_id": 5, "vision_config": {}}, "qwen3_vl"),
+        ({"model_type": "qwen3_5", "image_token_id": 5, "vision_config": {}}, "qwen3_vl"),
+        ({"model_type": "kimi_k25", "media_placeholder_token_id": 5, "vision_config": {}}, "kimi_k25"),
+        ({"model_type": "gemma4", "image_token_id": 5, "vision_config": {}}, "gemma4"),
+        ({"model_type": "gemma4", "image_token_id": 5}, None),
+        ({"model_type": "llama", "vision_config": {}}, None),
+    ],
+)
+def test_which_models_see(config: dict[str, Any], family: str | None) -> None:
+    tokens = media_tokens(config)
+    assert (None if tokens is None else tokens.family) == family
+
+
+def test_language_model_only_leaves_images_out(seeing_model: Path) -> None:
+    args = ServerArgs.from_kwargs(model_path=str(seeing_model))
+    assert served_media(args, ModelConfig.from_server_args(args)) is not None
+    blind = ServerArgs.from_kwargs(model_path=str(seeing_model), disable_multimodal=True)
+    assert blind.language_model_only
+    assert served_media(blind, ModelConfig.from_server_args(blind)) is None
+
+
+@pytest.mark.parametrize(("only_text", "reason"), [(False, "text only"), (True, "--language-model-only")])
+def test_images_are_refused_where_nothing_reads_them(only_text: bool, reason: str) -> None:
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, language_model_only=only_text)
+    preparer = RequestPreparer(args, ModelConfig.from_server_args(args), None)
+    request = GenerateRequest(input_ids=[1], media=[[MediaSource("image", "data:,")]])
+    with pytest.raises(RequestError, match=reason):
+        asyncio.run(preparer.prepare(request))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"limit_mm_data_per_request": '{"image": -1}'},
+        {"limit_mm_data_per_request": '{"picture": 1}'},
+        {"limit_mm_data_per_request": '{"image": "many"}'},
+        {"allowed_local_media_path": "/no/such/directory"},
+    ],
+)
+def test_flags_are_checked(flags: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(flags)).replace("_", "-")):
+        ServerArgs.from_kwargs(model_path="x", **flags)

@@ -1,0 +1,123 @@
+"""Decoding, and the patches of each family, against the classes of transformers and plain arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from media.pictures import animation, encoded, picture
+from media.seeing_model import write_seeing_model
+from sglang.srt.errors import UserError
+from sglang.srt.managers.front.media import decoding, processors
+from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
+from sglang.srt.managers.front.media.processors import TimedVideoProcessor, image_processor
+
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def make(family: str, **settings: Any) -> processors.ImageProcessor:
+    return image_processor(ProcessorFiles(family, {**HALF, **settings}, {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "patch", "merge"),
+    [
+        ("qwen3_vl", {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 262144}}, 16, 2),
+        ("qwen2_5_vl", {}, 14, 2),
+        ("glm4v", {}, 14, 2),
+        ("glm46v", {}, 14, 2),
+        ("kimi_k25", {}, 14, 2),
+    ],
+)
+def test_tokens_follow_from_the_grid(family: str, settings: dict[str, Any], patch: int, merge: int) -> None:
+    patches = make(family, **settings)(picture(200, 120))
+    frames, rows, columns = patches.grid
+    assert patches.pixels.shape[0] == frames * rows * columns == patches.num_tokens * merge**2
+    assert patches.pixels.shape[1] % (3 * patch**2) == 0
+    assert columns > rows
+
+
+def test_gemma_has_a_position_for_each_patch() -> None:
+    patches = make("gemma4", patch_size=16, pooling_kernel_size=3, max_soft_tokens=70)(picture(200, 120))
+    _, rows, columns = patches.grid
+    positions = patches.extra["positions"]
+    assert len(patches.pixels) == len(positions) == rows * columns == 9 * patches.num_tokens
+    assert [tuple(position) for position in positions[:2]] == [(0, 0), (1, 0)]
+    assert tuple(positions[-1]) == (columns - 1, rows - 1)
+
+
+def test_kimi_keeps_the_size_and_adds_black() -> None:
+    patches = make("kimi_k25")(Image.new("RGB", (30, 20), "white"))
+    assert patches.grid == (1, 2, 4)
+    first = patches.pixels.reshape(2, 4, 3, 14, 14)
+    assert (first[0, 0] == 1).all() and (first[0, 3] == -1).all()
+    whole = first.transpose(2, 0, 3, 1, 4).reshape(3, 28, 56)
+    assert (whole[:, :20, :30] == 1).all() and (whole[:, 20:] == -1).all() and (whole[:, :, 30:] == -1).all()
+
+
+def test_a_video_of_one_picture_has_the_patches_of_the_image() -> None:
+    settings = {**HALF, "patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 1 << 20}}
+    still = picture(96, 64)
+    video = decoding.Pictures([encoded(still), encoded(still)])
+    result = TimedVideoProcessor(settings)(video)
+    image = make("qwen3_vl", **settings)(still)
+    np.testing.assert_allclose(result.patches.pixels, image.pixels, atol=1e-6)
+    assert result.patches.grid == image.grid and result.times == [0.25]
+
+
+def test_frames_of_a_video_are_sampled_by_time() -> None:
+    settings = {**HALF, "patch_size": 16, "fps": 2, "min_frames": 4, "max_frames": 6}
+    result = TimedVideoProcessor(settings)(decoding.open_video(animation(40, milliseconds=100)))
+    assert result.times == pytest.approx([0.4, 1.95, 3.5], abs=0.06)
+    brightness = result.patches.pixels.reshape(3, -1).mean(1)
+    assert list(brightness) == sorted(brightness)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF"])
+def test_each_format_is_read(form: str) -> None:
+    decoded = np.asarray(decoding.decode_image(encoded(picture(), form))).astype(int)
+    assert np.abs(decoded - np.asarray(picture())).mean() < 12
+
+
+def test_modes_and_orientation() -> None:
+    red = np.array([255, 0, 0])
+
+    def colour(image: Image.Image, form: str = "PNG", **options: Any) -> np.ndarray:
+        return np.asarray(decoding.decode_image(encoded(image, form, **options)))[0, 0]
+
+    assert np.abs(colour(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG") - red).max() < 4
+    assert (colour(Image.new("RGBA", (16, 16), (0, 0, 0, 0))) == 255).all()
+    assert (colour(Image.new("P", (16, 16))) == 0).all()
+    assert (colour(Image.new("1", (16, 16), 1)) == 255).all()
+    assert (colour(Image.new("LA", (16, 16), (7, 255))) == 7).all()
+    deep = Image.fromarray(np.full((16, 16), 32768, np.uint16))
+    assert (colour(deep) == 128).all()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    assert decoding.decode_image(encoded(picture(96, 64), "JPEG", exif=exif)).size == (64, 96)
+
+
+def test_of_an_animation_an_image_is_the_first_picture_and_low_detail_is_small() -> None:
+    assert (np.asarray(decoding.decode_image(animation())) == 0).all()
+    assert decoding.decode_image(encoded(picture(2000, 1000)), "low").size == (512, 256)
+    assert decoding.decode_image(encoded(picture(20, 10)), "low").size == (20, 10)
+
+
+def test_settings_come_from_either_form_of_files_and_the_flag_wins(tmp_path: Path) -> None:
+    directory = write_seeing_model(tmp_path / "model")
+    files = read_processor_files(directory, "qwen3_vl", '{"image": {"max_pixels": 4096}}')
+    assert files.image["size"]["longest_edge"] == 4096 and files.video["fps"] == 2
+    image = json.loads((directory / "preprocessor_config.json").read_text())
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (directory / name).unlink()
+    with pytest.raises(UserError, match="language-model-only"):
+        read_processor_files(directory, "qwen3_vl", "{}")
+    (directory / "processor_config.json").write_text(json.dumps({"image_processor": image}))
+    assert read_processor_files(directory, "qwen3_vl", "{}").image == image
+    with pytest.raises(UserError, match="mm-process-config"):
+        read_processor_files(directory, "qwen3_vl", '{"audio": {}}')

@@ -1,0 +1,279 @@
+"""Tiny models that see: saved by transformers, served by our scheduler. Images of prompts are random patches."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.model_executor.media_features import MediaEncoder
+from sglang.srt.plan import media
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import shared_array
+from sglang.srt.utils.media_item import MediaItem
+from srt.managers.fake_runner import request
+from srt.models.harness import HYBRID, LATENT, SIZES, YARN, randomize
+
+if TYPE_CHECKING:
+    import transformers
+
+IMAGE, VIDEO, BEGIN, END = 251, 252, 253, 254
+TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+    "tie_word_embeddings": False,
+}
+PATCH_VALUES = 3 * 2 * 4 * 4
+MERGE = 2
+
+# name -> (config class, text config, vision config, zero-centred norms)
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
+    "qwen3_vl": ("Qwen3VLConfig", {"rope_parameters": SECTIONS}, {"deepstack_visual_indexes": [0, 1, 2]}, False),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        HYBRID
+        | {"linear_value_head_dim": 16}
+        | {"rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        {},
+        True,
+    ),
+    "kimi_k25": (
+        "Kimi_K25Config",
+        LATENT | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN, "model_type": "deepseek_v3"},
+        {"pos_emb_height": 8, "pos_emb_width": 8, "num_attention_heads": 2, "num_hidden_layers": 2},
+        False,
+    ),
+}
+Grid = tuple[int, int, int]
+
+
+def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrainedModel:
+    """A tiny fp32 model in which every parameter is random. more: keys of the text's config."""
+    import transformers  # slow, and ranks do not need it
+
+    class_name, text, vision, zero_centred = SEEING[name]
+    settings = copy.deepcopy({"text_config": SIZES | text | more, "vision_config": TOWER | vision} | TOKENS)
+    if name == "kimi_k25":
+        settings["vision_config"] = {
+            key: TOWER[key] for key in ("hidden_size", "intermediate_size", "patch_size")
+        } | vision
+        settings["projection_hidden_size"] = TOWER["hidden_size"]
+    config = getattr(transformers, class_name)(**settings)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    randomize(model, zero_centred)
+    for key, param in model.named_parameters():
+        if (".visual." in key or "vision_tower" in key) and "norm" in key:
+            torch.nn.init.uniform_(param, 0.5, 1.5)
+    with torch.no_grad():
+        model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
+    model.save_pretrained(folder)
+    if name == "kimi_k25":
+        as_published_kimi(folder)
+    return model
+
+
+def as_published_kimi(folder: Path) -> None:
+    """What transformers wrote of Kimi K2.5, with the names and keys of published checkpoints."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    of_text = "language_model.model."
+    renamed = {
+        name.replace(f"{of_text}blocks.", f"{of_text}layers.").removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+    }
+    safetensors.torch.save_file(renamed, file)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["KimiK25ForConditionalGeneration"]}
+    config["media_placeholder_token_id"] = config.pop("image_token_id")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@dataclass
+class Image:
+    """Random patches; a video if it has several frames."""
+
+    grid: Grid
+    seed: int
+
+    @property
+    def kind(self) -> str:
+        return "video" if self.grid[0] > 1 else "image"
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        count = self.grid[0] * self.grid[1] * self.grid[2]
+        return torch.randn(count, PATCH_VALUES, generator=torch.Generator().manual_seed(self.seed))
+
+
+@dataclass
+class Prompt:
+    """Token ids with placeholders, and the images that they stand for."""
+
+    ids: list[int] = field(default_factory=list)
+    spans: list[tuple[Image, list[tuple[int, int]]]] = field(default_factory=list)
+
+    def text(self, count: int, seed: int) -> Prompt:
+        self.ids += torch.randint(1, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+        return self
+
+    def image(self, grid: Grid, seed: int) -> Prompt:
+        """Each frame has a run of placeholders of its own."""
+        image, runs = Image(grid, seed), []
+        count = grid[1] * grid[2] // MERGE**2
+        for _ in range(grid[0]):
+            self.ids.append(BEGIN)
+            runs.append((len(self.ids), len(self.ids) + count))
+            self.ids += [VIDEO if image.kind == "video" else IMAGE] * count
+            self.ids.append(END)
+        self.spans.append((image, runs))
+        return self
+
+    def items(self, directory: Path) -> list[MediaItem]:
+        return [
+            MediaItem(
+                kind=image.kind,
+                digest=hashlib.blake2b(repr(image).encode(), digest_size=32).digest(),
+                spans=runs,
+                grid=image.grid,
+                pixels=shared_array.write(directory, image.pixels.numpy()),
+            )
+            for image, runs in self.spans
+        ]
+
+    def of_transformers(self) -> dict[str, torch.Tensor]:
+        """What the reference takes beside ids, but for the types of tokens."""
+        arguments = {}
+        for kind, pixels, grids in (
+            ("image", "pixel_values", "image_grid_thw"),
+            ("video", "pixel_values_videos", "video_grid_thw"),
+        ):
+            images = [image for image, _ in self.spans if image.kind == kind]
+            if images:
+                arguments[pixels] = torch.cat([image.pixels for image in images])
+                arguments[grids] = torch.tensor([image.grid for image in images])
+        return arguments
+
+
+def _types(ids: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([[1 if token == IMAGE else 2 if token == VIDEO else 0 for token in ids]])
+
+
+def _of_kimi(pixels: torch.Tensor) -> torch.Tensor:
+    """Patches [P, 3, 4, 4] of one frame."""
+    return pixels[:, : PATCH_VALUES // 2].unflatten(1, (3, 4, 4))
+
+
+@torch.inference_mode()
+def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output: Sequence[int] = ()) -> torch.Tensor:
+    """[n, V] of the prompt and what was said behind it."""
+    ids = [*prompt.ids, *output]
+    arguments = prompt.of_transformers()
+    if model.config.model_type == "kimi_k25":
+        arguments |= {"pixel_values": _of_kimi(arguments["pixel_values"])} if arguments else {}
+    else:
+        arguments["mm_token_type_ids"] = _types(ids)
+    return model(torch.tensor([ids]), **arguments).logits[0]
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: Prompt, output: Sequence[int]) -> list[int]:
+    """What the model would have said where `output` stands: `output` itself, if it is the greedy continuation."""
+    return reference_logits(model, prompt, output)[len(prompt.ids) - 1 : -1].argmax(-1).tolist()
+
+
+class ReferenceEncoder:
+    """The tower of a transformers model. Implements MediaEncoder."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self.model = model.model
+
+    @torch.inference_mode()
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        pixels = _of_kimi(pixels) if self.model.config.model_type == "kimi_k25" else pixels
+        grid = torch.tensor(grids)
+        made = self.model.get_image_features(pixels, grid)
+        added = getattr(made, "deepstack_features", None) or []
+        features = torch.cat((torch.cat(list(made.pooler_output)), *added), dim=1)
+        return list(features.split((grid.prod(1) // MERGE**2).tolist()))
+
+
+class ProjectingEncoder:
+    """Random sums of the patches that a placeholder stands for. Implements MediaEncoder without a tower."""
+
+    def __init__(self, width: int) -> None:
+        self.weight = torch.randn(PATCH_VALUES, width, generator=torch.Generator().manual_seed(3)) * 0.1
+
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        rows = (pixels @ self.weight).unflatten(0, (-1, MERGE**2)).mean(1)
+        return list(rows.split([frames * height * width // MERGE**2 for frames, height, width in grids]))
+
+
+def args_of(folder: Path, **options: Any) -> ServerArgs:
+    return ServerArgs.from_kwargs(
+        model_path=str(folder), device="cpu", skip_tokenizer_init=True,
+        **{"max_total_tokens": 2048, "max_running_requests": 8, **options},
+    )  # fmt: skip
+
+
+def seeing_scheduler(
+    folder: Path, encoder: MediaEncoder | None = None, rank: int = 0, rendezvous: str | None = None, **options: Any
+) -> Scheduler:
+    """Pixels lie in the folder of the model. encoder None: the model's own."""
+    args = args_of(folder, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media, "ENCODERS", frozenset(SEEING))
+        runner = create_runner(args, rank, rendezvous, create_encoder=None if encoder is None else lambda plan: encoder)
+    assert runner.media is not None
+    runner.media.directory = folder
+    return Scheduler(args, runner, StopChecker(None))
+
+
+def media_request(rid: str, prompt: Prompt, directory: Path, new_tokens: int, **params: Any) -> TokenizedGenerateReq:
+    msg = request(rid, prompt.ids, new_tokens, temperature=0.0, ignore_eos=True, **params)
+    msg.media = prompt.items(directory)
+    return msg
+
+
+def add_mtp(folder: Path, layer: int) -> None:
+    """Gives a saved Qwen3.5 a layer that drafts: a copy of its `layer`, behind random projections."""
+    file, prefix = folder / "model.safetensors", f"model.language_model.layers.{layer}."
+    tensors = safetensors.torch.load_file(file)
+    copies = {
+        name.replace(prefix, "mtp.layers.0."): t.clone() for name, t in tensors.items() if name.startswith(prefix)
+    }
+    generator = torch.Generator().manual_seed(6)
+    copies["mtp.fc.weight"] = torch.randn(64, 128, generator=generator) * 0.15
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        copies[f"mtp.{name}.weight"] = torch.rand(64, generator=generator) - 0.5
+    safetensors.torch.save_file(tensors | copies, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,393 @@
+"""Prompts with images and videos through the scheduler, against transformers' whole models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.managers.scheduler import media_steps
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.prompt_media import MediaMismatch, PromptMedia, item_keys
+from sglang.srt.managers.scheduler.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
+from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.plan.media import MediaDescription
+from sglang.srt.server_args import ServerArgs
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
+
+from .media_harness import (
+    IMAGE,
+    SEEING,
+    ProjectingEncoder,
+    Prompt,
+    ReferenceEncoder,
+    add_mtp,
+    greedy,
+    media_request,
+    reference_logits,
+    save_seeing,
+    seeing_scheduler,
+)
+
+NEW_TOKENS = 16
+
+
+class Seeing:
+    """A tiny model on disk."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.model = name, folder, save_seeing(name, folder)
+
+    def scheduler(self, **options: Any) -> Scheduler:
+        return seeing_scheduler(self.folder, ReferenceEncoder(self.model), **options)
+
+    def check(self, scheduler: Scheduler, *prompts: Prompt, new_tokens: int = NEW_TOKENS) -> None:
+        collector = Collector()
+        for i, prompt in enumerate(prompts):
+            add(scheduler, media_request(f"r{i}", prompt, self.folder, new_tokens))
+        run_to_end(scheduler, collector)
+        for i, prompt in enumerate(prompts):
+            output = collector.tokens[f"r{i}"]
+            assert len(output) == new_tokens and output == greedy(self.model, prompt, output), f"prompt {i}"
+        assert_clean(scheduler)
+
+
+@pytest.fixture(scope="module", params=list(SEEING))
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+def one_image(seed: int = 1) -> Prompt:
+    return Prompt().text(5, 1).image((1, 4, 6), seed).text(4, 2)
+
+
+def three_images(seed: int = 10) -> Prompt:
+    conversation = Prompt().text(3, 3)
+    for number, grid in enumerate([(1, 4, 4), (1, 2, 8), (1, 6, 4)]):
+        conversation.image(grid, seed + number).text(6, 20 + number)
+    return conversation
+
+
+def a_video(seeing: Seeing | None = None) -> Prompt:
+    """Two images where the model sees no video."""
+    if seeing is not None and seeing.name == "kimi_k25":
+        return Prompt().text(4, 7).image((1, 6, 8), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
+    return Prompt().text(4, 7).image((3, 4, 4), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
+
+
+def encoded(scheduler: Scheduler) -> int:
+    features = scheduler.media.features
+    assert features is not None
+    return features.num_encoded
+
+
+def test_images_of_several_sizes_and_a_video(seeing: Seeing) -> None:
+    scheduler = seeing.scheduler()
+    prompts = [
+        one_image(),
+        Prompt().image((1, 8, 2), 2).text(3, 4),
+        three_images(),
+        a_video(seeing),
+        Prompt().text(9, 5),
+    ]
+    for prompt in prompts:
+        seeing.check(scheduler, prompt)
+    seeing.check(seeing.scheduler(), *prompts)
+
+
+def prompt_logprobs(scheduler: Scheduler, msg: TokenizedGenerateReq) -> tuple[list[float], list[int]]:
+    """Of all tokens but the first, and their ids."""
+    msg.return_logprob, msg.logprob_start_len = True, 0
+    add(scheduler, msg)
+    inputs: list[tuple[float | None, int]] = []
+    while scheduler.reqs:
+        scheduler.step()
+        for message in scheduler.outbox:
+            assert message.logprobs[0] is not None
+            inputs += message.logprobs[0].input or []
+        scheduler.outbox.clear()
+    scheduler.settle()
+    return [value for value, _ in inputs[1:] if value is not None], [token for _, token in inputs]
+
+
+@pytest.mark.parametrize("chunk", [-1, 7])
+def test_logits(seeing: Seeing, chunk: int) -> None:
+    """By the log probabilities of a prompt's tokens: placeholders are named by their token id."""
+    prompt, scheduler = a_video(seeing), seeing.scheduler(chunked_prefill_size=chunk)
+    values, ids = prompt_logprobs(scheduler, media_request("a", prompt, seeing.folder, 2))
+    assert ids == prompt.ids
+    want = reference_logits(seeing.model, prompt).log_softmax(-1)[range(len(prompt.ids) - 1), prompt.ids[1:]]
+    torch.testing.assert_close(torch.tensor(values), want, atol=1e-3, rtol=0.0)
+
+
+def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
+    """Bit by bit."""
+    args = ServerArgs.from_kwargs(
+        model_path=str(seeing.folder),
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_total_tokens=2048,
+        language_model_only=True,
+    )
+    plain = Scheduler(args, create_runner(args), StopChecker(None))
+    assert plain.media.features is None
+    msg = request("text", Prompt().text(40, 4).ids, 2, temperature=0.0, ignore_eos=True)
+    assert prompt_logprobs(plain, msg) == prompt_logprobs(seeing.scheduler(), msg)
+
+
+def test_cuts_at_every_offset(seeing: Seeing) -> None:
+    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing)
+    for chunk in range(1, len(prompt.ids)):
+        scheduler._chunk = chunk
+        seeing.check(scheduler, prompt, new_tokens=3)
+        assert scheduler.flush_cache()
+
+
+def test_an_image_is_encoded_once_and_not_for_a_cached_prefix(seeing: Seeing) -> None:
+    scheduler = seeing.scheduler(page_size=16)
+    features = scheduler.media.features
+    assert features is not None
+    shown = Prompt().text(2, 1).image((1, 8, 12), 5)
+    longer = replace(shown, ids=list(shown.ids)).text(30, 6)
+    other = replace(shown, ids=list(shown.ids)).text(31, 7)
+    seeing.check(scheduler, longer)
+    assert encoded(scheduler) == 1
+    seeing.check(scheduler, longer, other)
+    assert encoded(scheduler) == 1, "the features are there"
+    features.clear()
+    seeing.check(scheduler, longer)
+    assert encoded(scheduler) == 1, "all of it is in the prefix"
+    again = Prompt().text(2, 1).image((1, 8, 12), 5).text(1, 8)
+    seeing.check(scheduler, again)
+    cached = scheduler.stats._cached
+    assert cached > 0 and encoded(scheduler) == 2, "the prefix ends inside the image"
+
+
+def test_equal_placeholders_of_other_images_are_no_prefix(seeing: Seeing) -> None:
+    scheduler = seeing.scheduler()
+    seeing.check(scheduler, one_image(1))
+    before = scheduler.stats._cached
+    seeing.check(scheduler, one_image(2), three_images(10), three_images(40))
+    assert scheduler.stats._cached - before <= 3 * 6, "the text before the image"
+    assert encoded(scheduler) == 8
+
+
+@pytest.mark.parametrize(("page", "tokens"), [(1, 160), pytest.param(16, 256, marks=pytest.mark.thorough)])
+def test_short_memory(seeing: Seeing, page: int, tokens: int) -> None:
+    """Requests are retracted, prefixes and features evicted, and chunks cut where no more features fit."""
+    scheduler = seeing.scheduler(
+        max_total_tokens=tokens, page_size=page, schedule_conservativeness=0.01, chunked_prefill_size=32
+    )
+    features = scheduler.media.features
+    assert features is not None
+    prompts = [three_images(10 * i) for i in range(1, 6)]
+    items = [item for prompt in prompts for item in prompt.items(seeing.folder)]
+    features.budget = 2 * max(map(features.size_of, items))
+    seeing.check(scheduler, *prompts, new_tokens=64)
+    assert scheduler.stats.num_retracted > 0 and 0 < features.used <= features.budget
+    seeing.check(scheduler, prompts[0], a_video(seeing))
+
+
+def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_steps, "PATCHES_A_STEP", 20)
+    scheduler, collector, events = qwen3_vl.scheduler(), Collector(), []
+    features = scheduler.media.features
+    assert features is not None
+    encode, launch = features.encode, scheduler.launch
+    monkeypatch.setattr(features, "encode", lambda items: (events.append("encode"), encode(items)))
+
+    def launched(batch: ScheduleBatch) -> None:
+        events.append("step" if batch.step.prompts is None else "prompt")
+        launch(batch)
+
+    monkeypatch.setattr(scheduler, "launch", launched)
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 30, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        scheduler.step()
+    events.clear()
+    add(scheduler, media_request("seen", three_images(), qwen3_vl.folder, 4))
+    run_to_end(scheduler, collector)
+    assert events[:7] == ["encode", "step", "encode", "step", "encode", "step", "prompt"]
+    assert collector.tokens["seen"] == greedy(qwen3_vl.model, three_images(), collector.tokens["seen"])
+
+
+def test_in_graphs(seeing: Seeing) -> None:
+    """Steps behind the images run in graphs, those with images do not."""
+    scheduler = seeing.scheduler(chunked_prefill_size=24)
+    with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(scheduler.runner, GraphSizes((1, 2, 4, 8), (8, 32), (0, 4))) as replays:
+        late = one_image(3).text(40, 9)
+        seeing.check(scheduler, one_image(1), late, three_images())
+    assert all(step.prompts is None or step.prompts.media is None for step in replays)
+    assert any(step.prompts is not None for step in replays) and any(step.prompts is None for step in replays)
+
+
+def test_ngram_drafts(qwen3_vl: Seeing) -> None:
+    scheduler = qwen3_vl.scheduler(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    qwen3_vl.check(scheduler, one_image(), three_images(), a_video(), new_tokens=32)
+    assert scheduler.stats.drafts.num_steps > 0
+
+
+def test_mtp_drafts_and_their_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeing = Seeing("qwen3_5", tmp_path)
+    add_mtp(tmp_path, layer=2)
+    scheduler = seeing.scheduler(speculative_algorithm="NEXTN", speculative_num_steps=2, chunked_prefill_size=12)
+    drafter = scheduler.runner.drafter
+    assert drafter is not None
+    batches: list[ForwardBatch] = []
+    model = drafter.model
+    monkeypatch.setattr(drafter, "model", Watched(model, batches))
+    prompt = a_video()
+    seeing.check(scheduler, prompt)
+    media = PromptMedia(prompt.items(tmp_path), len(prompt.ids), scheduler.media.features.description)
+    assert media.delta < 0 and len(batches) > 6
+    for batch in batches:
+        positions = batch.positions.numpy()
+        want = np.concatenate([media.positions_of(p, p + 1) for p in positions.tolist()], axis=1)
+        here = np.broadcast_to(batch.rotary_positions.numpy(), want.shape)
+        assert (here == want)[:, positions > 0].all()
+
+
+class Watched:
+    """A draft model whose batches are seen."""
+
+    def __init__(self, model: Any, batches: list[ForwardBatch]) -> None:
+        self.model, self.batches = model, batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
+        self.batches.append(batch)
+        return self.model(batch, features)
+
+
+LAYOUTS = {"TP2": {"tp_size": 2}, "PP2": {"pp_size": 2}}
+
+
+def _play(scheduler: Scheduler, folder: Path) -> dict[str, list[int]]:
+    collector = Collector()
+    for i, prompt in enumerate([one_image(), three_images(), a_video(), Prompt().text(12, 4), one_image()]):
+        add(scheduler, media_request(f"r{i}", prompt, folder, NEW_TOKENS))
+        scheduler.step()
+        collector.take(scheduler)
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+    return collector.tokens
+
+
+def _rank(rank: int, folders: dict[str, Path], out: Path) -> None:
+    torch.set_num_threads(1)
+    for layout, options in LAYOUTS.items():
+        for name, folder in folders.items():
+            rendezvous = f"file://{out}/{name}{layout}"
+            scheduler = seeing_scheduler(
+                folder, ProjectingEncoder(WIDTHS[name]), rank, rendezvous, chunked_prefill_size=16, **options
+            )
+            torch.save(_play(scheduler, folder), out / f"{name}{layout}{rank}.pt")
+            parallel_state.shutdown()
+
+
+WIDTHS = {"qwen3_vl": 4 * 64, "qwen3_5": 64}
+"""Of features, with those of deepstack."""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """The stages of Qwen3-VL are cut between layers behind which features are added."""
+    folders = {name: tmp_path / name for name in WIDTHS}
+    for name, folder in folders.items():
+        save_seeing(name, folder)
+    mp.spawn(_rank, (folders, tmp_path), nprocs=2)
+    for name, folder in folders.items():
+        one = _play(seeing_scheduler(folder, ProjectingEncoder(WIDTHS[name]), chunked_prefill_size=16), folder)
+        for layout in LAYOUTS:
+            for rank in range(2):
+                assert torch.load(tmp_path / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
+
+
+def test_a_request_that_ends_early_needs_no_features(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its second image beside another that decodes."""
+    monkeypatch.setattr(media_steps, "PATCHES_A_STEP", 1)
+    scheduler, collector = qwen3_vl.scheduler(), Collector()
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 30, temperature=0.0, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, media_request("seen", three_images(), qwen3_vl.folder, 4))
+    scheduler.step()
+    scheduler.step()
+    features = scheduler.media.features
+    assert features is not None and encoded(scheduler) == 2
+    assert any(entry.users for entry in features._entries.values())
+    scheduler.abort(AbortReq(["seen"]))
+    assert not any(entry.users for entry in features._entries.values())
+    run_to_end(scheduler, collector)
+    assert encoded(scheduler) == 2
+    assert_clean(scheduler)
+
+
+# --- refusals and keys ------------------------------------------------------------------------------------------------
+
+
+def test_refusals(qwen3_vl: Seeing) -> None:
+    scheduler, collector = qwen3_vl.scheduler(), Collector()
+    assert scheduler.media.features is not None
+    wrong = media_request("wrong", one_image(), qwen3_vl.folder, 4)
+    wrong.media[0].grid = (1, 4, 8)
+    add(scheduler, wrong)
+    short = media_request("short", one_image(), qwen3_vl.folder, 4)
+    short.media[0].pixels.shape[0] = 23
+    add(scheduler, short)
+    scheduler.media.features.budget = 100
+    add(scheduler, media_request("large", one_image(), qwen3_vl.folder, 4))
+    scheduler.media.features = None
+    add(scheduler, media_request("blind", one_image(), qwen3_vl.folder, 4))
+    collector.take(scheduler)
+    messages = {rid: reason.message for rid, reason in collector.finish.items() if reason.status_code == 400}
+    assert "6 placeholders for a grid of (1, 4, 8) patches" in messages["wrong"]
+    assert "pixels of shape [23, 96] for a grid of (1, 4, 6) patches" in messages["short"]
+    assert "send a smaller one" in messages["large"] and "reads text only" in messages["blind"]
+
+
+def test_spans_that_overlap_or_end_behind_the_prompt(tmp_path: Path) -> None:
+    description, items = MediaDescription(IMAGE, None, 2), one_image().items(tmp_path)
+    with pytest.raises(MediaMismatch, match="the tokens 6 to 12 of 11"):
+        PromptMedia(items, 11, description)
+    with pytest.raises(MediaMismatch, match="the tokens 6 to 12 of 40"):
+        PromptMedia([*items, *items], 40, description)
+
+
+def test_pixels_that_are_gone_are_encoded_for_the_next_request(qwen3_vl: Seeing) -> None:
+    """As on a rank that is late: nobody hears of the first request any more."""
+    scheduler, collector = qwen3_vl.scheduler(), Collector()
+    msg = media_request("gone", one_image(77), qwen3_vl.folder, 2)
+    (qwen3_vl.folder / msg.media[0].pixels.name).unlink()
+    add(scheduler, msg)
+    run_to_end(scheduler, collector)
+    scheduler.kv.reset()
+    qwen3_vl.check(scheduler, one_image(77))
+
+
+def test_keys_of_placeholders() -> None:
+    """They are no token ids, differ in every place, and depend on each word of the digest."""
+    digest = bytes(range(32))
+    keys = item_keys(digest, 4096)
+    assert keys.dtype == np.int64 and (keys >= 1 << 62).all() and len(np.unique(keys)) == 4096
+    for word in range(4):
+        changed = bytearray(digest)
+        changed[8 * word] ^= 1
+        assert (item_keys(bytes(changed), 4096) != keys).sum() == 1024
