@@ -16,6 +16,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.front.media import decoding, processors
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
 from sglang.srt.managers.front.media.processors import TimedVideoProcessor, image_processor
+from sglang.srt.plan.media import PATCHES_A_STEP
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
@@ -121,3 +122,14 @@ def test_settings_come_from_either_form_of_files_and_the_flag_wins(tmp_path: Pat
     assert read_processor_files(directory, "qwen3_vl", "{}").image == image
     with pytest.raises(UserError, match="mm-process-config"):
         read_processor_files(directory, "qwen3_vl", '{"audio": {}}')
+
+
+def test_an_image_is_made_to_fit_an_encoder_step(tmp_path: Path) -> None:
+    """As published: 16 million pixels would be four times what the memory plan counts."""
+    folder = write_seeing_model(tmp_path)
+    path = folder / "preprocessor_config.json"
+    published = json.loads(path.read_text()) | {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+    path.write_text(json.dumps(published))
+    files = read_processor_files(folder, "qwen3_vl", "{}")
+    frames, rows, columns = image_processor(files)(picture(3000, 2900)).grid
+    assert PATCHES_A_STEP // 2 < frames * rows * columns <= PATCHES_A_STEP

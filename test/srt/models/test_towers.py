@@ -12,7 +12,8 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_tower
-from sglang.srt.models.vision.patch_places import Grid
+from sglang.srt.models.vision import qwen3_vl
+from sglang.srt.models.vision.patch_places import Grid, parts_of_frames
 from sglang.srt.models.vision.qwen3_vl import Qwen3VLTower
 from sglang.srt.plan import media
 from srt.managers.fake_runner import Collector, add, run_to_end
@@ -68,6 +69,17 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     run_to_end(scheduler, collector)
     output = collector.tokens["seen"]
     assert len(output) == NEW_TOKENS and output == greedy(model, prompt, output)
+
+
+def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_seeing("qwen3_vl", tmp_path)
+    tower, grids = tower_of(tmp_path), [(1, 4, 4), (5, 2, 4), (1, 6, 4)]
+    pixels = torch.randn(80, PATCH_VALUES, generator=torch.Generator().manual_seed(1))
+    want = tower.encode(pixels, grids)
+    monkeypatch.setattr(qwen3_vl, "PATCHES_A_STEP", 20)
+    assert [len(run) for run in parts_of_frames(grids, 20)] == [1, 2, 2, 1, 1]
+    for got, wanted in zip(tower.encode(pixels, grids), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> None:

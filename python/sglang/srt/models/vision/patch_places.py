@@ -3,7 +3,7 @@ token stand together, row by row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -43,3 +43,18 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
         weights.append(np.stack((1 - share, share), axis=1))
     index = neighbours[0][:, :, None] * side + neighbours[1][:, None, :]
     return index.reshape(-1, 4), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)
+
+
+def parts_of_frames(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:
+    """Yields all frames in order, each as a grid of its own, in runs of at most `limit` patches. A frame that has more
+    is a run by itself."""
+    run: list[Grid] = []
+    size = 0
+    for frames, rows, columns in grids:
+        for _ in range(frames):
+            if run and size + rows * columns > limit:
+                yield run
+                run, size = [], 0
+            run.append((1, rows, columns))
+            size += rows * columns
+    yield run

@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.parameter import Init, Param, Part
-from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated, rows_and_columns
+from sglang.srt.models.vision.patch_places import (
+    Grid,
+    frame_starts,
+    interpolated,
+    parts_of_frames,
+    rows_and_columns,
+)
+from sglang.srt.plan.media import PATCHES_A_STEP
 from sglang.srt.plan.tower import NORM_EPS, ROTARY_THETA, Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
@@ -52,7 +59,16 @@ class Qwen3VLTower:
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """pixels [P, values of a patch] of items one after the other. Returns of each item [tokens, out_size * (1 +
-        deepstack levels)]."""
+        deepstack levels)]. Frames see themselves alone, so a long video is computed in parts."""
+        parts, first = [], 0
+        for frames in parts_of_frames(grids, PATCHES_A_STEP):
+            last = first + sum(rows * columns for _, rows, columns in frames)
+            parts.append(self._encoded(pixels[first:last], frames))
+            first = last
+        counts = [frames * rows * columns // self.tower.merge**2 for frames, rows, columns in grids]
+        return list(torch.cat(parts).split(counts))
+
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         tower = self.tower
         x = self._linear("patch_embed.proj", pixels.to(self.dtype)) + self._positions(grids)
         turn = self._rotary(grids)
@@ -62,8 +78,7 @@ class Qwen3VLTower:
             x = self._block(f"blocks.{i}.", x, turn, starts)
             if i in tower.deepstack:
                 features.append(self._merged(f"deepstack_merger_list.{tower.deepstack.index(i)}.", x, wide_norm=True))
-        joined = torch.cat((self._merged("merger.", x, wide_norm=False), *features), dim=-1)
-        return list(joined.split([frames * h * w // tower.merge**2 for frames, h, w in grids]))
+        return torch.cat((self._merged("merger.", x, wide_norm=False), *features), dim=-1)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

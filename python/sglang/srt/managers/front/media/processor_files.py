@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.errors import UserError
+from sglang.srt.plan.media import PATCHES_A_STEP
 
 _IMAGE_FILE, _VIDEO_FILE, _BOTH_FILE = (
     "preprocessor_config.json",
@@ -49,8 +50,19 @@ def read_processor_files(directory: Path, family: str, mm_process_config: str) -
             '--mm-process-config must hold objects for "image" and "video", such as {"image": {"max_pixels": 1048576}}.'
         )
     return ProcessorFiles(
-        family, _with_pixels(image, changed.get("image", {})), _with_pixels(video or image, changed.get("video", {}))
+        family,
+        _no_larger_than_a_step(_with_pixels(image, changed.get("image", {}))),
+        _with_pixels(video or image, changed.get("video", {})),
     )
+
+
+def _no_larger_than_a_step(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of images, which are made so small that one fits an encoder step: the memory plan counts that."""
+    size, patch = settings.get("size"), settings.get("patch_size")
+    if not isinstance(size, dict) or not isinstance(patch, int) or "longest_edge" not in size:
+        return settings
+    most = PATCHES_A_STEP * patch**2
+    return {**settings, "size": {**size, "longest_edge": min(size["longest_edge"], most)}}
 
 
 def _with_pixels(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
