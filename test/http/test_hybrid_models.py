@@ -31,7 +31,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     multimodal("qwen3_5", text, both)
     for file in Path(DEFAULT_MODEL_PATH).glob("*token*"):
         shutil.copy(file, both)
-    with live_server("--model-path", str(both)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        live_server("--model-path", str(both), "--language-model-only") as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -51,7 +54,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 )
 def test_images_are_refused(hybrid: httpx.Client, path: str, body: dict[str, Any]) -> None:
     answer = hybrid.post(path, json={"model": "default", **body})
-    assert answer.status_code == 400 and "text only" in answer.text, answer.text
+    assert answer.status_code == 400 and "--language-model-only" in answer.text, answer.text
 
 
 def test_texts_are_answered(hybrid: httpx.Client) -> None:

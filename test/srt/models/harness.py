@@ -140,6 +140,7 @@ SEVERAL_FUNCTIONS = {
     "gated_delta_rule": "RECURRENCE",
     "state_space_duality": "RECURRENCE",
     "kv_compressor": "KV_COMPRESSOR",
+    "clamped_swiglu": "gated",
 }
 """What an op of several functions is called among the torch kernels."""
 HYBRID = {

@@ -39,6 +39,7 @@ from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 from srt.distributed.summands import Summands
+from srt.models.harness import SEVERAL_FUNCTIONS
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[Tensors, torch.Tensor]
@@ -281,7 +282,9 @@ class Loaded:
             model=SimpleNamespace(
                 quantization=quantization, vocab_size=config.get("vocab_size", 0), model_path=str(folder)
             ),
-            entry=lambda op: native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, op),
+            entry=lambda op: (
+                native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, SEVERAL_FUNCTIONS.get(op, op))
+            ),
             choices=defaultdict(lambda: SimpleNamespace(spec=SimpleNamespace(package="torch"))),
             tiles=lambda op, shape=None: self._bands() if op == "fused_moe" and ops is not native_ops else (),
         )
