@@ -45,7 +45,7 @@ class LiveServer:
         command = [sys.executable, *launch, *fixed, *model, *flags]
         paths = [PYTHON_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        environment["SGLANG_TORCH_PROFILER_DIR"] = str(self.log_path.parent)
+        environment["SGLANG_TORCH_PROFILER_DIR"] = environment["TMPDIR"] = str(self.log_path.parent)
         self.started = time.monotonic()
         self.start_seconds = 0.0
         with self.log_path.open("wb") as log:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from shared_files import array_directories, mapped_files
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
@@ -40,7 +42,6 @@ CASES = [
 ]
 """(layout, which process, what it gets, while requests are running?)."""
 EACH = [(layout, name, signal.SIGKILL, True) for layout in RANKS for name in (*RANKS[layout], "detokenizer", "server")]
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    temporary: Path
     children: dict[str, int]
 
     def generate_forever(self) -> None:
@@ -94,15 +96,17 @@ def server(folder: Path, layout: str = "--tp-size 2") -> Iterator[Server]:
     log = folder / "log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", DEFAULT_MODEL_PATH, "--device", "cpu"]
     command += [*layout.split(), "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
+    temporary = Path(tempfile.mkdtemp(prefix="sglang-test-"))  # shorter than `folder`: a socket's path has a limit
+    environment = {**os.environ, "TMPDIR": str(temporary)}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
         wait_until(lambda: b"ready to roll" in log.read_bytes() or process.poll() is not None, START_LIMIT_S)
         assert process.poll() is None, log.read_text()
         spawned = [
             pid for pid in descendants(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
-        yield Server(process, port, log, dict(zip((*RANKS[layout], "detokenizer"), spawned, strict=False)))
+        yield Server(process, port, log, temporary, dict(zip((*RANKS[layout], "detokenizer"), spawned, strict=False)))
     finally:
         process.kill()
         process.wait()
@@ -124,13 +128,14 @@ def test_each_process_in_turn(layout: str, name: str, sent: signal.Signals, busy
 
 
 def check(layout: str, name: str, sent: signal.Signals, busy: bool, folder: Path) -> None:
-    before = set(SHARED_MEMORY.iterdir())
     who = "the detokenizer process" if name == "detokenizer" else f"the scheduler {name} process"
     how = "died (killed by SIGKILL)" if sent == signal.SIGKILL else "does not answer (--watchdog-timeout 4)"
     with server(folder, layout) as run:
         if busy:
             run.generate_forever()
         everyone = [run.process.pid, *descendants(run.process.pid)]
+        files = mapped_files(everyone) | set(array_directories(run.temporary))
+        assert files, "a server has a directory of shared arrays"
         os.kill(run.children.get(name, run.process.pid), sent)
         status = run.process.wait(END_LIMIT_S)
         assert status == (-signal.SIGKILL if name == "server" else 1)
@@ -140,4 +145,4 @@ def check(layout: str, name: str, sent: signal.Signals, busy: bool, folder: Path
         assert name == "server" or f"{who} {how}" in first[-1], text
         if name == "TP1" and sent == signal.SIGSTOP:
             assert "scheduler_process.py" in text, "where the other rank waits"
-        wait_until(lambda: not set(SHARED_MEMORY.iterdir()) - before, END_LIMIT_S)
+        wait_until(lambda: not any(path.exists() for path in files), END_LIMIT_S)

@@ -195,7 +195,7 @@ def test_files_are_read_under_the_allowed_directory_only(
 
 
 def test_nothing_stays_in_shared_memory(http: httpx.Client, neighbour: Neighbour, server: LiveServer) -> None:
-    from media.shared_files import arrays_of
+    from shared_files import arrays_of
 
     assert ask(http, data_url(GOOD)).status_code == 200
-    assert arrays_of(server) == []
+    assert arrays_of(server.log_path.parent) == []

@@ -11,10 +11,10 @@ import ollama
 import openai
 import pytest
 from live_server import LiveServer
+from shared_files import arrays_of
 
 from media.pictures import animation, data_url, encoded, picture
 from media.seeing_model import IMAGE, VIDEO, VISION_END, VISION_START
-from media.shared_files import arrays_of
 
 SMALL = encoded(picture(64, 64))
 WIDE = encoded(picture(128, 64))
@@ -157,7 +157,7 @@ def test_a_session_keeps_the_images_of_earlier_turns(http: httpx.Client, server:
         session_params={"id": session},
         rid="turn-1",
     )
-    kept = arrays_of(server)
+    kept = arrays_of(server.log_path.parent)
     assert len(kept) == 1
     second = generate(
         http,
@@ -168,11 +168,11 @@ def test_a_session_keeps_the_images_of_earlier_turns(http: httpx.Client, server:
     )
     ids = echoed(second)
     assert ids.count(IMAGE) == SMALL_TOKENS + WIDE_TOKENS + first["output_ids"].count(IMAGE)
-    assert set(kept) < set(arrays_of(server))
+    assert set(kept) < set(arrays_of(server.log_path.parent))
     cut = http.post("/generate", json={"text": "c", "session_params": {"id": session, "rid": "turn-1", "offset": 4}})
     assert cut.status_code == 400 and "lies across" in cut.text
     http.post("/close_session", json={"session_id": session})
-    assert arrays_of(server) == []
+    assert arrays_of(server.log_path.parent) == []
 
 
 def test_a_streaming_session_keeps_them_too(http: httpx.Client, server: LiveServer) -> None:
@@ -180,9 +180,9 @@ def test_a_streaming_session_keeps_them_too(http: httpx.Client, server: LiveServ
     turn = {"sampling_params": {"max_new_tokens": 2}, "session_params": {"id": session}}
     generate(http, text=f"a{PROMPT}", image_data=data_url(SMALL), **turn)
     second = generate(http, text="b", **turn)
-    assert second["meta_info"]["prompt_tokens"] > SMALL_TOKENS and len(arrays_of(server)) == 1
+    assert second["meta_info"]["prompt_tokens"] > SMALL_TOKENS and len(arrays_of(server.log_path.parent)) == 1
     http.post("/close_session", json={"session_id": session})
-    assert arrays_of(server) == []
+    assert arrays_of(server.log_path.parent) == []
 
 
 def test_responses_with_images_and_a_conversation_that_goes_on(client: openai.OpenAI) -> None:
@@ -248,4 +248,4 @@ def test_the_server_says_that_it_sees(http: httpx.Client) -> None:
 
 
 def test_nothing_stays_when_all_have_ended(server: LiveServer) -> None:
-    assert arrays_of(server) == []
+    assert arrays_of(server.log_path.parent) == []

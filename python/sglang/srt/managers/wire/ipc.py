@@ -53,7 +53,8 @@ class Ports:
 
     @classmethod
     def create(cls) -> Ports:
-        """Make fresh private directories (mode 0700) for sockets and shared arrays. `remove` deletes them."""
+        """Make fresh private directories (mode 0700) for sockets and shared arrays, the name of the second begins with
+        that of the first. `remove` deletes them."""
         directory = tempfile.mkdtemp(prefix="sglang-")
 
         def address(name: str) -> str:
@@ -64,7 +65,7 @@ class Ports:
 
         return cls(
             directory,
-            tempfile.mkdtemp(prefix="sglang-arrays-", dir=_memory_files()),
+            tempfile.mkdtemp(prefix=f"{os.path.basename(directory)}-arrays-", dir=_memory_files()),
             address("scheduler"),
             address("detokenizer"),
             address("tokenizer"),
