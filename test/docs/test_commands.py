@@ -184,8 +184,8 @@ RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 RECIPE_CONFIGS = {
     "GLM-4.7-FP8": "glm47",
     "GLM-4.7-Flash": "GLM-4.7-Flash",
-    "Kimi-K2.5 (INT4, text)": "kimi_k25",
-    "Kimi-K2.6-NVFP4 (text)": "kimi_k26_nvfp4",
+    "Kimi-K2.5 (INT4)": "kimi_k25",
+    "Kimi-K2.6-NVFP4": "kimi_k26_nvfp4",
     "Kimi-K2-Thinking-NVFP4": "kimi_k2_thinking",
     "DeepSeek-V3, R1 (FP8)": "DeepSeek-R1",
     "DeepSeek-V3.1-NVFP4": "deepseek_v31_nvfp4",

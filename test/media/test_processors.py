@@ -133,3 +133,25 @@ def test_an_image_is_made_to_fit_an_encoder_step(tmp_path: Path) -> None:
     files = read_processor_files(folder, "qwen3_vl", "{}")
     frames, rows, columns = image_processor(files)(picture(3000, 2900)).grid
     assert PATCHES_A_STEP // 2 < frames * rows * columns <= PATCHES_A_STEP
+
+
+PUBLISHED_KIMI = {
+    "in_patch_limit": 1 << 20,
+    "patch_size": 14,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_kernel_size": 2,
+    "fixed_output_tokens": None,
+    "patch_limit_on_one_side": 20,
+}
+
+
+def test_settings_of_published_kimi_models(tmp_path: Path) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({"media_proc_cfg": PUBLISHED_KIMI}))
+    files = read_processor_files(tmp_path, "kimi_k25", "{}")
+    assert files.image["max_patches"] == PATCHES_A_STEP and files.image["size"]["max_height"] == 20
+    assert image_processor(files)(picture(560, 280)).grid == (1, 10, 20)
+    file.write_text(json.dumps({"media_proc_cfg": PUBLISHED_KIMI | {"fixed_output_tokens": 64}}))
+    with pytest.raises(UserError, match="fixed_output_tokens"):
+        read_processor_files(tmp_path, "kimi_k25", "{}")

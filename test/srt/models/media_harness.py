@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import safetensors.torch
 import torch
 
@@ -19,7 +18,6 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.model_executor.media_features import MediaEncoder
-from sglang.srt.plan import media
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
@@ -57,6 +55,12 @@ MERGE = 2
 # name -> (config class, text config, vision config, zero-centred norms)
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "qwen3_vl": ("Qwen3VLConfig", {"rope_parameters": SECTIONS}, {"deepstack_visual_indexes": [0, 1, 2]}, False),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {"rope_parameters": SECTIONS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        {"deepstack_visual_indexes": [0, 2]},
+        False,
+    ),
     "qwen3_5": (
         "Qwen3_5Config",
         HYBRID
@@ -72,7 +76,16 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         False,
     ),
 }
+IMAGES_ONLY = ("kimi_k25",)
+"""Those that take no videos, and whose patches have one frame."""
 Grid = tuple[int, int, int]
+
+
+def patch_values(folder: Path) -> int:
+    """Values of a patch of the model in the folder, the first of those that an image of a prompt has."""
+    config = folder / "config.json"
+    kind = json.loads(config.read_text())["model_type"] if config.exists() else ""
+    return PATCH_VALUES // 2 if kind in IMAGES_ONLY else PATCH_VALUES
 
 
 def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrainedModel:
@@ -96,25 +109,45 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
     with torch.no_grad():
         model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
     model.save_pretrained(folder)
-    if name == "kimi_k25":
-        as_published_kimi(folder)
+    if name in PUBLISHED:
+        PUBLISHED[name](folder)
     return model
+
+
+def as_published_qwen3_vl_moe(folder: Path) -> None:
+    """What transformers wrote of Qwen3-VL with experts, whose matrices are transposed in published checkpoints."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    for name in tensors:
+        if ".mlp.experts." in name:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    safetensors.torch.save_file(tensors, file)
 
 
 def as_published_kimi(folder: Path) -> None:
     """What transformers wrote of Kimi K2.5, with the names and keys of published checkpoints."""
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
-    of_text = "language_model.model."
-    renamed = {
-        name.replace(f"{of_text}blocks.", f"{of_text}layers.").removeprefix("model."): tensor
-        for name, tensor in tensors.items()
+    names = {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
     }
-    safetensors.torch.save_file(renamed, file)
+    for written, published in names.items():
+        tensors = {name.removeprefix("model.").replace(written, published): tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(tensors, file)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["KimiK25ForConditionalGeneration"]}
     config["media_placeholder_token_id"] = config.pop("image_token_id")
+    vision = config["vision_config"]
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        vision[f"vt_{key}"] = vision.pop(key)
+    for key in ("pos_emb_height", "pos_emb_width", "pos_emb_time"):
+        vision[f"init_{key}"] = vision.pop(key)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+PUBLISHED = {"kimi_k25": as_published_kimi, "qwen3_vl_moe": as_published_qwen3_vl_moe}
+"""What makes a published checkpoint of one that transformers wrote."""
 
 
 @dataclass
@@ -164,7 +197,7 @@ class Prompt:
                 digest=hashlib.blake2b(repr(image).encode(), digest_size=32).digest(),
                 spans=runs,
                 grid=image.grid,
-                pixels=shared_array.write(directory, image.pixels.numpy()),
+                pixels=shared_array.write(directory, image.pixels[:, : patch_values(directory)].numpy()),
             )
             for image, runs in self.spans
         ]
@@ -248,9 +281,7 @@ def seeing_scheduler(
 ) -> Scheduler:
     """Pixels lie in the folder of the model. encoder None: the model's own."""
     args = args_of(folder, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(media, "ENCODERS", frozenset(SEEING))
-        runner = create_runner(args, rank, rendezvous, create_encoder=None if encoder is None else lambda plan: encoder)
+    runner = create_runner(args, rank, rendezvous, create_encoder=None if encoder is None else lambda plan: encoder)
     assert runner.media is not None
     runner.media.directory = folder
     return Scheduler(args, runner, StopChecker(None))

@@ -18,21 +18,21 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.prompt_media import MediaMismatch, PromptMedia, item_keys
 from sglang.srt.managers.scheduler.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
 from sglang.srt.model_executor.graph_runner import GraphSizes
-from sglang.srt.plan.media import MediaDescription
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 
 from .media_harness import (
-    IMAGE,
+    IMAGES_ONLY,
     SEEING,
     ProjectingEncoder,
     Prompt,
     ReferenceEncoder,
     add_mtp,
+    args_of,
     greedy,
     media_request,
     reference_logits,
@@ -86,7 +86,7 @@ def three_images(seed: int = 10) -> Prompt:
 
 def a_video(seeing: Seeing | None = None) -> Prompt:
     """Two images where the model sees no video."""
-    if seeing is not None and seeing.name == "kimi_k25":
+    if seeing is not None and seeing.name in IMAGES_ONLY:
         return Prompt().text(4, 7).image((1, 6, 8), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
     return Prompt().text(4, 7).image((3, 4, 4), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
 
@@ -364,7 +364,9 @@ def test_refusals(qwen3_vl: Seeing) -> None:
 
 
 def test_spans_that_overlap_or_end_behind_the_prompt(tmp_path: Path) -> None:
-    description, items = MediaDescription(IMAGE, None, 2), one_image().items(tmp_path)
+    save_seeing("kimi_k25", tmp_path)
+    description, items = create_plan(args_of(tmp_path)).description.media, one_image().items(tmp_path)
+    assert description is not None
     with pytest.raises(MediaMismatch, match="the tokens 6 to 12 of 11"):
         PromptMedia(items, 11, description)
     with pytest.raises(MediaMismatch, match="the tokens 6 to 12 of 40"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -12,20 +13,21 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_tower
-from sglang.srt.models.vision import qwen3_vl
-from sglang.srt.models.vision.patch_places import Grid, parts_of_frames
-from sglang.srt.models.vision.qwen3_vl import Qwen3VLTower
-from sglang.srt.plan import media
+from sglang.srt.models.vision import encoder
+from sglang.srt.models.vision.encoder import VisionEncoder
+from sglang.srt.models.vision.patch_places import Grid, cubic, parts_of_frames
 from srt.managers.fake_runner import Collector, add, run_to_end
 
 from .media_harness import (
-    PATCH_VALUES,
+    IMAGES_ONLY,
+    PUBLISHED,
     SEEING,
     Prompt,
     ReferenceEncoder,
     args_of,
     greedy,
     media_request,
+    patch_values,
     save_seeing,
     seeing_scheduler,
 )
@@ -38,48 +40,76 @@ BATCHES: dict[str, list[Grid]] = {
 }
 TOLERANCE = 1e-4
 NEW_TOKENS = 16
-WITH_TOWER = [name for name in SEEING if name in media.ENCODERS]
 
 
-def tower_of(folder: Path) -> Qwen3VLTower:
+def tower_of(folder: Path) -> VisionEncoder[Any]:
     tower = load_tower(create_plan(args_of(folder)))
     assert tower is not None
     return tower
 
 
-@pytest.mark.parametrize("name", WITH_TOWER)
+@pytest.mark.parametrize("name", list(SEEING))
 def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference, tower = ReferenceEncoder(save_seeing(name, tmp_path)), tower_of(tmp_path)
-    for grids in BATCHES.values():
+    for batch in BATCHES.values():
+        grids = [grid for grid in batch if grid[0] == 1 or name not in IMAGES_ONLY]
         count = sum(frames * rows * columns for frames, rows, columns in grids)
-        pixels = torch.randn(count, PATCH_VALUES, generator=torch.Generator().manual_seed(count))
+        pixels = torch.randn(count, patch_values(tmp_path), generator=torch.Generator().manual_seed(count))
         got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
         assert len(got) == len(want) == len(grids)
         for item, wanted in zip(got, want, strict=True):
             torch.testing.assert_close(item, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", WITH_TOWER)
+@pytest.mark.parametrize("name", list(SEEING))
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """From pixels to tokens, a video among images."""
+    """From pixels to tokens, a video among images where the model takes one."""
     model = save_seeing(name, tmp_path)
     scheduler, collector = seeing_scheduler(tmp_path), Collector()
-    prompt = Prompt().text(4, 7).image((3, 4, 4), 30).text(5, 8).image((1, 4, 6), 31).text(3, 9)
+    prompt = (
+        Prompt()
+        .text(4, 7)
+        .image((1, 6, 8) if name in IMAGES_ONLY else (3, 4, 4), 30)
+        .text(5, 8)
+        .image((1, 4, 6), 31)
+        .text(3, 9)
+    )
     add(scheduler, media_request("seen", prompt, tmp_path, NEW_TOKENS))
     run_to_end(scheduler, collector)
     output = collector.tokens["seen"]
     assert len(output) == NEW_TOKENS and output == greedy(model, prompt, output)
 
 
+def test_experts_as_transformers_writes_them(tmp_path: Path) -> None:
+    """Not transposed, as published checkpoints have them."""
+    model = save_seeing("qwen3_vl_moe", tmp_path)
+    PUBLISHED["qwen3_vl_moe"](tmp_path)  # once more: as they were written
+    scheduler, collector = seeing_scheduler(tmp_path), Collector()
+    prompt = Prompt().text(4, 7).image((1, 4, 6), 31).text(3, 9)
+    add(scheduler, media_request("seen", prompt, tmp_path, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    assert collector.tokens["seen"] == greedy(model, prompt, collector.tokens["seen"])
+
+
 def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_seeing("qwen3_vl", tmp_path)
     tower, grids = tower_of(tmp_path), [(1, 4, 4), (5, 2, 4), (1, 6, 4)]
-    pixels = torch.randn(80, PATCH_VALUES, generator=torch.Generator().manual_seed(1))
+    pixels = torch.randn(80, patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
     want = tower.encode(pixels, grids)
-    monkeypatch.setattr(qwen3_vl, "PATCHES_A_STEP", 20)
+    monkeypatch.setattr(encoder, "PATCHES_A_STEP", 20)
     assert [len(run) for run in parts_of_frames(grids, 20)] == [1, 2, 2, 1, 1]
     for got, wanted in zip(tower.encode(pixels, grids), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grid", [(1, 7, 3), (1, 8, 8), (1, 2, 11)])
+def test_cubic_places_are_those_of_torch(grid: Grid) -> None:
+    table = torch.randn(8, 8, 5, generator=torch.Generator().manual_seed(2))
+    index, weights = map(torch.from_numpy, cubic([grid], 8))
+    got = (table.flatten(0, 1)[index] * weights[:, :, None]).sum(1)
+    channels_first = table.permute(2, 0, 1)[None]
+    want = torch.nn.functional.interpolate(channels_first, size=grid[1:], mode="bicubic", align_corners=False)
+    torch.testing.assert_close(got, want[0].flatten(1).T, rtol=1e-5, atol=1e-5)
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> None:

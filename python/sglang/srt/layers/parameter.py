@@ -64,7 +64,8 @@ class Part:
 
     `dtypes` are the types that it may be stored in, as safetensors names them. `convert` makes what the parameter holds
     of what was read (bytes of packed words, a reciprocal); the number of elements must then be that of `dest`. A
-    checkpoint may lack an `optional` part: the parameter keeps what a dummy one holds.
+    checkpoint may lack an `optional` part: the parameter keeps what a dummy one holds. `other`: the same of a tensor of
+    another shape, which some writers store instead; where both have one shape, this part counts.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +74,7 @@ class Part:
     dtypes: tuple[str, ...] = FLOATS
     convert: Convert | None = None
     optional: bool = False
+    other: Part | None = None
 
     @property
     def sharded(self) -> bool:

@@ -19,7 +19,8 @@ from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.draft_model import DraftModel, Loadable, build_draft
-from sglang.srt.models.vision.qwen3_vl import Qwen3VLTower
+from sglang.srt.models.vision.create_encoder import create_encoder
+from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
@@ -69,14 +70,14 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
     return model
 
 
-def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> Qwen3VLTower | None:
+def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEncoder[Any] | None:
     """Builds the encoder of images and videos with its weights; None where the model has none or is served without it.
     Raises UserError as `filled_model` does."""
     media = plan.description.media
-    if media is None or media.tower is None:
+    if media is None:
         return None
     with torch.inference_mode():
-        tower = Qwen3VLTower(plan, media.tower)
+        tower = create_encoder(plan, media.tower)
         if load_format == "dummy":
             fill_random(tower.params, seed)
         else:
@@ -173,6 +174,8 @@ def _optional(parts: list[tuple[Param, PartKey]]) -> bool:
 def _fill(param: Param, key: PartKey, name: str, view: Any, file: Any) -> int:
     """Copies one part from a checkpoint tensor; returns the bytes that were read."""
     part = param.parts[key]
+    if part.other is not None and tuple(view.get_shape()) == part.other.shape != part.shape:
+        part = part.other
     _check(name, view, part)
     source = view[part.source] if part.sharded else file.get_tensor(name)
     dest = param.tensor[part.dest]

@@ -113,7 +113,7 @@ class MemoryPlan:
 
 def media_bytes(model: ModelDescription, dtype: str) -> int:
     """Returns the bytes of the features of images and videos that are kept, and of the largest encoder step."""
-    if model.media is None or model.media.tower is None:
+    if model.media is None:
         return 0
     encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
     return FEATURE_BYTES + encoding * KV_DTYPE_BYTES[dtype]

@@ -71,7 +71,6 @@ def _linears(of_rank: RankWeights, dtype: str) -> Iterator[Need]:
 
 
 def _vision(model: ModelDescription, dtype: str) -> Iterator[Need]:
-    tower = model.media.tower if model.media is not None else None
-    dim = model.vision_head_dim if tower is None else tower.head_dim
+    dim = model.vision_head_dim if model.media is None else model.media.tower.head_dim
     if dim:
         yield Need("prefill_attention", dim, dim, dtype, dtype, traits=frozenset({"bidirectional"}))

@@ -39,7 +39,7 @@ def rank_weight_bytes(
         total += norm * (sum(block != ABSENT for block in (layer.mixer, layer.ffn)) - unnormed)
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
         total += _cache_scale_bytes(layer.mixer) if fp8_cache else 0
-    if model.encodes_media and model.media is not None and model.media.tower is not None:
+    if model.encodes_media and model.media is not None:
         total += model.media.tower.num_weights() * item
     if model.per_layer_inputs is not None:
         total += _bytes_of(

@@ -17,7 +17,8 @@ PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
 class FusedLeaf:
     """One tensor of all experts. Its name is the projection's and `ending`; `shape` is of (rows, columns) of one
     expert's matrix, `source` of the slices of them that a rank holds, both without the experts. `columns` of the matrix
-    are one of the parameter; 0: it has none. `convert` as in Part."""
+    are one of the parameter; 0: it has none. `convert` as in Part. `other`: the form in which some writers store it
+    instead."""
 
     ending: str
     shape: Callable[[int, int], tuple[int, ...]]
@@ -25,6 +26,7 @@ class FusedLeaf:
     columns: int = 1
     dtypes: tuple[str, ...] = FLOATS
     convert: Convert | None = None
+    other: FusedLeaf | None = None
 
     def name(self, product: str) -> str:
         return PROJECTIONS[product] + self.ending
@@ -65,6 +67,9 @@ def _cut(
 ) -> Part:
     """One slice of each local expert, to rows `at` and following of the parameter; to all of them without `at`."""
     every = slice(0, local.stop - local.start)
+    if leaf.other is not None:
+        other = _cut(shard, leaf.other, num_experts, local, at, leaf.other.convert)
+        return replace(_cut(shard, replace(leaf, other=None), num_experts, local, at, convert), other=other)
     shape = (num_experts, *leaf.shape(shard.rows.total, shard.cols.total))
     source = (local, *leaf.source(shard.rows.run, shard.cols.run))
     if at is None:
@@ -121,7 +126,8 @@ FUSED: Mapping[str, FusedForm] = {
     # GPT-OSS: as published, and in 16 bits.
     "mxfp4": FusedForm(_BLOCKS, _EXPONENTS, _BIAS, alternating=True),
     "gpt_oss": FusedForm(_COLUMNS, None, _BIAS, alternating=True),
-    # Qwen3.5 in 16 bits.
+    # In 16 bits: Qwen3.5, and Qwen3-VL as published; transformers 5 writes the latter as the former.
     "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
+    "stacked_columns": FusedForm(replace(_COLUMNS, other=_ROWS), None, _BIAS, alternating=False),
 }
 """The forms by storage, or for 16-bit weights by the form that the family declares."""

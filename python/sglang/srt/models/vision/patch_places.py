@@ -1,5 +1,5 @@
-"""Where the patches of images and videos lie, in the order in which processors give them: the patches that become one
-token stand together, row by row."""
+"""Where the patches of images and videos lie, in the order in which processors give them: row by row, or with the
+patches that become one token together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Grid = tuple[int, int, int]
 
 
 def rows_and_columns(grids: Sequence[Grid], merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row and the column [P] int64 of every patch within its frame."""
+    """Returns the row and the column [P] int64 of every patch within its frame. With a `merge` of 1 patches stand row
+    by row."""
     rows, columns = [], []
     for frames, height, width in grids:
         shape = (height // merge, width // merge, merge, merge)
@@ -43,6 +44,42 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
         weights.append(np.stack((1 - share, share), axis=1))
     index = neighbours[0][:, :, None] * side + neighbours[1][:, None, :]
     return index.reshape(-1, 4), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)
+
+
+def cubic(grids: Sequence[Grid], side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the 16 neighbours [P, 16] int64 of every patch, row by row, in a square table of `side` x `side`
+    positions that is stretched over its frame, middle of cells to middle of cells, and their weights [P, 16] float32.
+
+    Weights are those of cubic convolution (Keys, 1981) with a = -0.75; neighbours outside of the table are those at
+    its edge, as torch's bicubic interpolation has it."""
+    places = rows_and_columns(grids, merge=1)
+    neighbours, weights = [], []
+    for place, axis in zip(places, (1, 2), strict=True):
+        size = np.repeat([grid[axis] for grid in grids], [frames * h * w for frames, h, w in grids])
+        at = (place.astype(np.float32) + np.float32(0.5)) * np.float32(side) / size.astype(np.float32) - np.float32(0.5)
+        low = np.floor(at)
+        steps = np.arange(-1, 3)
+        neighbours.append(np.clip(low.astype(np.int64)[:, None] + steps, 0, side - 1))
+        weights.append(_keys(np.abs((at - low)[:, None] - steps.astype(np.float32))))
+    index = neighbours[0][:, :, None] * side + neighbours[1][:, None, :]
+    return index.reshape(-1, 16), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 16)
+
+
+def _keys(distance: np.ndarray, a: float = -0.75) -> np.ndarray:
+    """Returns the weight of a neighbour at this distance, 0 to 2."""
+    near = (a + 2) * distance**3 - (a + 3) * distance**2 + 1
+    far = a * (distance**3 - 5 * distance**2 + 8 * distance - 4)
+    return np.where(distance <= 1, near, far).astype(np.float32)
+
+
+def squares(grids: Sequence[Grid], merge: int) -> np.ndarray:
+    """Returns [P] int64: the patches that become one token together, of patches that stand row by row."""
+    rows, columns = rows_and_columns(grids, merge)
+    widths = np.repeat([width for _, _, width in grids], [frames * h * w for frames, h, w in grids])
+    starts = frame_starts(grids)
+    firsts = np.repeat(starts[:-1].astype(np.int64), np.diff(starts))
+    index: np.ndarray = firsts + rows * widths + columns
+    return index
 
 
 def parts_of_frames(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:

@@ -1,4 +1,5 @@
-"""Qwen3, dense and mixture of experts: norms on the q and k heads, whose size is independent of the hidden size."""
+"""Qwen3 and Qwen3-VL, dense and mixture of experts: norms on the q and k heads, whose size is independent of the
+hidden size."""
 
 from __future__ import annotations
 
@@ -41,4 +42,16 @@ QWEN3_VL = replace(
     model_types=("qwen3_vl",),
     architectures=("Qwen3VLForConditionalGeneration",),
     names=replace(QWEN3.names.below("model.language_model."), unread=("model.visual.",)),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    model_types=("qwen3_vl_moe",),
+    architectures=("Qwen3VLMoeForConditionalGeneration",),
+    names=replace(
+        WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES, "moe.experts": "mlp.experts"}).below("model.language_model."),
+        unread=("model.visual.",),
+    ),
+    expert_form="stacked_columns",
+    router=Router(0),
+    mtp=None,
 )

@@ -36,7 +36,7 @@ class ProcessorFiles:
 def read_processor_files(directory: Path, family: str, mm_process_config: str) -> ProcessorFiles:
     """`mm_process_config`: the flag's JSON, which wins. Raises UserError."""
     both = _optional(directory / _BOTH_FILE)
-    image = _optional(directory / _IMAGE_FILE) or _part(both, "image_processor")
+    image = _usual_words(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
     video = _optional(directory / _VIDEO_FILE) or _part(both, "video_processor")
     if not image:
         raise UserError(
@@ -56,8 +56,28 @@ def read_processor_files(directory: Path, family: str, mm_process_config: str) -
     )
 
 
+_OF_KIMI = "media_proc_cfg"
+
+
+def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings; those of published checkpoints of Kimi K2.5 in the words that transformers writes."""
+    published = _part(settings, _OF_KIMI)
+    if not published:
+        return dict(settings)
+    if published.get("fixed_output_tokens") is not None:
+        raise UserError(
+            f"{_IMAGE_FILE}: {_OF_KIMI}.fixed_output_tokens is not supported; serve text with --language-model-only."
+        )
+    words = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
+    usual = {words.get(name, name): value for name, value in published.items()}
+    side = usual.pop("patch_limit_on_one_side", None)
+    return usual if side is None else {**usual, "size": {"max_height": side, "max_width": side}}
+
+
 def _no_larger_than_a_step(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of images, which are made so small that one fits an encoder step: the memory plan counts that."""
+    if isinstance(settings.get("max_patches"), int):
+        settings = {**settings, "max_patches": min(settings["max_patches"], PATCHES_A_STEP)}
     size, patch = settings.get("size"), settings.get("patch_size")
     if not isinstance(size, dict) or not isinstance(patch, int) or "longest_edge" not in size:
         return settings

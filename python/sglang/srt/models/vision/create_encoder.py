@@ -1,0 +1,26 @@
+"""The encoder of images and videos of a planned model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.models.vision.encoder import VisionEncoder
+from sglang.srt.models.vision.moonvit import MoonViTEncoder
+from sglang.srt.models.vision.qwen3_vl import Qwen3VLEncoder
+from sglang.srt.plan.towers.moonvit import MoonViTTower
+from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
+from sglang.srt.plan.towers.tower import Tower
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.plan import Plan
+
+_CLASSES: Mapping[type[Tower], Callable[..., VisionEncoder[Any]]] = {
+    Qwen3VLTower: Qwen3VLEncoder,
+    MoonViTTower: MoonViTEncoder,
+}
+
+
+def create_encoder(plan: Plan, tower: Tower) -> VisionEncoder[Any]:
+    """Returns the encoder that `tower` describes, without its weights."""
+    return _CLASSES[type(tower)](plan, tower)

@@ -1,0 +1,119 @@
+"""What the encoders of images and videos share: weights by the checkpoint's names, and layers over patches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.parameter import Init, Param, Part
+from sglang.srt.models.vision.patch_places import Grid, parts_of_frames, rows_and_columns
+from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.plan.towers.tower import Tower
+from sglang.srt.plan.weight_names import PartKey, WeightMap
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.plan import Plan
+
+AnyTower = TypeVar("AnyTower", bound=Tower)
+
+
+class VisionEncoder(ABC, Generic[AnyTower]):
+    """Every rank has all of it and encodes by itself. Implements Loadable and MediaEncoder."""
+
+    base_prefix = ""
+
+    def __init__(self, plan: Plan, tower: AnyTower) -> None:
+        self.tower, self.device, self.dtype = tower, plan.device, getattr(torch, plan.dtype)
+        self.finish: list[Callable[[], None]] = []
+        self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
+        modules = {name.rpartition(".")[0] for name in self.params}
+        self.weights = WeightMap({name: name for name in modules}, {})
+        self.attention = plan.entry("prefill_attention")
+        self.ladder = plan.ladder("prefill_attention") if plan.tiles("prefill_attention") else None
+
+    def _param(self, name: str, shape: tuple[int, ...]) -> Param:
+        init = Init.NORMAL
+        if name.endswith(".bias") or "norm" in name:
+            init = Init.ZEROS if name.endswith(".bias") else Init.ONES
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return Param(name, tensor, {PartKey(): Part(self._stored(name, shape))}, init)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A patch is a vector here; checkpoints have the weight of a convolution of as many values."""
+        if not name.endswith("patch_embed.proj.weight"):
+            return shape
+        return (shape[0], *self.tower.patch_shape)
+
+    def ignored_weight(self, name: str) -> bool:
+        return not name.startswith(self.tower.prefixes)
+
+    @torch.inference_mode()
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """pixels [P, values of a patch] of items one after the other. Returns of each item [tokens, out_size * (1 +
+        deepstack levels)]. Frames see themselves alone, so a long video is computed in parts."""
+        parts, first = [], 0
+        for frames in parts_of_frames(grids, PATCHES_A_STEP):
+            last = first + sum(rows * columns for _, rows, columns in frames)
+            parts.append(self._encoded(pixels[first:last], frames))
+            first = last
+        counts = [frames * rows * columns // self.tower.merge**2 for frames, rows, columns in grids]
+        return list(torch.cat(parts).split(counts))
+
+    @abstractmethod
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Returns [tokens, out_size * (1 + deepstack levels)] of single frames."""
+
+    # --- layers -------------------------------------------------------------------------------------------------------
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight(name, "weight"), self._weight(name, "bias"))
+
+    def _norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
+        weight = self._weight(name, "weight")
+        return F.layer_norm(x, weight.shape, weight, self._weight(name, "bias"), eps)
+
+    def _weight(self, name: str, leaf: str) -> torch.Tensor:
+        return self.params[f"{name}.{leaf}"].tensor
+
+    def _attended(
+        self, qkv: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor], starts: torch.Tensor
+    ) -> torch.Tensor:
+        """qkv [P, 3 * hidden]; `turn` rotates [P, heads, head_dim]; `starts` [frames + 1] of `frame_starts`. Returns
+        [P, hidden]."""
+        heads = (self.tower.num_heads, self.tower.head_dim)
+        q, k, v = qkv.view(-1, 3, *heads).unbind(1)
+        q, k, v = turn(q), turn(k), v.contiguous()
+        out = torch.empty_like(v)
+        attend = partial(self.attention, q, k, v, out, starts, is_causal=False)
+        if self.ladder is None:
+            attend(tile={})
+        else:
+            self.ladder.run(lambda tile: attend(tile=tile))
+        return out.view(len(out), -1)
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def _interpolated(self, table: torch.Tensor, index: np.ndarray, weights: np.ndarray) -> torch.Tensor:
+        """table [positions, hidden]; index, weights [P, neighbours]. Returns [P, hidden]."""
+        rows = table[self._on_device(index)]
+        return (rows * self._on_device(weights)[:, :, None]).sum(1).to(self.dtype)
+
+    def _angles(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the angles by the row and by the column of every patch, each [P, head_dim / 4] float32."""
+        quarter = self.tower.head_dim // 4
+        frequencies = (1.0 / theta ** (np.arange(quarter) / quarter)).astype(np.float32)
+        rows, columns = rows_and_columns(grids, merge)
+        return rows[:, None].astype(np.float32) * frequencies, columns[:, None].astype(np.float32) * frequencies
+
+    def _cos_sin(self, angles: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """angles [P, N]. Returns cosines and sines, [P, 1, N] float32: one for all heads."""
+        return self._on_device(np.cos(angles))[:, None], self._on_device(np.sin(angles))[:, None]
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

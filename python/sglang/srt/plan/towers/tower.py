@@ -1,0 +1,83 @@
+"""What every encoder of images and videos has: a transformer over patches, whose outputs are merged to tokens."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+
+NamedShape = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower(ABC):
+    """`patch_shape`: channels, frames, rows and columns of a patch. `merge`: of so many patches a side one token is
+    made, of `out_size` dims. `side`: learned positions a side, which are interpolated to an image's.
+    `deepstack`: layers whose outputs are features, too."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_shape: tuple[int, int, int, int]
+    merge: int
+    out_size: int
+    side: int
+    deepstack: tuple[int, ...] = ()
+
+    prefixes: ClassVar[tuple[str, ...]]
+    """Beginnings of the names of its weights in checkpoints."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        return math.prod(self.patch_shape)
+
+    @abstractmethod
+    def shapes(self) -> Iterator[NamedShape]:
+        """Yields the name in checkpoints and the shape of every weight. That of a convolution over patches is a matrix
+        here: a patch is a vector."""
+
+    def num_weights(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.shapes())
+
+    def activation_size(self) -> int:
+        """Returns the values that a step holds for each patch at most: the stream, its norm, queries, keys and values
+        as they come and turned, or the wide layer twice; and the features that are there already."""
+        features = len(self.deepstack) * self.out_size // self.merge**2
+        return 2 * self.hidden_size + max(7 * self.hidden_size, 2 * self.intermediate_size) + features
+
+
+def linear_shapes(name: str, rows: int, cols: int) -> Iterator[NamedShape]:
+    """Yields the weight and the bias of a linear layer."""
+    yield f"{name}.weight", (rows, cols)
+    yield f"{name}.bias", (rows,)
+
+
+def norm_shapes(name: str, size: int) -> Iterator[NamedShape]:
+    """Yields the weight and the bias of a layer norm."""
+    yield f"{name}.weight", (size,)
+    yield f"{name}.bias", (size,)
+
+
+def only(keys: ConfigReader, key: str, served: str) -> None:
+    """Raises UserError if the config has another value at `key` than the one that is served."""
+    value = keys.default(key, str, served)
+    if value != served:
+        raise UserError(f"{keys.source}: {key} = {value!r} is not supported; supported: {served!r}.")
+
+
+def whole_quarters(keys: ConfigReader, hidden_size: int, num_heads: int) -> None:
+    """Raises UserError unless the two axes turn a quarter of a head's pairs or more each."""
+    if hidden_size % (4 * num_heads):
+        raise UserError(
+            f"{keys.source}: hidden size {hidden_size} does not divide into {num_heads} heads of whole quarters."
+        )
