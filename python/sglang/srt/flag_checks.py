@@ -82,6 +82,7 @@ _SPECULATION_ONLY = (
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "speculative_dflash_block_size",
     "speculative_adaptive",
     "speculative_adaptive_config",
     "speculative_ngram_external_corpus_path",

@@ -349,6 +349,13 @@ class ServerArgs:
         minimum=2,
         maximum=MOST_DRAFT_TOKENS,
     )
+    speculative_dflash_block_size: int | None = option(
+        None,
+        SPECULATION,
+        "For DFLASH, another name of that; as the draft was trained if not given.",
+        minimum=2,
+        maximum=MOST_DRAFT_TOKENS,
+    )
     speculative_adaptive: bool = option(
         False, SPECULATION, "Choose by load and acceptance among no guesses and those that the flags allow."
     )
@@ -433,6 +440,11 @@ class ServerArgs:
     )
     otlp_service_name: str = option("sglang", OBSERVE, "Name of this service in the traces.")
     enable_cache_report: bool = option(False, OBSERVE, "Say in `usage` how many prompt tokens were cached.")
+
+    @property
+    def steps_ahead(self) -> int:
+        """The most steps that are launched before the results of the first of them are read."""
+        return 0 if self.disable_overlap_schedule else self.pp_size
 
     def __post_init__(self) -> None:
         if self.tokenizer_path is None:

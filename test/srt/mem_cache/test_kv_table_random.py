@@ -182,7 +182,7 @@ class Machine:
             assert counts["free"] + counts["cached"] + counts["held"] == counts["total"]
             for seq in self.running:
                 kept = -(-seq.kv_len // page) * page - int(window.start[seq.slot])
-                assert kept <= window.most_of_request(CHUNK), "a request has more than its window and a chunk"
+                assert kept <= window.most_of_prompt(CHUNK), "a request has more than its window and a chunk"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -26,12 +26,12 @@ def rotate(x: Tensor, theta: float, rot_dim: int = 0) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., dim:]), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[n, heads, D] each, causal -> [n, heads * D]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> Tensor:
+    """q [m, heads, D], k and v [n, heads, D] -> [m, heads * D]; causal with m = n."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
     scores = (q @ k.transpose(1, 2)) * scale
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.tensor(False)
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
@@ -143,3 +143,36 @@ class Eagle3:
 
     def __call__(self, tokens: list[int], count: int) -> Tensor:
         return chain(tokens, self.features(tokens), self.rows, self.logits, count)
+
+
+@dataclass
+class DFlash:
+    """A block of the last token and mask tokens over keys and values of the target's streams."""
+
+    w: Weights
+    config: Mapping[str, Any]
+    target: Target
+    captures: Sequence[int]
+
+    @torch.inference_mode()
+    def __call__(self, tokens: list[int], count: int) -> Tensor:
+        """Logits [count, V] of the tokens behind the last one."""
+        w, eps, size = self.w, self.config["rms_norm_eps"], self.config["block_size"]
+        streams, _ = self.target.streams(tokens[:-1])
+        joined = torch.cat([streams[layer] for layer in self.captures], dim=-1)
+        context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+        h = self.target.embedded([tokens[-1], *[self.config["dflash_config"]["mask_token_id"]] * (size - 1)])
+        for i in range(self.config["num_hidden_layers"]):
+            at = f"layers.{i}."
+            h = h + self.attention(rms(h, w[f"{at}input_layernorm.weight"], eps), context, f"{at}self_attn.")
+            h = h + gated_mlp(rms(h, w[f"{at}post_attention_layernorm.weight"], eps), w, f"{at}mlp.")
+        return self.target.logits(rms(h, w["norm.weight"], eps))[1 : count + 1]
+
+    def attention(self, block: Tensor, context: Tensor, at: str) -> Tensor:
+        w, dim, eps, theta = self.w, self.config["head_dim"], self.config["rms_norm_eps"], self.config["rope_theta"]
+        rows = torch.cat((context, block))
+        q, k, v = (
+            (rows @ w[f"{at}{part}_proj.weight"].T).unflatten(-1, (-1, dim)) for part in "qkv"
+        )  # the queries of the context are not used
+        q, k = (rotate(rms(x, w[f"{at}{name}_norm.weight"], eps), theta) for x, name in ((q, "q"), (k, "k")))
+        return attend(q[len(context) :], k, v, dim**-0.5, causal=False) @ w[f"{at}o_proj.weight"].T

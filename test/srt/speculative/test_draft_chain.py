@@ -16,7 +16,8 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import DraftStep
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run
-from srt.models.draft_references import Eagle3, Target
+from srt.models import test_dflash_drafts as dflash_drafts
+from srt.models.draft_references import DFlash, Eagle3, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
@@ -43,7 +44,15 @@ def mtp(folder: Path) -> Pair:
     return Pair(folder, {"speculative_algorithm": "NEXTN"}, build("glm4_moe", folder))
 
 
-PAIRS: dict[str, Callable[[Path], Pair]] = {"eagle3": eagle3, "mtp": mtp}
+def dflash(folder: Path) -> Pair:
+    target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
+    tensors = dflash_drafts.weights()
+    draft = save(folder / "draft", dflash_drafts.CONFIG, tensors)
+    flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
+    return Pair(folder / "target", flags, DFlash(tensors, dflash_drafts.CONFIG, target, dflash_drafts.CAPTURES))
+
+
+PAIRS: dict[str, Callable[[Path], Pair]] = {"eagle3": eagle3, "mtp": mtp, "dflash": dflash}
 
 
 def scheduler_of(target: Path, **flags: Any) -> Scheduler:
@@ -92,7 +101,11 @@ class Proposals:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("eagle3", {"chunked_prefill_size": 16, "page_size": 8}), ("mtp", {})],
+    [
+        ("eagle3", {"chunked_prefill_size": 16, "page_size": 8}),
+        ("mtp", {}),
+        ("dflash", {"chunked_prefill_size": 16, "page_size": 8}),
+    ],
 )
 def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     pair = PAIRS[name](tmp_path)

@@ -10,10 +10,10 @@ from typing import Any
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 
-NGRAM, STANDALONE, EAGLE, EAGLE3 = ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
+NGRAM, STANDALONE, EAGLE, EAGLE3, DFLASH = ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 NEXTN = "NEXTN"
 """Another name of EAGLE."""
-DRAFT_MODEL_NEEDED = frozenset({STANDALONE, EAGLE3})
+DRAFT_MODEL_NEEDED = frozenset({STANDALONE, EAGLE3, DFLASH})
 """Algorithms whose drafts always come from a checkpoint of their own."""
 
 MOST_DRAFT_TOKENS = 64
@@ -23,6 +23,8 @@ NGRAM_DRAFT_TOKENS = 8
 Upstream's default of 12 counts the nodes of a tree with up to ten branches, which is seldom deeper than this chain."""
 LONGEST_SUFFIX = 18
 """Number of last tokens that NGRAM compares at most, as of upstream's --speculative-ngram-max-trie-depth."""
+USUAL_BLOCK_SIZE = 16
+"""Rows of a block of DFLASH where neither a flag nor the draft's config says how many."""
 UNQUANTIZED = "unquant"
 _DEEPER = frozenset({"LlamaForCausalLM", "Grok1ForCausalLM"})
 
@@ -100,11 +102,26 @@ class SpeculativeSettings:
     adaptive: AdaptiveSettings | None = None
     """Settings of the adaptive depth; None: every step verifies `num_draft_tokens` of each request."""
     ngram: NgramSettings = NgramSettings()
+    block_size: int = 0
+    """Rows of a block that DFLASH computes at once, the last sampled token's included; 0: of other drafters."""
 
     @property
     def num_steps(self) -> int:
         """Number of guesses a step."""
         return self.num_draft_tokens - 1
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own."""
+        if self.algorithm == NGRAM:
+            return 0
+        chain = self.num_draft_tokens - (1 if self.algorithm == STANDALONE else 2)  # the last guess has no row
+        return self.block_size or chain
+
+    def tokens_growing(self, steps_ahead: int) -> int:
+        """Returns the most positions of a request that decodes, behind those that are certain, which have a cache slot
+        while `steps_ahead` steps are under way and another is launched."""
+        return steps_ahead * (self.num_draft_tokens - 1) + self.num_draft_tokens + self.tokens_ahead
 
     @property
     def has_own_layers(self) -> bool:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_stream import DIRECT_SEND
 from sglang.srt.managers.front.request_trace import trace_headers
-from sglang.srt.utils.free_memory import trim_allocator
+from sglang.srt.utils.free_memory import release_free_memory, trim_allocator
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
@@ -94,11 +94,13 @@ class RequestGate:
                 self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._trim)
 
     def _trim(self) -> None:
-        """Of a busy server only after a large body: a trim stops allocations for milliseconds."""
+        """Of a busy server only after a large body, and without a collection: a trim stops allocations for
+        milliseconds, a collection everything. What bodies leave in cycles (errors with their tracebacks) would stay."""
         self._trimming = None
         if self._had_large_body or not self._num_requests:
             self._had_large_body = False
-            asyncio.get_running_loop().run_in_executor(None, trim_allocator)
+            release = trim_allocator if self._num_requests else release_free_memory
+            asyncio.get_running_loop().run_in_executor(None, release)
 
     def _authorized(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):

@@ -97,7 +97,7 @@ class GQAttention:
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
         self.attention = Attention(
             self.cache,
-            self.num_heads,
+            self.num_heads * spec.block,
             self.num_kv_heads,
             dim,
             spec.softmax_scale,
@@ -110,6 +110,16 @@ class GQAttention:
         return self.o.defer_all_reduce()
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+        q, k, v, gates = self._stored(x, batch)
+        if self.cache_shared:
+            batch.metadata[self.attention.site].keys_values[self.layer_id] = (k, v)
+        out = self.attention(q, k, v, batch)
+        if self.output_gate is not None:
+            out = self.output_gate(out, gates)
+        return self.o(out)
+
+    def _stored(self, x: Rows, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns q [T, Hq, D], k and v [T, Hkv, D], which are in the cache, and the output's gates."""
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
         qkv = gates = self.qkv(x)
@@ -136,18 +146,34 @@ class GQAttention:
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
-        if self.cache_shared:
-            batch.metadata[self.attention.site].keys_values[self.layer_id] = (k, v)
-        out = self.attention(q, k, v, batch)
-        if self.output_gate is not None:
-            out = self.output_gate(out, gates)
-        return self.o(out)
+        return q, k, v, gates
 
     def _take_cache_scales(self) -> None:
         """Reads the divisors of keys and values in an fp8 cache; they are 1 where the checkpoint does not give any.
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
+
+
+class BlockAttention(GQAttention):
+    """Attention of a draft whose rows come in blocks of one request each; see `GQA.block`. Each row is [H] of R * B."""
+
+    def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
+        assert not (spec.output_gate or spec.sinks or spec.cache_shared)
+        super().__init__(scope, spec, site)
+        self.block = spec.block
+
+    def keep(self, x: Rows, batch: ForwardBatch) -> None:
+        """Stores keys and values of x [T, H] at the tokens of the batch."""
+        self._stored(x, batch)
+
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+        q, k, v, _ = self._stored(x, batch)
+        group = self.num_heads // self.num_kv_heads
+        blocks = q.reshape(-1, self.block, self.num_kv_heads, group, self.head_dim).transpose(1, 2)
+        out = self.attention(blocks.reshape(len(blocks), -1, self.head_dim), k, v, batch)
+        rows = out.view(-1, self.num_kv_heads, self.block, group * self.head_dim).transpose(1, 2)
+        return self.o(rows.reshape(len(q), -1))
 
 
 def _with_gates(projections: list[tuple[str, Share]], heads: Share, dim: int) -> list[tuple[str, Share]]:

@@ -31,7 +31,7 @@ class WindowTable:
         """`index` among the windows of `sizes`: that of the entry in `Node.windows`."""
         self.index = index
         self.window = sizes.windows[index].window
-        self.page_size = sizes.page_size
+        self.page_size, self.growing = sizes.page_size, sizes.growing
         self.allocator = TokenAllocator(sizes.windows[index].tokens, sizes.page_size)
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.start = np.zeros(sizes.max_requests + 1, np.int32)
@@ -57,9 +57,14 @@ class WindowTable:
         used = int(((self._users > 0) & ~self._cached).sum()) * self.page_size
         return {"free": self.allocator.available_size(), "cached": cached, "held": used, "total": self.size}
 
-    def most_of_request(self, chunk: int = 1) -> int:
-        """The most tokens, in whole pages, that a request has while `chunk` tokens are computed."""
-        return window_tokens(self.window, self.page_size, chunk)
+    def most_of_request(self) -> int:
+        """The most tokens, in whole pages, that a request has while it decodes."""
+        return window_tokens(self.window, self.page_size, self.growing)
+
+    def most_of_prompt(self, chunk: int) -> int:
+        """The most tokens, in whole pages, that a request has while `chunk` tokens of its prompt are computed, and when
+        it decodes behind them."""
+        return window_tokens(self.window, self.page_size, chunk + self.growing - 1)
 
     def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
         """Tokens that further requests may use, when these (which have `lens` tokens and may grow to `limits`) decode
@@ -201,7 +206,11 @@ class WindowTable:
             if node.last_access > queued_at:
                 self.queue(node, tier)
                 continue
-            end = slots.size if tier == IN_THE_WINDOW else max(0, slots.size - self.most_of_request(0))
+            end = (
+                slots.size
+                if tier == IN_THE_WINDOW
+                else max(0, slots.size - window_tokens(self.window, self.page_size, 0))
+            )
             freed += self._evict_from(slots[:end], missing - freed)
             if tier == BEFORE_THE_WINDOW:
                 self.queue(node, IN_THE_WINDOW)

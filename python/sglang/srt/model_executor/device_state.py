@@ -187,6 +187,25 @@ class DeviceState:
         batch.metadata = self.attention.metadata(batch, in_graph)
         return batch
 
+    def block_batch(
+        self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor, in_graph: bool
+    ) -> ForwardBatch:
+        """Builds a batch for a drafter, as `speculative.drafter.BuildBlock` describes."""
+        size = ids.shape[1]
+        positions = lens.to(torch.int64)[:, None] + torch.arange(size, device=ids.device)
+        inside = positions < ends[:, None]
+        rows = torch.where(inside, slots[:, None], 0).flatten()
+        positions = torch.where(inside, positions, 0).flatten()
+        token_slots = self._token_slots(self.req_to_token[0][rows, positions].to(torch.int64), rows, positions)
+        seq_lens = torch.minimum(lens + size, ends).clamp(min=1).to(torch.int32)
+        decode = DecodeRows(torch.where(lens < ends, slots, 0), seq_lens, token_slots)
+        if not in_graph:
+            exact = self.attention.decode_plans_on_host
+            decode.seq_lens_cpu = seq_lens.tolist() if exact else [self.sizes.context_len] * len(slots)
+        batch = ForwardBatch(ids.flatten(), positions, token_slots, decode=decode)
+        batch.metadata = self.attention.metadata(batch, in_graph)
+        return batch
+
     def _extend_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """Prompts behind the requests that decode, for which the arrays of tokens hold what the host knows."""
         input_ids, positions, out_cache_loc = (

@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.layers.attention_block import GQAttention
+from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.attention import CompressedAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
@@ -55,6 +55,8 @@ class BlockKind:
 
 
 def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
+    if spec.block > 1:
+        return BlockAttention(scope, spec, site)
     return (GQAttention if spec.caches_tokens else SharedCacheAttention)(scope, spec, site)
 
 

@@ -31,8 +31,9 @@ from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.residual import FFN, SumResidual, SumStream
 from sglang.srt.layers.rotary_embedding import RotaryTables
+from sglang.srt.models.block_draft import DFlashDraft
 from sglang.srt.models.causal_lm import CausalLM, DecoderLayer, build_block
-from sglang.srt.plan.drafts.description import Concatenated, DraftDescription, Projected
+from sglang.srt.plan.drafts.description import Block, Concatenated, DraftDescription, Projected
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -339,4 +340,6 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel:
         return Eagle3Draft(DraftParts(plan, target), form)
     if isinstance(form, Projected):
         return ProjectedDraft(DraftParts(plan, target), form)
+    if isinstance(form, Block):
+        return DFlashDraft(DraftParts(plan, target), form)
     return StandaloneDraft(plan, target)

@@ -48,7 +48,8 @@ class GQA:
     q and one over all of k; `value_norm`: over each head of v too, without weights. With `values_from_keys` k_proj
     makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
     >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
-    `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts).
+    `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
+    of a request see each other and all tokens before them (block drafts).
     """
 
     num_heads: int
@@ -71,6 +72,7 @@ class GQA:
     cache_layer: int = -1
     cache_shared: bool = False
     input_size: int = 0
+    block: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -132,8 +134,10 @@ class GQA:
         return (key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime),)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
+        """The rows of a block have the keys of the same tokens, so their heads are those of one row."""
         shares = self.shares(tp_size)
-        return AttentionShape(shares.padded_heads, shares.padded_kv_heads, self.head_dim, self.v_head_dim)
+        heads = shares.padded_heads * self.block
+        return AttentionShape(heads, shares.padded_kv_heads, self.head_dim, self.v_head_dim)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads

@@ -45,7 +45,7 @@ from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import ngram_bytes, ngram_needs
+from sglang.srt.plan.speculation import ngram_bytes, ngram_needs, tokens_growing
 from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.plan.tile_bands import cut_bands
@@ -78,6 +78,7 @@ class Plan:
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
+    growing: int  # as PoolSizes.growing
     state_checkpoints: int
     states: str  # how many requests and checkpoints they are for, and why
     page_size: int
@@ -135,6 +136,7 @@ class Plan:
             self.windows,
             self.has_states,
             self.state_checkpoints,
+            self.growing,
         )
 
     @property
@@ -290,6 +292,7 @@ def make_plan(
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
+        growing=tokens_growing(args, model.architecture),
         state_checkpoints=sizes.checkpoints,
         states=capacity.states,
         page_size=serving.page_size,
@@ -489,7 +492,9 @@ def _capacity(
         sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
         sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables)
-        return sizes, sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step), notes
+        growing = tokens_growing(args, model.architecture)
+        cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
+        return sizes, cost, notes
 
     def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
         fixed = fixed_memory(model, everything, serving.dtype, weights, available, sizes, cost, choices, arch)

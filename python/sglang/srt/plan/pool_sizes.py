@@ -29,7 +29,8 @@ class WindowSize:
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
     """The sizes of a rank's caches. Tokens are whole pages, without the padding page. `windows`: as in `row_tables`,
-    after the first. `checkpoints`: rows of states beside those of requests."""
+    after the first. `checkpoints`: rows of states beside those of requests. `growing`: the most positions of a request
+    that decodes, behind those that are certain, which have a cache slot; more than one where steps verify guesses."""
 
     tokens: int
     page_size: int
@@ -38,6 +39,7 @@ class PoolSizes:
     windows: tuple[WindowSize, ...] = ()
     has_states: bool = False
     checkpoints: int = 0
+    growing: int = 1
 
     @property
     def state_rows(self) -> int:
@@ -149,17 +151,22 @@ def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
 
 
 def sized_cost(
-    groups: Sequence[CacheGroup], page_size: int, max_requests: int, context_len: int, step_tokens: int
+    groups: Sequence[CacheGroup],
+    page_size: int,
+    max_requests: int,
+    context_len: int,
+    step_tokens: int,
+    growing: int = 1,
 ) -> CacheCost:
     """Returns the cost with the demands for windows, where `max_requests` run at once and steps have `step_tokens`
-    tokens of prompts."""
+    tokens of prompts. `growing`: as in PoolSizes."""
     demands = []
     for lifetime in row_tables(groups):
         if isinstance(lifetime, Full):
             continue
-        chunk = min(step_tokens, context_len)
+        chunk = min(step_tokens + growing - 1, context_len)
         least = window_tokens(lifetime.tokens, page_size, chunk) + 2 * page_size
-        running = max_requests * window_tokens(lifetime.tokens, page_size)
+        running = max_requests * window_tokens(lifetime.tokens, page_size, growing)
         steps = -(-step_tokens // page_size) * page_size + page_size
         of_token = sum(group.bytes_per_entry for group in groups if group.lifetime == lifetime)
         demands.append(WindowDemand(lifetime.tokens, of_token, least, max(least, running + steps)))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from sglang.srt.configs.hf_config import ConfigReader, read_config
+from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.speculative import (
+    DFLASH,
     EAGLE,
     NEXTN,
     NGRAM,
+    USUAL_BLOCK_SIZE,
     AdaptiveSettings,
     NgramSettings,
     SpeculativeSettings,
@@ -26,9 +30,11 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
     if args.speculative_algorithm is None:
         return None
     algorithm = EAGLE if args.speculative_algorithm == NEXTN else args.speculative_algorithm
+    block_size = _trained_block(args) if algorithm == DFLASH else 0
     return SpeculativeSettings(
         algorithm=algorithm,
-        num_draft_tokens=_num_draft_tokens(args, algorithm, architecture),
+        num_draft_tokens=_num_draft_tokens(args, block_size or default_num_steps(algorithm, architecture) + 1),
+        block_size=block_size,
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
         draft_load_format=args.speculative_draft_load_format or args.load_format,
@@ -42,22 +48,39 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
     )
 
 
-def _num_draft_tokens(args: ServerArgs, algorithm: str, architecture: str) -> int:
-    """Returns k, the tokens of a request in a step: the chain is as deep as what was asked for, trees too."""
+def tokens_growing(args: ServerArgs, architecture: str) -> int:
+    """Returns `PoolSizes.growing`."""
+    settings = speculative_settings(args, architecture)
+    return 1 if settings is None else settings.tokens_growing(args.steps_ahead)
+
+
+def _trained_block(args: ServerArgs) -> int:
+    """Returns the rows of a block that the draft was trained with. Raises UserError for a draft that is missing."""
+    path, flag = args.speculative_draft_model_path, "--speculative-draft-model-path"
+    if path is None:
+        return USUAL_BLOCK_SIZE  # refused with the other flags
+    folder = resolve_model_path(path, args.speculative_draft_model_revision, args.download_dir, False, flag)
+    keys = ConfigReader(read_config(folder), str(folder / "config.json"))
+    return keys.positive("block_size", USUAL_BLOCK_SIZE)
+
+
+def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
+    """Returns k, the tokens of a request in a step: the chain is as deep as what was asked for, trees too. `usual`: k
+    where nothing is asked for."""
     steps, tokens, branches = (
         args.speculative_num_steps,
         args.speculative_num_draft_tokens,
         args.speculative_eagle_topk or 1,
     )
     if branches > 1:
-        steps = steps or default_num_steps(algorithm, architecture)
+        steps = steps or usual - 1
         warn_once(
             f"--speculative-eagle-topk {branches}: a chain of {steps} guesses is verified instead of a tree;"
             " the answers are the same."
         )
         return steps + 1 if tokens is None else min(steps + 1, tokens)
     if steps is None:
-        return tokens or default_num_steps(algorithm, architecture) + 1
+        return tokens or args.speculative_dflash_block_size or usual
     if tokens is not None and tokens != steps + 1:
         warn_once(
             f"--speculative-num-draft-tokens {tokens} is read as {steps + 1}: --speculative-num-steps {steps} in a"
@@ -69,7 +92,8 @@ def _num_draft_tokens(args: ServerArgs, algorithm: str, architecture: str) -> in
 def _adaptive(args: ServerArgs) -> AdaptiveSettings | None:
     """Returns the settings of the adaptive depth. It is on where it is asked for, and where no depth is asked for."""
     path = args.speculative_adaptive_config
-    given = args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None
+    depths = (args.speculative_num_steps, args.speculative_num_draft_tokens, args.speculative_dflash_block_size)
+    given = any(depth is not None for depth in depths)
     if path is None:
         return AdaptiveSettings() if args.speculative_adaptive or not given else None
     source = f"--speculative-adaptive-config {path}"

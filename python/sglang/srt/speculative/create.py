@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from sglang.srt.configs.speculative import NGRAM, STANDALONE, SpeculativeSettings
+from sglang.srt.configs.speculative import DFLASH, NGRAM, STANDALONE, SpeculativeSettings
 from sglang.srt.model_loader.loader import load_draft
+from sglang.srt.models.block_draft import DFlashDraft
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import Plan
-from sglang.srt.speculative.draft_chain import DraftChain, tokens_ahead
+from sglang.srt.speculative.draft_block import DraftBlock
+from sglang.srt.speculative.draft_chain import DraftChain
 from sglang.srt.speculative.drafter import Drafter, DrafterElsewhere
 from sglang.srt.speculative.ngram import NgramDrafter
 
@@ -15,12 +17,14 @@ def create_drafter(settings: SpeculativeSettings, model: CausalLM, plan: Plan) -
     """Creates the drafter for a model with its weights. Raises UserError for a draft whose checkpoint is not as it
     should be."""
     num_tokens = settings.num_draft_tokens
-    shifted = settings.algorithm not in (NGRAM, STANDALONE)
+    shifted = settings.algorithm not in (NGRAM, STANDALONE, DFLASH)
     if not plan.description.last_stage:
-        ahead = 0 if settings.algorithm == NGRAM else tokens_ahead(num_tokens, shifted)
-        return DrafterElsewhere(num_tokens, ahead, shifted)
+        return DrafterElsewhere(num_tokens, settings.tokens_ahead, shifted)
     if settings.algorithm != NGRAM:
-        return DraftChain(load_draft(plan, model), num_tokens)
+        draft = load_draft(plan, model)
+        if isinstance(draft, DFlashDraft):
+            return DraftBlock(draft, num_tokens, plan.max_running_requests)
+        return DraftChain(draft, num_tokens)
     return NgramDrafter(
         plan.entry("ngram_guesses"),
         settings.ngram,

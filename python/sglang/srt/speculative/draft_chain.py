@@ -19,11 +19,6 @@ from sglang.srt.models.draft_model import DraftModel
 from sglang.srt.speculative.drafter import DraftStep
 
 
-def tokens_ahead(num_tokens: int, shifted: bool) -> int:
-    """Returns `Drafter.tokens_ahead` of a chain: its last guess has no row."""
-    return num_tokens - (2 if shifted else 1)
-
-
 class DraftChain:
     """Guesses a chain of tokens with a draft model. Implements Drafter. One request brings the whole chain, whatever
     its first guesses were worth."""
@@ -31,7 +26,7 @@ class DraftChain:
     def __init__(self, model: DraftModel, num_tokens: int) -> None:
         self.model, self.num_tokens = model, num_tokens
         self.captures, self.caches = model.captures, tuple(model.caches)
-        self.tokens_ahead = tokens_ahead(num_tokens, model.shifted)
+        self.tokens_ahead = num_tokens - (2 if model.shifted else 1)  # the last guess has no row
         self.reads_next_token = model.shifted
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:

@@ -36,6 +36,15 @@ class BuildBatch(Protocol):
         (`ends` and behind) become padding."""
 
 
+class BuildBlock(Protocol):
+    """Makes the batch of one pass over blocks of R requests, for the layers of a block draft."""
+
+    def __call__(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor) -> ForwardBatch:
+        """Makes the batch. ids [R, B], slots [R] int64; lens [R] int32: the position of the first row of each block;
+        ends [R] int32. Rows at positions that have no cache slot (`ends` and behind) become padding, and a decoding row
+        of the batch stands for the whole block of a request."""
+
+
 @dataclass(slots=True)
 class DraftStep:
     """A step that is computed and sampled: T rows, of which R requests were sampled. All are device tensors."""
@@ -55,6 +64,7 @@ class DraftStep:
     draft that draws with the same noise agrees with the target far more often than one that draws alone (Gumbel
     coupling, arXiv 2408.07978)."""
     build_batch: BuildBatch
+    build_block: BuildBlock
 
 
 class Drafter(Protocol):

@@ -167,10 +167,10 @@ class PrefillBudget:
             if req.slot:  # a prompt that goes on
                 self.window_room[i] += -(-req.kv_len // page) * page - int(window.start[req.slot])
             room = self.window_room[i]
-            if min(window.most_of_request(take), longest) > room:
-                fits = (room - window.most_of_request(0)) // page * page - page
+            if min(window.most_of_prompt(take), longest) > room:
+                fits = (room - window.most_of_prompt(0)) // page * page - page
                 take = min(take, max(0, fits)) if self.chunk is not None else 0
         if take > 0:
             for i, window in enumerate(self.kv.windows):
-                self.window_room[i] -= min(window.most_of_request(take), longest)
+                self.window_room[i] -= min(window.most_of_prompt(take), longest)
         return take

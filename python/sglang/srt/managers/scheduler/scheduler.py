@@ -78,7 +78,7 @@ class Scheduler:
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
-        self.steps_ahead = 0 if args.disable_overlap_schedule else args.pp_size
+        self.steps_ahead = args.steps_ahead
         """Steps that are launched before the oldest one is read back: one on every stage. That hides all work of the
         host; more would only delay the news that a request has ended."""
 

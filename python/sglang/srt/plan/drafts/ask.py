@@ -48,12 +48,18 @@ def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, 
     if settings is None or config is None:
         return None
     config = replace(config, keep_shared_apart=apart)
-    return AskedDraft(config, describe_draft(config, target), settings.num_draft_tokens)
+    draft = describe_draft(config, target)
+    if settings.block_size and settings.num_draft_tokens > settings.block_size:
+        raise UserError(
+            f"the draft was trained for blocks of {settings.block_size} tokens, of which {settings.num_draft_tokens}"
+            f" cannot be asked; pass --speculative-num-draft-tokens {settings.block_size} or fewer."
+        )
+    return AskedDraft(config, draft, settings.num_draft_tokens)
 
 
 def check_backends(choices: Mapping[str, Choice], draft: object | None) -> None:
     """Checks that one attention backend serves the target's heads and the draft's. Raises UserError where two would, or
-    where the backend knows heads of one shape only."""
+    where the backend knows heads of one shape only, or no blocks."""
     for op in ("decode_attention", "extend_attention") if draft is not None else ():
         chosen = [choice for key, choice in choices.items() if key.partition("/")[0] == op]
         entries = {choice.spec.entry for choice in chosen}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sglang.srt.configs.speculative import EAGLE, EAGLE3, STANDALONE
+from sglang.srt.configs.speculative import DFLASH, EAGLE, EAGLE3, STANDALONE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import MTP, DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.drafts.dflash import describe_dflash
 from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, describe_eagle3
 from sglang.srt.plan.drafts.mtp import describe_mtp
 from sglang.srt.plan.drafts.standalone import describe_standalone
@@ -16,6 +17,7 @@ from sglang.srt.plan.model_description import ModelDescription, architecture_of
 _KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]] = {
     EAGLE: describe_eagle,
     EAGLE3: describe_eagle3,
+    DFLASH: describe_dflash,
     MTP: describe_mtp,
     STANDALONE: describe_standalone,
 }
@@ -28,8 +30,8 @@ def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescri
     if kind != STANDALONE and any(layer.residual.streams > 1 for layer in target.layers):
         raise UserError(
             f"{target.architecture} hands several streams from layer to layer, which no draft that reads hidden states"
-            " (NEXTN, EAGLE, EAGLE3) takes here. Use --speculative-algorithm NGRAM, or STANDALONE with a model that"
-            " drafts by itself."
+            " (NEXTN, EAGLE, EAGLE3, DFLASH) takes here. Use --speculative-algorithm NGRAM, or STANDALONE with a model"
+            " that drafts by itself."
         )
     # A checkpoint of MTP layers alone is asked for as EAGLE, too.
     if kind == EAGLE and architecture_of(config.reader()) not in EAGLE_ARCHITECTURES and _of_family(config, target):

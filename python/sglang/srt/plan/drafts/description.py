@@ -60,6 +60,25 @@ class Projected:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """A draft of DFlash: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in
+    one pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from what the
+    target's layers made of them: captured residual streams, side by side, projected and normed.
+    """
+
+    num_captures: int
+    capture_size: int
+    size: int
+    mask_token: int
+
+    final_norm = True
+
+    def weights(self, hidden_size: int) -> Weights:
+        captured = self.num_captures * self.capture_size
+        return (Matrix("fc", ("",), hidden_size, captured, quantized=False), Elements(hidden_size))
+
+
+@dataclass(frozen=True, slots=True)
 class Separate:
     """A model of the same vocabulary that reads nothing of the target but its tokens (STANDALONE)."""
 
@@ -70,7 +89,7 @@ class Separate:
         return ()
 
 
-Form = Concatenated | Projected | Separate
+Form = Concatenated | Projected | Block | Separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +117,11 @@ class DraftDescription:
     @property
     def separate(self) -> bool:
         return isinstance(self.form, Separate)
+
+    @property
+    def rows_a_request(self) -> int:
+        """Rows of a request in one pass of the draft."""
+        return self.form.size if isinstance(self.form, Block) else 1
 
     def front(self) -> Weights:
         """Weights that lie before the first layer and behind the last one, except embedding and head."""

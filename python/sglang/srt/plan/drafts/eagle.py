@@ -99,14 +99,14 @@ def describe_eagle3(config: DraftConfig, target: ModelDescription) -> DraftDescr
         norm_before_residual=settings.default("norm_before_residual", bool, speculators),
         norm_output=_flag(settings, "norm_output"),
     )
-    _check_sizes(settings, model, target)
+    check_sizes(settings, model, target)
     reduced = keys.count("draft_vocab_size")
     own_head = reduced > 0 and (stored is None or "lm_head.weight" in stored)
     head = reduced if own_head else 0
     # A head of the whole vocabulary has no table.
     has_table = head > 0 and (head != target.vocab_size or "d2t" in (stored or ()))
     layers = (_first(model.layers[0], 2 * model.hidden_size), *model.layers[1:])
-    return _finished(
+    return finished(
         DraftDescription(
             kind=EAGLE3,
             model=replace(model, layers=layers, names=_with_capture_norms(names, len(captures))),
@@ -130,7 +130,7 @@ def describe_eagle(config: DraftConfig, target: ModelDescription) -> DraftDescri
         raise _unknown(keys, architecture, EAGLE_ARCHITECTURES[:1])
     stored = config.stored(_NAMES)
     model = describe_as(_LLAMA, keys, stored_wide(config.quantization, stored))
-    _check_sizes(keys, model, target)
+    check_sizes(keys, model, target)
     if len(model.layers) > 1:
         raise UserError(
             f"{keys.source}: num_hidden_layers is {len(model.layers)}, and EAGLE heads have one layer here."
@@ -141,7 +141,7 @@ def describe_eagle(config: DraftConfig, target: ModelDescription) -> DraftDescri
             f"{keys.source}: hidden_size {model.hidden_size} is not the target's ({target.hidden_size}), whose features"
             " an EAGLE head reads. Give the head that was trained for this model."
         )
-    return _finished(
+    return finished(
         DraftDescription(
             kind=EAGLE,
             model=replace(model, layers=(_unnormed(layer),)),
@@ -153,7 +153,7 @@ def describe_eagle(config: DraftConfig, target: ModelDescription) -> DraftDescri
     )
 
 
-def _finished(draft: DraftDescription, target: ModelDescription) -> DraftDescription:
+def finished(draft: DraftDescription, target: ModelDescription) -> DraftDescription:
     """Returns the draft as a part of the target: its model ends with its layers, and its vocabulary is the rows of its
     head."""
     names = draft.model.names
@@ -234,7 +234,7 @@ def _check_captures(captures: tuple[int, ...], settings: ConfigReader, num_layer
         )
 
 
-def _check_sizes(settings: ConfigReader, model: ModelDescription, target: ModelDescription) -> None:
+def check_sizes(settings: ConfigReader, model: ModelDescription, target: ModelDescription) -> None:
     if model.unsupported:
         raise UserError("\n".join(model.unsupported))
     wanted = settings.count("target_hidden_size") or target.hidden_size

@@ -27,14 +27,16 @@ def with_draft_memory(
     model, ranks = description.model, draft.weights.ranks
     captured = 2 * len(description.captures) + 3  # features, the embedding beside them, their projection
     rows = sizes.tokens_per_step * captured * target.hidden_size * item
-    draft_activations = activation_bytes(model, dtype, sizes.tokens_per_step, ranks)
+    most_rows = max(sizes.tokens_per_step, sizes.max_running_requests * description.rows_a_request)
+    draft_activations = activation_bytes(model, dtype, most_rows, ranks)
+    logit_rows = max(sizes.max_running_requests, description.rows_a_request)
     targets = activation_bytes(target, dtype, sizes.tokens_per_step, sizes.ranks)
     stages = sizes.ranks.pp_size + 3 if sizes.ranks.pp_size > 1 else 0
     handed_on = stages * sizes.tokens_per_step * len(description.captures) * target.hidden_size * item
     return replace(
         fixed,
         activations=fixed.activations + rows + max(0, draft_activations - targets) + handed_on,
-        logits=fixed.logits + sizes.max_running_requests * description.vocab_size * 4 * _LOGITS_COPIES,
+        logits=fixed.logits + logit_rows * description.vocab_size * 4 * _LOGITS_COPIES,
         graphs=fixed.graphs + draft_graph_bytes(len(model.layers), draft.asked.num_tokens, sizes),
         rotary=fixed.rotary + rotary_bytes(model, sizes.context_len),
     )

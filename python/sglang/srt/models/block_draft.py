@@ -1,0 +1,51 @@
+"""Block drafts: they guess several tokens behind a request in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.plan.drafts.description import Block
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.models.draft_model import DraftParts, Loadable
+
+
+class DFlashDraft:
+    """A draft of DFlash; see `plan.drafts.description.Block`. Implements DraftModel: its rows are those of blocks, [R *
+    B], and it has keys and values of the target's tokens once these were kept."""
+
+    shifted = False
+
+    def __init__(self, parts: DraftParts, form: Block) -> None:
+        self.parts, self.form = parts, form
+        self.captures, self.caches = parts.draft.captures, parts.caches
+        self.fc = parts.projection(form.num_captures * form.capture_size)
+        self.hidden_norm = parts.norm("hidden_norm")
+        self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
+        self.norm = parts.norm("norm")
+
+    def loadables(self) -> list[tuple[Loadable, str]]:
+        return self.parts.loadables()
+
+    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.hidden_norm(self.fc(torch.cat(list(captured), dim=-1)), None)[0]
+
+    def keep(self, batch: ForwardBatch, features: torch.Tensor) -> None:
+        """Stores the keys and values that every layer makes of the features [T, H] of the batch's tokens."""
+        for layer in self.layers:
+            (_, attention), *_ = layer.blocks
+            attention.keep(features, batch)
+
+    def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
+        stream = self.parts.residual.begin(self.parts.embedding(batch.input_ids))
+        for layer in self.layers:
+            layer(stream, batch)
+        return values_of(stream.normed(self.norm))
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self.parts.head(state)
