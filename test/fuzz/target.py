@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import string
 from collections.abc import Callable
 
 import httpx
@@ -66,8 +68,17 @@ def warm_up(url: str) -> None:
     answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params}, timeout=60)
     assert answer.status_code == 200, answer.text
     httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60)  # served or refused, but read
+    fill_word_cache(url)
     open_sessions(url)
     probe(url)
+
+
+def fill_word_cache(url: str) -> None:
+    """The tokenizer keeps the tokens of up to 10,000 pieces of text, whoever sends them."""
+    draw = random.Random(0)
+    for _ in range(60):
+        text = "".join(draw.choices(string.printable + "äöüßéñçłø漢字かな한국😀", k=20_000))
+        assert httpx.post(f"{url}/tokenize", json={"prompt": text}, timeout=60).status_code == 200
 
 
 def open_sessions(url: str) -> None:
