@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,10 @@ from sglang.srt.speculative.drafter import DraftStep
 
 Outputs = Mapping[tuple[int, ...], list[int]]
 """By prompt."""
+
+
+MOST_STEPS_AHEAD = 3
+"""Of schedulers in tests, which launch steps further ahead than the flags do."""
 
 
 class KnownTexts:
@@ -55,6 +60,8 @@ def verifying_runner(
     args: ServerArgs, drafter: KnownTexts, outputs: Outputs, rank: int = 0, rendezvous: str | None = None
 ) -> ModelRunner:
     plan = create_plan(args, rank, rendezvous)
+    growing = MOST_STEPS_AHEAD * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.tokens_ahead
+    plan = replace(plan, growing=growing)  # what the flags say of drafts that they know
     return ModelRunner(plan, args.load_format, 0, lambda model, plan: drafter.prepared(plan, outputs))
 
 
