@@ -151,3 +151,53 @@ def test_tensors_in_16_bits_are_not_quantized_whatever_the_rules_say() -> None:
         assert result.of("a.mlp.experts.7.up_proj") == (quant if wanted else None)
         assert result.of("b.mlp.up_proj") == quant
     assert stored_wide(None, {}) is None
+
+
+DFLASH = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "intermediate_size": 12288,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 5},
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_block_attends_as_the_heads_of_one_row(tmp_path: Path) -> None:
+    config = configs()["qwen3"]
+    text = {key: config[key] for key in ("hidden_size", "vocab_size")}
+    target, draft = write(tmp_path / "target", config), write(tmp_path / "draft", DFLASH | text)
+    flags: dict[str, Any] = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": draft}
+    plain, plan = plan_of(target), plan_of(target, **flags)
+    layers = config["num_hidden_layers"]
+    # As many captures as layers, from the second layer to the third from the end.
+    assert plan.captures[0] == 1 and plan.captures[-1] == layers - 3 and len(plan.captures) == 5
+    shapes = {(shape.num_heads, shape.num_kv_heads) for shape in plan.attention_shapes}
+    assert (32 * 16, 8) in shapes and len(shapes) == 2
+    rows = plan.max_running_requests * 4 * 32 * 16 * 128
+    assert plan.memory.attention > plain.memory.attention + rows, "partial results of the blocks' heads"
+    assert plan.growing == 2 * 16 - 1 + 16
+    assert plan_of(target, **flags, speculative_num_draft_tokens=4).growing == 3 + 4 + 16
+    with pytest.raises(UserError, match="pass --attention-backend triton"):
+        args = ServerArgs.from_kwargs(
+            model_path=target, load_format="dummy", attention_backend="flashinfer", page_size=16, **flags
+        )
+        arch, packages = arch_by_name("rtx-pro-6000-server"), PACKAGES | {"flashinfer"}
+        make_plan(args, ModelConfig.from_server_args(args), arch, 94 * GIB, packages)
+
+
+def test_windows_have_room_for_what_drafts_reserve(tmp_path: Path) -> None:
+    target = write(tmp_path / "target", configs()["gpt_oss"])
+    flags: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
+    plain, plan = plan_of(target, tp_size=4), plan_of(target, tp_size=4, **flags)
+    assert plain.growing == 1 and plan.growing == 7 + 8
+    requests = plan.max_running_requests
+    assert plan.windows[0].tokens >= requests * (plan.windows[0].window - 1 + plan.growing)
+    assert plain.windows[0].tokens >= plain.max_running_requests * plain.windows[0].window

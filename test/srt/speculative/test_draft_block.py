@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.multiprocessing as mp
 
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.draft_block import DraftBlock
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, run, server_args
 from srt.models.harness import save_tiny
-from srt.models.test_dflash_drafts import CONFIG, weights
+from srt.models.test_dflash_drafts import BLOCK, CONFIG, weights
 from srt.models.test_eagle3_drafts import save
 
 TARGETS = (
@@ -37,8 +43,14 @@ def scheduler_of(args: ServerArgs) -> Scheduler:
     return Scheduler(args, create_runner(args), StopChecker(None))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        *((name, GREEDY) for name in TARGETS),
+        ("qwen3_windows", SAMPLED),
+        *(pytest.param(name, SAMPLED, marks=pytest.mark.thorough) for name in TARGETS if name != "qwen3_windows"),
+    ],
+)
 def test_tokens_are_those_of_the_plain_run(name: str, params: dict[str, Any], tmp_path: Path) -> None:
     target = tmp_path / "target"
     save_tiny(name, target)
@@ -52,3 +64,36 @@ def test_tokens_are_those_of_the_plain_run(name: str, params: dict[str, Any], tm
                 stack.enter_context(in_graphs(scheduler.runner, GraphSizes((1, 4, 8), (16, 64), (0, 4, 8))))
             assert run(scheduler, params) == plain
             assert run(scheduler, params) == plain, "with prompts and outputs from the cache"
+
+
+LAYOUTS = {"tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
+
+
+def _rank(rank: int, args: ServerArgs, layout: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    layout_args = replace(args, **LAYOUTS[layout])
+    runner = create_runner(layout_args, rank, f"file://{folder}/rendezvous-{layout}")
+    scheduler = Scheduler(layout_args, runner, StopChecker(None))
+    torch.save([run(scheduler, GREEDY) for _ in range(2)], folder / f"{layout}{rank}.pt")
+    parallel_state.shutdown()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_give_the_tokens_of_one(layout: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    save_tiny("qwen3_windows", target)
+    plain = run(scheduler_of(server_args(target, chunked_prefill_size=16)), GREEDY)
+    mp.spawn(_rank, (draft_of(target, tmp_path / "draft"), layout, tmp_path), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{layout}{rank}.pt") == [plain, plain], f"rank {rank}"
+
+
+def test_as_many_guesses_as_a_block_has_room_for(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    save_tiny("qwen3", target)
+    args = replace(draft_of(target, tmp_path / "draft"), speculative_num_draft_tokens=BLOCK + 1)
+    with pytest.raises(UserError, match=f"blocks of {BLOCK} tokens.*--speculative-num-draft-tokens {BLOCK}"):
+        create_plan(args)
+    fewer = replace(args, speculative_num_draft_tokens=None, speculative_dflash_block_size=3)
+    drafter = create_runner(fewer).drafter
+    assert isinstance(drafter, DraftBlock) and drafter.num_tokens == 3 and drafter.tokens_ahead == BLOCK

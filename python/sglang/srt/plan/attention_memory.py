@@ -24,8 +24,10 @@ LIST_BYTES_PER_PAGE = 40
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    num_heads: int  # of one rank
-    v_head_dim: int
+    heads: tuple[tuple[int, int], ...]
+    """Number of query heads on one rank and dims of a value, of each shape of attention that a backend computes."""
+    value_dim: int
+    """The most dims of a head's output."""
     index_logits: int
     """Bytes of the scores of a step's tokens over requests of the full length, where there is an indexer."""
     num_sms: int
@@ -57,7 +59,7 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
     total = min(INDEX_LOGIT_BYTES, sizes.index_logits)
     if attention.tile is not None:
         programs = sizes.num_sms * attention.tile["ctas_per_sm"] * SPARSE_ROUNDS
-        total += programs * attention.tile["BLOCK_H"] * (sizes.v_head_dim + 1) * 4
+        total += programs * attention.tile["BLOCK_H"] * (sizes.value_dim + 1) * 4
     return total * (2 if sizes.graph_batch_sizes else 1)
 
 
@@ -74,12 +76,13 @@ def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
 
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:
-    """Returns the bytes of partial results, in fp32, of sequences that several programs share (`DecodeWorkspace`)."""
+    """Returns the bytes of partial results, in fp32, of sequences that several programs share (`DecodeWorkspace`), for
+    each shape of attention."""
     if choice.need.op != "decode_attention" or choice.tile is None:
         return 0
     at_once = sizes.num_sms * choice.tile.get("ctas_per_sm", 1) * choice.tile.get("waves", 1)
     rows = max(sizes.max_running_requests, *sizes.graph_batch_sizes, 1) + at_once
-    return rows * (sizes.num_heads * (sizes.v_head_dim + 1) * 4 + 24)
+    return sum(rows * (num_heads * (v_head_dim + 1) * 4 + 24) for num_heads, v_head_dim in sizes.heads)
 
 
 _BY_KERNEL: Mapping[str, Callable[[Choice, AttentionSizes], int]] = {

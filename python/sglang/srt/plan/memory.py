@@ -337,10 +337,11 @@ def _attention_sizes(
 ) -> AttentionSizes:
     pages_each = -(-sizes.context_len // sizes.page_size)
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
-    mixers = [layer.mixer for layer in model.layers]
+    sites = attention_sites(model, sizes.ranks.tp_size)
+    shapes = dict.fromkeys(site.shape for site in sites)
     return AttentionSizes(
-        num_heads=-(-max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size),
-        v_head_dim=max(mixer.value_dim for mixer in mixers),
+        heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shapes),
+        value_dim=max(layer.mixer.value_dim for layer in model.layers),
         index_logits=sizes.tokens_per_step * sizes.context_len * 4,
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
@@ -348,8 +349,7 @@ def _attention_sizes(
         pages_per_request=pages_each,
         max_pages=min(in_pool, pages_each * sizes.max_running_requests),
         windows=tuple(
-            -(-(site.window + sizes.page_size - 1) // sizes.page_size) if site.window else 0
-            for site in attention_sites(model, sizes.ranks.tp_size)
+            -(-(site.window + sizes.page_size - 1) // sizes.page_size) if site.window else 0 for site in sites
         ),
     )
 

@@ -372,7 +372,7 @@ class ModelPlanner:
         needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
-        check_backends(choices, draft)
+        check_backends(choices, None if draft is None else draft.description)
         context = self.context_len(args)
         capacity = plan_capacity(args, of_rank, serving, context, self.arch, choices, self.available, draft)
         check_pool(args, capacity)

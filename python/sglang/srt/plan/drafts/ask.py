@@ -57,12 +57,19 @@ def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, 
     return AskedDraft(config, draft, settings.num_draft_tokens)
 
 
-def check_backends(choices: Mapping[str, Choice], draft: object | None) -> None:
+def check_backends(choices: Mapping[str, Choice], draft: DraftDescription | None) -> None:
     """Checks that one attention backend serves the target's heads and the draft's. Raises UserError where two would, or
     where the backend knows heads of one shape only, or no blocks."""
-    for op in ("decode_attention", "extend_attention") if draft is not None else ():
+    if draft is None:
+        return
+    for op in ("decode_attention", "extend_attention"):
         chosen = [choice for key, choice in choices.items() if key.partition("/")[0] == op]
         entries = {choice.spec.entry for choice in chosen}
+        if draft.rows_a_request > 1 and any(choice.name.startswith("flashinfer") for choice in chosen):
+            raise UserError(
+                f"{draft.kind} drafts attend as {draft.rows_a_request} times as many heads, which flashinfer has no"
+                " kernels for; pass --attention-backend triton."
+            )
         if len(entries) > 1 or (len(chosen) > 1 and any("flashinfer_mla" in entry for entry in entries)):
             names = " and ".join(sorted({choice.name for choice in chosen}))
             raise UserError(
