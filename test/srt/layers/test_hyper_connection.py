@@ -59,7 +59,10 @@ def check(given: dict[str, torch.Tensor], rounds: int = ROUNDS) -> None:
         mixed = hyper_native.placed(given["streams"].double(), given["out"].double(), given["placement"].double())
         torch.testing.assert_close(streams.double(), mixed, rtol=2**-8, atol=1e-6)
         want = exact(given | {"streams": streams, "out": None, "placement": None}, rounds)
-    torch.testing.assert_close(placement.double(), want[2].double(), rtol=2e-5, atol=2e-6)
+    # What a sum in fp32 is off by grows with the root of its length; `scale` multiplies it, and then it is an exponent.
+    terms = given["streams"][0].numel() if len(streams) else 1
+    rtol = 5e-5 * max(1.0, float(given["scale"].abs().max()) * (terms / 4096) ** 0.5)
+    torch.testing.assert_close(placement.double(), want[2].double(), rtol=rtol, atol=rtol / 10)
     torch.testing.assert_close(x.double(), want[1], rtol=2**-7, atol=2**-8)
     if placement.shape[1]:
         num = given["streams"].shape[1]

@@ -198,6 +198,7 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         retraction_policy=None,
     )
     vars(args).update(options)
+    args.steps_ahead = 0 if args.disable_overlap_schedule else args.pp_size
     return Scheduler(args, runner, StopChecker(None))
 
 

@@ -61,7 +61,9 @@ def verifying_runner(
 ) -> ModelRunner:
     plan = create_plan(args, rank, rendezvous)
     growing = MOST_STEPS_AHEAD * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.tokens_ahead
-    plan = replace(plan, growing=growing)  # what the flags say of drafts that they know
+    # What the flags say of drafts that they know, and windows for it.
+    windows = tuple(replace(size, tokens=plan.max_total_num_tokens) for size in plan.windows)
+    plan = replace(plan, growing=growing, windows=windows)
     return ModelRunner(plan, args.load_format, 0, lambda model, plan: drafter.prepared(plan, outputs))
 
 

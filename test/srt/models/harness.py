@@ -412,6 +412,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 64, "global_head_dim": 128},
     ),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
+    "deepseek_v4_wide": (
+        "DeepseekV4Config",
+        COMPRESSED
+        | {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 512, "partial_rotary_factor": 0.125}
+        | {"q_lora_rank": 128, "o_lora_rank": 128, "moe_intermediate_size": 128, "sliding_window": 32}
+        | {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 8, "compress_rate_hca": 32, "hc_mult": 4}
+        | {"hc_sinkhorn_iters": 20},
+    ),
     "deepseek_v4_small": (
         "DeepseekV4Config",
         COMPRESSED

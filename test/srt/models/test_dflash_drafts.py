@@ -43,21 +43,21 @@ CONFIG: dict[str, Any] = {
 def weights(config: dict[str, Any] = CONFIG, seed: int = 3) -> dict[str, Tensor]:
     """Random, by the published names; every norm differs from one."""
     generator = torch.Generator().manual_seed(seed)
-    dim, inner = config["head_dim"], config["intermediate_size"]
+    hidden, dim, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, len(CAPTURES) * HIDDEN),
-        "hidden_norm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
+        "fc.weight": (hidden, len(CAPTURES) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
     }
     for i in range(config["num_hidden_layers"]):
         at = f"layers.{i}."
-        shapes |= {f"{at}{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
         shapes |= {f"{at}self_attn.{norm}_norm.weight": (dim,) for norm in "qk"}
         rows = {"q": heads, "k": kv_heads, "v": kv_heads}
-        shapes |= {f"{at}self_attn.{part}_proj.weight": (count, HIDDEN) for part, count in rows.items()}
-        shapes |= {f"{at}mlp.{part}_proj.weight": (inner, HIDDEN) for part in ("gate", "up")}
-        shapes |= {f"{at}self_attn.o_proj.weight": (HIDDEN, heads), f"{at}mlp.down_proj.weight": (HIDDEN, inner)}
+        shapes |= {f"{at}self_attn.{part}_proj.weight": (count, hidden) for part, count in rows.items()}
+        shapes |= {f"{at}mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
+        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, heads), f"{at}mlp.down_proj.weight": (hidden, inner)}
     tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
     for name in tensors:
         if "norm" in name:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -20,7 +21,7 @@ from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_block import DraftBlock
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
-from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, run, server_args
+from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, answers, run, server_args
 from srt.models.harness import save_tiny
 from srt.models.test_dflash_drafts import BLOCK, CONFIG, weights
 from srt.models.test_eagle3_drafts import save
@@ -97,3 +98,44 @@ def test_as_many_guesses_as_a_block_has_room_for(tmp_path: Path) -> None:
     fewer = replace(args, speculative_num_draft_tokens=None, speculative_dflash_block_size=3)
     drafter = create_runner(fewer).drafter
     assert isinstance(drafter, DraftBlock) and drafter.num_tokens == 3 and drafter.tokens_ahead == BLOCK
+
+
+OF_THE_EMBEDDED_MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "vocab_size": 4096,
+    "head_dim": 64,
+    "intermediate_size": 128,
+    "dflash_config": {"mask_token_id": 201, "target_layer_ids": [1, 4]},
+}
+
+
+def guesses(args: ServerArgs) -> tuple[dict[tuple[int, ...], list[int]], dict[tuple[str, int], list[int]]]:
+    """Returns the answers of the embedded model by prompt, and the guesses behind each token: by request and number."""
+    scheduler = scheduler_of(replace(args, disable_overlap_schedule=True))
+    seen: dict[tuple[str, int], list[int]] = {}
+    process = scheduler.process
+
+    def spy(batch: Any) -> None:
+        process(batch)
+        for req in batch.sampled:
+            if req.finish is None:
+                seen[req.rid, req.output_len] = scheduler.runner.state.next_tokens[req.slot].tolist()
+
+    scheduler.process = spy  # type: ignore[method-assign]
+    return answers(scheduler, GREEDY), seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"disable_cuda_graph": True}, {"page_size": 16}])
+def test_guesses_on_a_gpu_are_those_of_the_cpu(options: dict[str, Any], tmp_path: Path) -> None:
+    """But for the few that rounding to 16 bits turns; only steps with the same last token are compared."""
+    draft = save(tmp_path / "draft", CONFIG | OF_THE_EMBEDDED_MODEL, weights(CONFIG | OF_THE_EMBEDDED_MODEL))
+    flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
+    on_gpu = {"device": "cuda", "cuda_graph_max_bs": 8, "mem_fraction_static": 0.2, **options}
+    plain = answers(scheduler_of(server_args(Path(DEFAULT_MODEL_PATH), **on_gpu)), GREEDY)
+    tokens, of_gpu = guesses(server_args(Path(DEFAULT_MODEL_PATH), **on_gpu, **flags))
+    assert tokens == plain
+    _, of_cpu = guesses(server_args(Path(DEFAULT_MODEL_PATH), dtype="float32", **flags))
+    rows = [(row, of_gpu[key]) for key, row in of_cpu.items() if key in of_gpu and row[0] == of_gpu[key][0]]
+    same = [a == b for row, other in rows for a, b in zip(row[1:], other[1:], strict=True)]
+    assert len(same) > 200 and sum(same) > 0.85 * len(same)

@@ -89,6 +89,7 @@ class Sampler:
         """Guesses of what `__call__` would draw from logits [R, V] fp32 for request slots [R] at positions [R]: with
         the temperature, filters and noise of each request, without its penalties, biases and grammar -> [R] int64. What
         it launches does not depend on the requests, so that a graph can hold it."""
+        assert slots.is_contiguous() and positions.is_contiguous(), "kernels read them without strides"
         everything = SamplingBatch(
             slots, table.table, all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, max_top_k=TOP_K_ALL,
             penalties=None, sparse=None,

@@ -12,7 +12,7 @@ from sglang.srt.plan.drafts.description import Block
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.models.draft_model import DraftParts, Loadable
+    from sglang.srt.models.draft_parts import DraftParts, Loadable
 
 
 class DFlashDraft:

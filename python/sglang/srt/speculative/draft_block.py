@@ -43,7 +43,7 @@ class DraftBlock:
         masks = step.tokens.new_full((count, self.form.size - 1), self.form.mask_token)
         batch = step.build_block(torch.cat((step.tokens[:, None], masks), dim=1), step.slots, step.lens, step.ends)
         state = model(batch, None).unflatten(0, (count, self.form.size))[:, 1 : num_guesses + 1].flatten(0, 1)
-        slots = step.slots[:, None].expand(-1, num_guesses).flatten()
+        slots = step.slots.repeat_interleave(num_guesses)
         ahead = torch.arange(1, num_guesses + 1, device=slots.device)
         positions = (step.lens.to(torch.int64)[:, None] + ahead).flatten()
         parts = zip(*(rows.split(self.rows_at_once) for rows in (state, slots, positions)), strict=True)

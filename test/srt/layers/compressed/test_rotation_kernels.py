@@ -94,8 +94,10 @@ def test_published_shapes(num_tokens: int, heads: int) -> None:
     loc, want, want_cache = torch.arange(num_tokens).to(DEVICE), q.clone(), cache.clone()
     native.shared_kv_norm_rope_store(want, kv, positions, cos_sin, weight, 1e-6, want_cache, loc)
     kernels.shared_kv_norm_rope_store(q, kv, positions, cos_sin, weight, 1e-6, cache, loc)
-    torch.testing.assert_close(q, want, **CLOSE[torch.bfloat16])
-    torch.testing.assert_close(cache, want_cache, **CLOSE[torch.bfloat16])
+    torch.testing.assert_close(q, want, rtol=2**-7, atol=2**-5)  # the last digit of a number before its rotation
+    assert ((q - want).abs() > 2**-8 + 2**-7 * want.abs()).float().mean() < 1e-6, "and few of them"
+    torch.testing.assert_close(cache, want_cache, rtol=2**-7, atol=2**-5)
+    want = q.clone()  # of equal inputs: what differs by a digit before a rotation may differ by several behind it
     kernels.tail_rotation(q, positions, cos_sin, inverse=True)
     native.tail_rotation(want, positions, cos_sin, inverse=True)
     torch.testing.assert_close(q, want, **CLOSE[torch.bfloat16])

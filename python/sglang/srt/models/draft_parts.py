@@ -1,0 +1,160 @@
+"""Parts of all drafts with layers of their own: scope, layers, embedding and head, and what a checkpoint fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.parameter import Init, Param, Part, Scope, Shard
+from sglang.srt.layers.quantization.dense import QuantizedMethod
+from sglang.srt.layers.quantization.layout import is_redundant
+from sglang.srt.layers.residual import SumResidual
+from sglang.srt.layers.rotary_embedding import RotaryTables
+from sglang.srt.models.causal_lm import CausalLM, DecoderLayer
+from sglang.srt.plan.layer_spec import Sum
+from sglang.srt.plan.ranks import whole
+from sglang.srt.plan.weight_names import PartKey, WeightMap
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.drafts.description import DraftDescription
+    from sglang.srt.plan.plan import Plan
+
+
+class Loadable(Protocol):
+    """Parameters and where a checkpoint has them; see `model_loader.loader`."""
+
+    weights: WeightMap
+    params: dict[str, Param]
+    finish: list[Callable[[], None]]
+    base_prefix: str
+    """Prefix that names may lack in checkpoints which were saved without a head."""
+
+    def ignored_weight(self, name: str) -> bool:
+        """Returns whether a tensor of the checkpoint holds nothing that this rank needs."""
+
+
+class DraftParts:
+    """The parts of all drafts with layers of their own: scope, layers, embedding, head. Implements Loadable."""
+
+    base_prefix = ""
+
+    def __init__(self, plan: Plan, target: CausalLM) -> None:
+        assert plan.draft is not None
+        self.draft = plan.draft.description
+        self.paths = (plan.draft.config.model_path, plan.model.model_path)
+        self.model = model = self.draft.model
+        quantization = model.quantization
+        self.scope = scope = Scope(
+            plan=plan.of_draft,
+            device=target.device,
+            dtype=getattr(torch, plan.dtype),
+            groups=parallel_state.groups(),
+            quant=Unquantized() if quantization is None else QuantizedMethod(quantization),
+            weights=model.names,
+            first_layer=self.draft.first_layer,
+        )
+        self.weights, self.params, self.finish, self.caches = scope.weights, scope.params, scope.finish, scope.caches
+        self.copied: CopiedEmbedding | None = None
+        """Copy of the target's embedding, in a last stage that has no embedding of its own: filled from the target's
+        checkpoint."""
+        self.rotary = RotaryTables(plan.context_len, scope.device)
+        residual = model.layers[0].residual
+        assert isinstance(residual, Sum)
+        self.residual = SumResidual(scope, model, residual)
+        self.embedding = self._embedding(target)
+        self.head = self._head(target)
+
+    def _embedding(self, target: CausalLM) -> VocabParallelEmbedding:
+        if self.draft.own_embedding:
+            return VocabParallelEmbedding(self.scope.sub("embed"), self.draft.vocab_size, self.model.hidden_size)
+        if target.embed is not None:
+            return target.embed
+        self.copied = CopiedEmbedding(self.scope, target)
+        return self.copied.embedding
+
+    def _head(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
+        if not self.draft.head_size:
+            assert target.head is not None, "the last stage has it"
+            return target.head
+        head = LMHead(self.scope.sub("lm_head"), self.draft.head_size)
+        return ReducedHead(self.scope, head, self.draft) if self.draft.reduced else head
+
+    def layer(self, i: int) -> DecoderLayer:
+        return DecoderLayer(self.scope.sub("layers").sub(i), self.model.layers[i], self.site(i), self.residual)
+
+    def site(self, i: int) -> Site:
+        return Site(i, self.model, self.rotary)
+
+    def norm(self, name: str, size: int = 0) -> RMSNorm:
+        model = self.model
+        return RMSNorm(self.scope.sub(name), size or model.hidden_size, model.norm_eps, model.zero_centred_norms)
+
+    def loadables(self) -> list[tuple[Loadable, str]]:
+        """Returns the parts that checkpoints fill, with the directory of each."""
+        draft_path, target_path = self.paths
+        return [(self, draft_path)] if self.copied is None else [(self, draft_path), (self.copied, target_path)]
+
+    def ignored_weight(self, name: str) -> bool:
+        if not name.startswith(self.draft.at) or name in self.scope.elsewhere:
+            return True
+        if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
+            return True
+        return is_redundant(self.model.quantization, name)
+
+    def projection(self, in_features: int, bias: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns the projection fc: [T, in_features] -> [T, H] on every rank, in 16 bits."""
+        scope, rows = self.scope.sub("fc"), self.model.hidden_size
+        added = None
+        if bias:  # some heads were trained without
+            added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=True)}, Init.ZEROS)
+        return Unquantized().create_weights(scope, [Shard("", whole(rows), whole(in_features))], added)
+
+
+class ReducedHead:
+    """An output head for some of the target's tokens, which its rows stand for: [R, H] -> [R, V] fp32."""
+
+    def __init__(self, scope: Scope, head: LMHead, draft: DraftDescription) -> None:
+        self.head, self.vocab_size, rows = head, draft.vocab_size, draft.head_size
+        offsets = Part((rows,), dtypes=("I64", "I32"), convert=_token_ids)
+        self.tokens = replace(scope, path="").param("d2t", (rows,), {PartKey(): offsets}, _first_tokens, torch.int64)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden)
+        known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return known.index_copy_(1, self.tokens, logits)
+
+
+def _token_ids(offsets: torch.Tensor) -> torch.Tensor:
+    """Returns the token of each row of the head: row i is the token i + offsets[i]."""
+    return offsets.to(torch.int64) + torch.arange(len(offsets))
+
+
+def _first_tokens(tokens: torch.Tensor, generator: torch.Generator) -> None:
+    torch.arange(len(tokens), out=tokens)
+
+
+class CopiedEmbedding:
+    """A copy of the target's embedding, where only another stage has it. Implements Loadable, of the target's
+    checkpoint."""
+
+    base_prefix = "model."
+
+    def __init__(self, scope: Scope, target: CausalLM) -> None:
+        self.weights = target.weights
+        self.params: dict[str, Param] = {}
+        self.finish: list[Callable[[], None]] = []
+        model, scope = target.description, replace(scope, weights=target.weights, params=self.params)
+        self.embedding = VocabParallelEmbedding(
+            scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
+        )
+
+    def ignored_weight(self, name: str) -> bool:
+        return True
