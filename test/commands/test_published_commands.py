@@ -32,10 +32,40 @@ OTHER_FLAWS = {
     "coder30-awq": "--quantization moe_wna16, but the checkpoint",  # the config is that of the model in 16 bits
     "rk-mimo25": "--quantization modelopt_mixed does not fit the checkpoint",  # the config is another checkpoint's
     "i40877-dsv41": "Unknown option --gpu-memory-utilization. Here that is --mem-fraction-static",
-    "gem-mtp": "the draft architecture Gemma4AssistantForCausalLM is not supported here",
 }
-DRAFTS = {"google/gemma-4-31B-it-assistant": {"architectures": ["Gemma4AssistantForCausalLM"], "vocab_size": 262144}}
-"""Of which config.json tells enough."""
+DRAFTS = {
+    "google/gemma-4-31B-it-assistant": {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": 5376,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 1024,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size": 262144,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            },
+        },
+    }
+}
+"""Configs of the form that such drafts have; the widths of this one are not known here."""
 
 
 def split(flags: str) -> tuple[list[str], list[str]]:

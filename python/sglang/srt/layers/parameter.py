@@ -169,6 +169,8 @@ class Scope:
     finish: list[Callable[[], None]] = field(default_factory=list)
     first_layer: int = 0
     """Caches are numbered from there: a draft's behind the layers of its target."""
+    readable: tuple[CacheStore, ...] = ()
+    """Stores of another model that layers may read: a draft those of its target."""
 
     def sub(self, name: str | int) -> Scope:
         """The scope of a child; parameters land in the same collection."""
@@ -188,7 +190,7 @@ class Scope:
         """The store of a cache that the layer's description names; empty until the pools are allocated. A layer may ask
         for that of an earlier one."""
         layer_id += self.first_layer
-        for store in self.caches:
+        for store in (*self.readable, *self.caches):
             if (store.layer_id, store.name) == (layer_id, name):
                 return store
         store = CacheStore(layer_id, name)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SharedCacheAttention:
-    """[T, H] -> [T, H]. The layer `spec.cache_layer` comes earlier in a step and leaves what it made in the
-    metadata of their site."""
+    """[T, H] -> [T, H]. The layer `spec.cache_layer` comes earlier in a step and leaves what it made of prompts in the
+    metadata of their site; rows that decode read the cache alone."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.sinks)
@@ -53,5 +53,7 @@ class SharedCacheAttention:
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
         heads = self.q(x).unflatten(-1, (-1, self.attention.head_dim))
         q = self.norm_rope(heads, positions, cos_sin, self.q_norm, self.eps)
-        k, v = batch.metadata[self.attention.site].keys_values[self.source]
+        k = v = q
+        if batch.extend is not None:
+            k, v = batch.metadata[self.attention.site].keys_values[self.source]
         return self.o(self.attention(q, k, v, batch))

@@ -206,6 +206,19 @@ class DeviceState:
         batch.metadata = self.attention.metadata(batch, in_graph)
         return batch
 
+    def query_batch(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, in_graph: bool) -> ForwardBatch:
+        """Builds a batch for a drafter, as `speculative.drafter.BuildQueries` describes."""
+        unwritten = torch.zeros_like(slots)
+        token_slots = tuple(TokenSlots(table, unwritten) for table in self.req_to_token)
+        decode = DecodeRows(slots, lens.clamp(min=1), token_slots)
+        if not in_graph:
+            exact = self.attention.decode_plans_on_host
+            decode.seq_lens_cpu = decode.seq_lens.tolist() if exact else [self.sizes.context_len] * len(slots)
+        positions = lens.to(torch.int64).clamp(max=self.sizes.context_len - 1)
+        batch = ForwardBatch(ids, positions, token_slots, decode=decode, turned_by=self._turned_by(positions, slots))
+        batch.metadata = self.attention.metadata(batch, in_graph)
+        return batch
+
     def _extend_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """Prompts behind the requests that decode, for which the arrays of tokens hold what the host knows."""
         input_ids, positions, out_cache_loc = (

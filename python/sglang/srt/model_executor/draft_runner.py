@@ -102,10 +102,11 @@ class DraftRunner:
         assert output.hidden is not None, "drafts read hidden states"
         build = partial(self.state.draft_batch, in_graph=in_graph)
         build_block = partial(self.state.block_batch, in_graph=in_graph)
+        build_queries = partial(self.state.query_batch, in_graph=in_graph)
         batch = output.batch
         return DraftStep(
             batch, next_ids, output.hidden, batch.captured, last_rows, slots, lens, tokens, ends,
-            self._draw, build, build_block,
+            self._draw, build, build_block, build_queries,
         )  # fmt: skip
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

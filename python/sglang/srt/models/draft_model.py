@@ -25,7 +25,8 @@ from sglang.srt.layers.residual import FFN, SumStream
 from sglang.srt.models.block_draft import DFlashDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
 from sglang.srt.models.draft_parts import DraftParts, Loadable
-from sglang.srt.plan.drafts.description import Block, Concatenated, Projected
+from sglang.srt.models.frozen_draft import FrozenDraft
+from sglang.srt.plan.drafts.description import Block, Concatenated, Frozen, Projected
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -199,4 +200,6 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel:
         return ProjectedDraft(DraftParts(plan, target), form)
     if isinstance(form, Block):
         return DFlashDraft(DraftParts(plan, target), form)
+    if isinstance(form, Frozen):
+        return FrozenDraft(DraftParts(plan, target), form)
     return StandaloneDraft(plan, target)

@@ -60,6 +60,7 @@ class DraftParts:
             quant=Unquantized() if quantization is None else QuantizedMethod(quantization),
             weights=model.names,
             first_layer=self.draft.first_layer,
+            readable=tuple(target.caches),
         )
         self.weights, self.params, self.finish, self.caches = scope.weights, scope.params, scope.finish, scope.caches
         self.copied: CopiedEmbedding | None = None
@@ -109,9 +110,12 @@ class DraftParts:
             return True
         return is_redundant(self.model.quantization, name)
 
-    def projection(self, in_features: int, bias: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the projection fc: [T, in_features] -> [T, H] on every rank, in 16 bits."""
-        scope, rows = self.scope.sub("fc"), self.model.hidden_size
+    def projection(
+        self, in_features: int, bias: bool = False, name: str = "fc", rows: int = 0
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns a projection: [T, in_features] -> [T, rows], which are H where not said, on every rank, in 16
+        bits."""
+        scope, rows = self.scope.sub(name), rows or self.model.hidden_size
         added = None
         if bias:  # some heads were trained without
             added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=True)}, Init.ZEROS)
@@ -124,7 +128,7 @@ class ReducedHead:
     def __init__(self, scope: Scope, head: LMHead, draft: DraftDescription) -> None:
         self.head, self.vocab_size, rows = head, draft.vocab_size, draft.head_size
         offsets = Part((rows,), dtypes=("I64", "I32"), convert=_token_ids)
-        self.tokens = replace(scope, path="").param("d2t", (rows,), {PartKey(): offsets}, _first_tokens, torch.int64)
+        self.tokens = replace(scope, path="").param("d2t", (rows,), {PartKey(): offsets}, first_tokens, torch.int64)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.head(hidden)
@@ -137,7 +141,7 @@ def _token_ids(offsets: torch.Tensor) -> torch.Tensor:
     return offsets.to(torch.int64) + torch.arange(len(offsets))
 
 
-def _first_tokens(tokens: torch.Tensor, generator: torch.Generator) -> None:
+def first_tokens(tokens: torch.Tensor, generator: torch.Generator) -> None:
     torch.arange(len(tokens), out=tokens)
 
 

@@ -22,6 +22,7 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
+from sglang.srt.plan.drafts.gemma_assistant import check_stage
 from sglang.srt.plan.drafts.memory import with_draft_memory
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -466,7 +467,10 @@ def _stages(
     if draft is not None:
         copies = of_rank.head.rows if serving.pp_size > 1 and not of_rank.model.tie_embeddings else 0
         behind = Behind(draft.num_layers, draft.weight_bytes(serving.dtype, fp8_cache, features, copies))
-    return cut_stages(of_rank, serving.dtype, fp8_cache, features, behind)
+    stages = cut_stages(of_rank, serving.dtype, fp8_cache, features, behind)
+    if draft is not None:
+        check_stage(draft.description, stages[-1].layers.start)
+    return stages
 
 
 def _capacity(

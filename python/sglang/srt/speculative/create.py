@@ -6,9 +6,11 @@ from sglang.srt.configs.speculative import DFLASH, NGRAM, STANDALONE, Speculativ
 from sglang.srt.model_loader.loader import load_draft
 from sglang.srt.models.block_draft import DFlashDraft
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.frozen_draft import FrozenDraft
 from sglang.srt.plan.plan import Plan
 from sglang.srt.speculative.draft_block import DraftBlock
 from sglang.srt.speculative.draft_chain import DraftChain
+from sglang.srt.speculative.draft_frozen import DraftFrozen
 from sglang.srt.speculative.drafter import Drafter, DrafterElsewhere
 from sglang.srt.speculative.ngram import NgramDrafter
 
@@ -24,6 +26,8 @@ def create_drafter(settings: SpeculativeSettings, model: CausalLM, plan: Plan) -
         draft = load_draft(plan, model)
         if isinstance(draft, DFlashDraft):
             return DraftBlock(draft, num_tokens, plan.max_running_requests)
+        if isinstance(draft, FrozenDraft):
+            return DraftFrozen(draft, num_tokens)
         return DraftChain(draft, num_tokens)
     return NgramDrafter(
         plan.entry("ngram_guesses"),

@@ -45,6 +45,14 @@ class BuildBlock(Protocol):
         of the batch stands for the whole block of a request."""
 
 
+class BuildQueries(Protocol):
+    """Makes the batch of a row of each of R requests that only reads the caches."""
+
+    def __call__(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> ForwardBatch:
+        """Makes the batch. ids, slots [R] int64; lens [R] int32: the tokens that are attended to, and the position of
+        the row."""
+
+
 @dataclass(slots=True)
 class DraftStep:
     """A step that is computed and sampled: T rows, of which R requests were sampled. All are device tensors."""
@@ -65,6 +73,7 @@ class DraftStep:
     coupling, arXiv 2408.07978)."""
     build_batch: BuildBatch
     build_block: BuildBlock
+    build_queries: BuildQueries
 
 
 class Drafter(Protocol):

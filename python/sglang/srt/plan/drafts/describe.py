@@ -10,6 +10,7 @@ from sglang.srt.plan.drafts.config import MTP, DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.dflash import describe_dflash
 from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, describe_eagle3
+from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES, describe_assistant
 from sglang.srt.plan.drafts.mtp import describe_mtp
 from sglang.srt.plan.drafts.standalone import describe_standalone
 from sglang.srt.plan.model_description import ModelDescription, architecture_of
@@ -33,6 +34,8 @@ def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescri
             " (NEXTN, EAGLE, EAGLE3, DFLASH) takes here. Use --speculative-algorithm NGRAM, or STANDALONE with a model"
             " that drafts by itself."
         )
+    if kind == EAGLE and architecture_of(config.reader()) in ASSISTANT_ARCHITECTURES:
+        return describe_assistant(config, target)
     # A checkpoint of MTP layers alone is asked for as EAGLE, too.
     if kind == EAGLE and architecture_of(config.reader()) not in EAGLE_ARCHITECTURES and _of_family(config, target):
         kind = MTP

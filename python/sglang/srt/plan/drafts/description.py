@@ -79,6 +79,36 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """A draft without keys and values of its own: its layers attend to those of the target's last layers, which stay as
+    they are while it guesses (Gemma 4's assistants; reference: transformers' Gemma4AssistantForCausalLM). The embedding
+    of a token and features of the target's width, side by side, are projected to the first layer's input; the output is
+    projected back to the features of the next guess, which begin as the target's final hidden states.
+
+    `groups` > 0: tokens come in so many groups, each with a centroid, and only those of the `kept` likeliest groups are
+    guessed. `vocab_size`: tokens of all groups.
+    """
+
+    feature_size: int
+    groups: int = 0
+    kept: int = 0
+    vocab_size: int = 0
+
+    num_captures = 0
+    final_norm = True
+
+    def weights(self, hidden_size: int) -> Weights:
+        projections = (
+            Matrix("fc", ("",), hidden_size, 2 * self.feature_size, quantized=False),
+            Matrix("back", ("",), self.feature_size, hidden_size, quantized=False),
+        )
+        if not self.groups:
+            return projections
+        centroids = Matrix("centroids", ("",), self.groups, hidden_size, quantized=False)
+        return (*projections, centroids, Elements(2 * self.vocab_size, "int32"))  # int64
+
+
+@dataclass(frozen=True, slots=True)
 class Separate:
     """A model of the same vocabulary that reads nothing of the target but its tokens (STANDALONE)."""
 
@@ -89,7 +119,7 @@ class Separate:
         return ()
 
 
-Form = Concatenated | Projected | Block | Separate
+Form = Concatenated | Projected | Block | Frozen | Separate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,81 @@
+"""Drafts that attend to the target's keys and values and keep none: Gemma 4's assistants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.parameter import Part
+from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.models.draft_parts import DraftParts, Loadable, first_tokens
+from sglang.srt.plan.drafts.description import Frozen
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class FrozenDraft:
+    """A draft of `plan.drafts.description.Frozen`. Implements DraftModel: its rows are one of each request, at the
+    position behind the computed tokens; features are as wide as the target's hidden states."""
+
+    shifted = True
+    captures: tuple[int, ...] = ()
+
+    def __init__(self, parts: DraftParts, form: Frozen) -> None:
+        self.parts = parts
+        self.fc = parts.projection(2 * form.feature_size)
+        self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
+        self.norm = parts.norm("norm")
+        self.back = parts.projection(parts.model.hidden_size, name="back", rows=form.feature_size)
+        self.groups = TokenGroups(parts, form) if form.groups else None
+        self.caches = parts.caches
+        assert not self.caches, "its layers have no keys and values"
+
+    def loadables(self) -> list[tuple[Loadable, str]]:
+        return self.parts.loadables()
+
+    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+        return hidden
+
+    def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
+        assert features is not None
+        pair = torch.cat((self.parts.embedding(batch.input_ids), features), dim=-1)
+        stream = self.parts.residual.begin(self.fc(pair))
+        for layer in self.layers:
+            layer(stream, batch)
+        return values_of(stream.normed(self.norm))
+
+    def next_features(self, state: torch.Tensor) -> torch.Tensor:
+        """Returns the features [R, H] of the next guess, made of the state [R, H'] of this one."""
+        return self.back(state)
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        logits = self.parts.head(state)
+        return logits if self.groups is None else self.groups.kept(state, logits)
+
+
+class TokenGroups:
+    """Groups of tokens, each with a centroid: only tokens of those whose centroids are likeliest are guessed."""
+
+    def __init__(self, parts: DraftParts, form: Frozen) -> None:
+        self.form = form
+        scope = replace(parts.scope, path="masked")
+        self.tokens = scope.param(
+            "token_ordering",
+            (form.vocab_size,),
+            {PartKey(): Part((form.vocab_size,), dtypes=("I64", "I32"))},
+            first_tokens,
+            torch.int64,
+        )
+        self.centroids = parts.projection(parts.model.hidden_size, name="centroids", rows=form.groups)
+
+    def kept(self, state: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """state [R, H], logits [R, V] -> [R, V], -inf for tokens of other groups."""
+        best = self.centroids(state).topk(self.form.kept, dim=-1).indices
+        tokens = self.tokens.view(self.form.groups, -1)[best].flatten(1)
+        known = torch.full_like(logits, -torch.inf)
+        return known.scatter_(1, tokens, logits.gather(1, tokens))

@@ -1,0 +1,109 @@
+"""Gemma 4's assistants: descriptions made from their config.json.
+
+Source: the format in which Google publishes them (`Gemma4AssistantForCausalLM`), as transformers reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
+from sglang.srt.plan.drafts.description import DraftDescription, Frozen
+from sglang.srt.plan.drafts.eagle import check_sizes, finished
+from sglang.srt.plan.families.gemma3 import NORMS_AROUND
+from sglang.srt.plan.families.gemma4 import GEMMA4
+from sglang.srt.plan.layer_spec import LayerSpec
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.model_description import ModelDescription, describe_as
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
+
+KIND = "FROZEN_KV_MTP"
+ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+_NAMES = WeightMap(
+    {
+        "embed": "model.embed_tokens",
+        "fc": "pre_projection",
+        "back": "post_projection",
+        "norm": "model.norm",
+        "lm_head": "model.embed_tokens",
+        "centroids": "masked_embedding.centroids",
+        "masked": "masked_embedding",
+    },
+    {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND, "end": ""},
+    unread=("lm_head.",),
+)
+_FAMILY = replace(GEMMA4, model_types=(), architectures=ASSISTANT_ARCHITECTURES, names=_NAMES)
+
+
+def describe_assistant(config: DraftConfig, target: ModelDescription) -> DraftDescription:
+    """Describes an assistant. Raises UserError naming keys that are missing, of unknown meaning, or do not go with the
+    target."""
+    keys = config.reader()
+    # Every layer of an assistant shares keys and values; of an ordinary model that would be with earlier layers.
+    alone = ConfigReader({**keys.values, "num_kv_shared_layers": 0}, keys.source)
+    model = describe_as(_FAMILY, alone, stored_wide(config.quantization, config.stored(_NAMES)))
+    check_sizes(keys, model, target)
+    width = keys.positive("backbone_hidden_size")
+    if width != target.hidden_size:
+        raise UserError(
+            f"{keys.source}: backbone_hidden_size is {width}, and the model has a hidden size of {target.hidden_size}."
+            " Give the assistant that was trained for this model."
+        )
+    groups = kept = 0
+    if keys.default("use_ordered_embeddings", bool, False):
+        groups, kept = keys.positive("num_centroids"), keys.positive("centroid_intermediate_top_k")
+        if target.vocab_size % groups or kept > groups:
+            raise UserError(
+                f"{keys.source}: {groups} centroids, of which {kept} are kept, do not divide {target.vocab_size:,}"
+                " tokens."
+            )
+    draft = DraftDescription(
+        kind=KIND,
+        model=replace(model, layers=tuple(_reading(layer, target, keys) for layer in model.layers)),
+        form=Frozen(width, groups, kept, target.vocab_size * bool(groups)),
+        first_layer=0,  # no caches to be numbered; those that it reads have the target's numbers
+        vocab_size=target.vocab_size,
+        head_size=target.vocab_size,
+    )
+    return finished(draft, target)
+
+
+def check_stage(draft: DraftDescription, first_layer: int) -> None:
+    """Checks that a pipeline's last stage, which begins with that layer, has the caches that the draft reads. Raises
+    UserError."""
+    sources = [layer.mixer.cache_layer for layer in draft.model.layers if isinstance(layer.mixer, GQA)]
+    if isinstance(draft.form, Frozen) and min(sources) < first_layer:
+        raise UserError(
+            f"{draft.kind} drafts read the cache of layer {min(sources)}, which is not in the pipeline's last stage"
+            f" (layers {first_layer} and on). Use a smaller --pp-size, or NGRAM."
+        )
+
+
+def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> LayerSpec:
+    """Makes the layer attend to the keys and values of the target's last layer of its kind. Raises UserError where
+    there is none."""
+    own = layer.mixer
+    assert isinstance(own, GQA)
+    for i, other in reversed(list(enumerate(target.layers))):
+        mixer = other.mixer
+        if not isinstance(mixer, GQA) or bool(mixer.window) != bool(own.window) or mixer.head_dim != own.head_dim:
+            continue
+        if own.num_heads % mixer.num_kv_heads:
+            raise UserError(
+                f"{keys.source}: {own.num_heads} heads do not divide among the model's {mixer.num_kv_heads} KV heads."
+                " Give the assistant that was trained for this model."
+            )
+        # The guess's own position counts as one of the window, and the target keeps no token more.
+        window = min(own.window, mixer.window) - 1 if own.window else 0
+        source = mixer.cache_layer if mixer.cache_layer >= 0 else i
+        reading = replace(
+            own, num_kv_heads=mixer.num_kv_heads, window=window, cache_layer=source, values_from_keys=False
+        )
+        return replace(layer, mixer=reading)
+    kind = "a window" if own.window else "full attention"
+    raise UserError(
+        f"{keys.source}: the draft has a layer with {kind} and heads of {own.head_dim}, and {target.architecture} has"
+        " none, whose keys it could read. Give the assistant that was trained for this model."
+    )
