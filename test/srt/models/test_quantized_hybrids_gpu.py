@@ -87,7 +87,9 @@ def test_a_published_form_on_a_gpu(name: str, dims: dict[str, Any], tmp_path: Pa
     made = replace(made, model=WIDE.get(made.model, made.model), more=dims)
     folder = publish(made, tmp_path, device="cuda")
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    scheduler = gpu_scheduler(tmp_path / "quantized", chunked_prefill_size=64, cuda_graph_max_bs=4)
+    scheduler = gpu_scheduler(
+        tmp_path / "quantized", chunked_prefill_size=64, cuda_graph_max_bs=4, language_model_only=True
+    )
     error = error_over_bf16(scheduler, reference)
     print(f"{name}: {error:.2f} times the error of bf16")
     multiplies_four_bits = "mma_sync_block_scale" in scheduler.plan.arch.features

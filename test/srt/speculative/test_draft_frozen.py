@@ -66,20 +66,21 @@ def scheduler_of(args: ServerArgs) -> Scheduler:
 
 
 @torch.inference_mode()
-def reference(target: Any, assistant: Any, tokens: list[int]) -> list[int]:
-    """Greedy guesses behind the last token, which is not computed yet. Of a window, what the target keeps is seen."""
+def reference(target: Any, assistant: Any, tokens: list[int], given: list[int] | None = None) -> torch.Tensor:
+    """Logits [GUESSES, V] behind the last token, which is not computed yet, each behind the greedy guess before it or
+    the one that is given. Of a window, what the target keeps is seen."""
     ids = torch.tensor([tokens])
     out = target(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
     first = {"sliding_attention": 1 - WINDOW, "full_attention": 0}
     shared = {kind: tuple(t[:, :, first[kind] :] for t in pair) for kind, pair in out.shared_kv_states.items()}
-    last, hidden, guesses = ids[:, -1:], out.hidden_states[-1][:, -1:], []
-    for _ in range(GUESSES):
+    last, hidden, logits = ids[:, -1:], out.hidden_states[-1][:, -1:], []
+    for i in range(GUESSES):
         pair = torch.cat((target.get_input_embeddings()(last), hidden), dim=-1)
         position = torch.tensor([[len(tokens) - 1]])
         step = assistant(inputs_embeds=pair, position_ids=position, shared_kv_states=shared)
-        last, hidden = step.logits.argmax(-1), step.last_hidden_state
-        guesses.append(int(last))
-    return guesses
+        logits.append(step.logits[0, 0])
+        last, hidden = step.logits.argmax(-1) if given is None else torch.tensor([[given[i]]]), step.last_hidden_state
+    return torch.stack(logits)
 
 
 @pytest.mark.parametrize(("name", "keys"), [("gemma4", {}), ("gemma4", GROUPS), ("gemma4_small", GROUPS)])
@@ -93,7 +94,7 @@ def test_guesses_are_those_of_transformers(name: str, keys: dict[str, Any], tmp_
     seen = observed(scheduler)
     assert len(seen) > 20 and max(len(tokens) for tokens, _ in seen) > 3 * WINDOW
     for tokens, guesses in seen:
-        assert guesses == reference(target, assistant, tokens)
+        assert guesses == reference(target, assistant, tokens).argmax(-1).tolist()
 
 
 def observed(scheduler: Scheduler) -> list[tuple[list[int], list[int]]]:
@@ -120,17 +121,25 @@ def observed(scheduler: Scheduler) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"disable_cuda_graph": True}, {"page_size": 16}])
 def test_on_a_gpu(options: dict[str, Any], tmp_path: Path) -> None:
-    """Guesses of 16 bits are those of transformers but for the few that rounding turns."""
+    """In 16 bits, on a model whose logits lie close together: plain torch on a CPU has a mean regret of 0.4 there."""
     target = save_tiny("gemma4_small_wide", tmp_path / "target")
     wide = {"num_attention_heads": 8, "head_dim": 64, "global_head_dim": 128}
-    assistant = save_assistant(tmp_path / "draft", text=wide, width=256, **GROUPS)
-    options = {"device": "cuda", "dtype": "bfloat16", "cuda_graph_max_bs": 8, "mem_fraction_static": 0.2, **options}
-    args = with_drafts(tmp_path / "target", tmp_path / "draft", disable_overlap_schedule=True, **options)
+    assistant = save_assistant(tmp_path / "draft", text=wide, width=256)
+    on_gpu = {"device": "cuda", "dtype": "bfloat16", "cuda_graph_max_bs": 8, "mem_fraction_static": 0.2}
+    args = with_drafts(tmp_path / "target", tmp_path / "draft", disable_overlap_schedule=True, **on_gpu, **options)
     seen = observed(scheduler_of(args))
-    same = [
-        a == b for tokens, guesses in seen for a, b in zip(guesses, reference(target, assistant, tokens), strict=True)
-    ]
-    assert len(same) > 60 and sum(same) > 0.8 * len(same)
+    assert len(seen) > 20 and mean_regret(target, assistant, seen) < 0.8
+
+
+def mean_regret(target: Any, assistant: Any, seen: list[tuple[list[int], list[int]]]) -> float:
+    """By how much the logits of the guesses lie below the largest, in standard deviations; of random guesses: about
+    3."""
+    regrets = []
+    for tokens, guesses in seen:
+        logits = reference(target, assistant, tokens, guesses)
+        chosen = logits.gather(1, torch.tensor(guesses)[:, None])[:, 0]
+        regrets.append((logits.amax(1) - chosen) / logits.std(1))
+    return float(torch.stack(regrets).mean())
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
