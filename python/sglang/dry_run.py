@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_templ
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
 from sglang.srt.kernels.resolve import installed_packages
-from sglang.srt.plan.layout import asked_layout
+from sglang.srt.plan.layout import asked_node
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -20,11 +20,11 @@ def dry_run(args: ServerArgs) -> None:
     """Prints the plan for this machine. Raises UserError where a server would not start.
 
     SGLANG_FORCE_ARCH plans for another GPU, on a machine without one for all of its memory."""
-    arch, packages, ranks = current_arch(device=args.device), installed_packages(), asked_layout(args)
+    arch, packages, node = current_arch(device=args.device), installed_packages(), asked_node(args)
     here = arch.device == "cuda" and device_count() > 0
-    if here and ranks.world_size > device_count():
-        raise UserError(f"{ranks.flags}, but torch sees {device_count()} CUDA devices")
-    gpus = range(ranks.world_size)
+    if here and len(node.ranks) > device_count():
+        raise UserError(f"{node.layout.flags}, but torch sees {device_count()} CUDA devices")
+    gpus = range(len(node.ranks))
     free = min(free_memory_bytes(rank, arch.unified_memory) for rank in gpus) if here else None
     explanation = explain(args, arch, packages, free)
     explanation.model.require_served()

@@ -119,7 +119,7 @@ def explain(
 
     nothing = Explanation(arch, model, serving.kv_dtype, serving, not_implemented)
     try:
-        check_machine(arch, serving.ranks)
+        check_machine(arch, serving.ranks, args.nnodes)
         check_layout(model, serving.ranks)
     except UserError:
         return replace(nothing, refused=_refusal(planner, args))

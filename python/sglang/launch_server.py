@@ -43,6 +43,11 @@ def serve(argv: Sequence[str] | None, prog: str) -> None:
 
         dry_run(args)
         return
+    if args.node_rank > 0:
+        from sglang.srt.entrypoints.ranks_only import run_ranks
+
+        run_ranks(args)
+        return
     from sglang.srt.entrypoints.http_server import launch_server
 
     launch_server(args)

@@ -231,7 +231,7 @@ def test_machines_of_one_gpu_have_a_server_each(tmp_path: Path, capsys: pytest.C
     result = planned(capsys, "--model-path", model, "--gpu", "dgx-spark", "--gpus", "2")
     assert [layout["layout"] for layout in result["layouts"]] == ["TP 1 x 2 servers"]
     assert result["layouts"][0]["commands"] == [f"sglang serve --model-path {model} --tp 1"]
-    assert "a server does not span machines" in result["reasons"][-1]
+    assert "what --nnodes costs is not predicted" in result["reasons"][-1]
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "glm5"])

@@ -285,7 +285,8 @@ def reasons(result: Survey) -> list[str]:
         texts.append(f"no stages of a pipeline have run on GPUs here yet; without them {whole.layout} is next")
     machine = result.explanation.arch.gpus_per_machine
     if 0 < machine < result.gpus:
-        texts.append(f"a machine has {machine} of these GPUs, and a server does not span machines: one on each")
+        text = f"a machine has {machine} of these GPUs, and what --nnodes costs is not predicted: one server on each"
+        texts.append(text)
     idle = result.gpus - best.layout.gpus
     if idle:
         texts.append(f"{idle} GPUs stay idle")

@@ -111,6 +111,9 @@ class Environment:
     SGLANG_REQ_RUNNING_TIMEOUT: EnvVar[float] = EnvVar(
         _parse_timeout, -1.0, "Seconds after its first step after which a request is ended with an error; -1: no limit."
     )
+    SGLANG_DIST_SECRET: EnvVar[str] = EnvVar(
+        str, "", "Secret of all machines of a server (--nnodes): what the first one tells the others is signed with it."
+    )
     SGLANG_DRAIN_TIMEOUT: EnvVar[float] = EnvVar(
         _parse_positive_float, 60.0, "Seconds that running requests get to finish after SIGTERM."
     )

@@ -18,6 +18,7 @@ from sglang.srt.configs.speculative import DRAFT_MODEL_NEEDED, NGRAM
 OUR_SAMPLING = (None, "pytorch")
 ONE_SAMPLER = "sampling has one implementation for each device"
 _API_KEY = re.compile(r"[^\s\x00-\x1f\x7f]([^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
+_HOST_AND_PORT = re.compile(r"(tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}")
 _ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
 
 
@@ -52,6 +53,7 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"allowed_origins"}, text
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
+    yield from _of_machines(args)
     if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
         text = (
             f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
@@ -62,6 +64,22 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"cuda_graph_bs", "disable_cuda_graph"}, text
     yield from _of_media(args)
     yield from _of_speculation(args)
+
+
+def _of_machines(args: Any) -> Iterator[tuple[set[str], str]]:
+    if args.nnodes == 1:
+        return
+    ranks = args.tp_size * args.pp_size
+    if ranks % args.nnodes:
+        text = f"--nnodes {args.nnodes} does not divide the {ranks} ranks of --tp-size and --pp-size."
+        yield {"nnodes", "tp_size", "pp_size"}, text
+    if args.dist_init_addr is None:
+        yield {"dist_init_addr", "nnodes"}, f"--nnodes {args.nnodes} needs --dist-init-addr HOST:PORT of machine 0."
+    elif not _HOST_AND_PORT.fullmatch(args.dist_init_addr):
+        yield {"dist_init_addr"}, f"--dist-init-addr must be HOST:PORT; got {args.dist_init_addr!r}."
+    if args.speculative_ngram_external_corpus_path is not None:
+        text = "--speculative-ngram-external-corpus-path goes with one machine; remove it, or --nnodes."
+        yield {"nnodes", "speculative_ngram_external_corpus_path"}, text
 
 
 MEDIA_KINDS = ("image", "video", "audio")

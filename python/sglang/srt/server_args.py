@@ -205,8 +205,11 @@ class ServerArgs:
     enable_flashinfer_allreduce_fusion: bool = option(
         False, PARALLEL, "Add up, where a norm follows, with FlashInfer's kernel, if it is installed and can."
     )
-    nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
-    node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
+    nnodes: int = option(1, PARALLEL, "Machines that the ranks of this server run on.", minimum=1)
+    node_rank: int = option(0, PARALLEL, "Index of this machine. Machine 0 answers clients.", minimum=0)
+    dist_init_addr: str | None = option(
+        None, PARALLEL, "HOST:PORT of machine 0, at which the ranks of several machines meet.", "--nccl-init-addr"
+    )
 
     # --- memory and scheduling
     mem_fraction_static: float | None = option(
@@ -511,7 +514,6 @@ TABLE = OptionTable(ServerArgs)
 
 ONLY_ONE: Mapping[str, str] = {
     "dp_size": "start one server for each replica behind a load balancer",
-    "nnodes": "use the GPUs of one machine with --tp-size",
 }
 """Fields that must be 1 until what they count exists, with what to do instead."""
 

@@ -7,7 +7,10 @@ never waits for the device. With one rank nothing is created and every collectiv
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sglang.srt.environ import envs
+from sglang.srt.errors import UserError
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 
 
@@ -48,6 +53,7 @@ JOIN_TIMEOUT_S = 120.0
 LOOPBACK = "lo"
 """The network interface over which gloo's ranks talk: all of them are on this machine."""
 _LENGTH_BYTES, _HEAD_BYTES = 8, 1024
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
 # Ranks without work wait in `broadcast_bytes` for as long as nobody sends a request: that is no failure.
 _IDLE_TIMEOUT = timedelta(days=3650)
 
@@ -196,6 +202,10 @@ class _State:
     host_group: dist.ProcessGroup | None
     ranks: RankLayout = ONE_RANK
     rank: int = 0
+    beat_group: dist.ProcessGroup | None = None
+    """All ranks of several machines, with the time limit of collectives over tensors."""
+    secret: bytes = b""
+    """Of ranks on several machines: what the leader broadcasts is signed with it."""
 
 
 _ONE_PROCESS = _State(Groups(), None)
@@ -206,7 +216,9 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     """Join the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo; `init_method`
     as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing for one rank.
 
-    `timeout_s`: of collectives over tensors. Raises what torch.distributed raises when a rank does not come."""
+    The leader's machine has the store of a tcp:// address, and listens there alone. `timeout_s`: of collectives over
+    tensors. Raises what torch.distributed raises when a rank does not come, and UserError for an address that cannot be
+    had."""
     global _state
     if not 0 <= rank < ranks.world_size:
         raise ValueError(f"rank {rank} is not in 0..{ranks.world_size - 1}")
@@ -218,8 +230,17 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     # Otherwise gloo listens, without a key, on the address that the host's name stands for, which others may reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     join_limit, limit = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)), timedelta(seconds=timeout_s)
+    store = None
+    if init_method.startswith("tcp://"):
+        store = _store(init_method.removeprefix("tcp://"), rank == ranks.leader, join_limit)
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=ranks.world_size, timeout=join_limit, device_id=device
+        backend,
+        init_method=init_method if store is None else None,
+        store=store,
+        rank=rank,
+        world_size=ranks.world_size,
+        timeout=join_limit,
+        device_id=device,
     )
     tensors = stages = tokens = dist.group.WORLD
     if ranks.pp_size > 1:
@@ -229,8 +250,44 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     elif join_limit != limit:
         tensors = dist.new_group(backend=backend, timeout=limit)
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
-    _state = _State(groups_of(ranks, rank, tensors, stages, tokens), host_group, ranks, rank)
+    key = envs.SGLANG_DIST_SECRET.encode() if store is not None else b""
+    beats = dist.new_group(backend="gloo", timeout=limit) if store is not None else None
+    _state = _State(groups_of(ranks, rank, tensors, stages, tokens), host_group, ranks, rank, beats, key)
     return _state.groups
+
+
+def _store(address: str, here: bool, limit: timedelta) -> dist.TCPStore:
+    """The store at HOST:PORT in which ranks of several machines meet. here: this rank has it."""
+    host, _, port = address.rpartition(":")
+    if not here:
+        try:
+            return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        except dist.DistError as error:
+            raise UserError(
+                f"--dist-init-addr {address}: no server answers there ({str(error).splitlines()[0]}). Is machine 0"
+                " started, and the port open?"
+            ) from error
+    listener = _listener(host.strip("[]"), int(port))
+    return dist.TCPStore(
+        host.strip("[]"), int(port), is_master=True, timeout=limit, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at that address alone. Raises UserError."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(1024)
+    except OSError as error:
+        raise UserError(
+            f"--dist-init-addr {host}:{port}: {error.strerror}. It must be an address of machine 0, with a port that"
+            " nothing uses."
+        ) from error
+    return made
 
 
 def _group_alike(
@@ -299,6 +356,11 @@ def meet() -> None:
     least(0)
 
 
+def answer_beat() -> None:
+    """Meets the ranks of all machines. Raises what torch.distributed raises when one does not come in time."""
+    dist.all_reduce(torch.zeros(1), group=_state.beat_group)
+
+
 def least(value: int) -> int:
     """The smallest of the ranks' values."""
     return least_each([value])[0]
@@ -313,13 +375,34 @@ def least_each(values: Sequence[int]) -> list[int]:
     return [int(value) for value in smallest.tolist()]
 
 
-def broadcast_bytes(data: bytes | None) -> bytes:
-    """The leader's `data` on every rank; the others pass None. Host memory only. Blocks until the leader calls.
+_num_broadcasts = 0
 
-    What is short travels with its length, in one message: every step waits for this."""
+
+def broadcast_bytes(data: bytes | None) -> bytes:
+    """The leader's `data` on every rank; the others pass None. Host memory only. Blocks until the leader calls. Between
+    machines with a secret it is signed together with its number; raises ConnectionError for what is signed otherwise.
+    """
+    global _num_broadcasts
     if num_ranks() == 1:
         assert data is not None
         return data
+    key = _state.secret
+    if not key:
+        return _broadcast(data)
+    _num_broadcasts += 1
+    signed = _broadcast(None if data is None else data + _signature(key, _num_broadcasts, data))
+    data, given = signed[:-_SIGNATURE_BYTES], signed[-_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(given, _signature(key, _num_broadcasts, data)):
+        raise ConnectionError("a message between the machines is signed with another SGLANG_DIST_SECRET, or with none")
+    return data
+
+
+def _signature(key: bytes, number: int, data: bytes) -> bytes:
+    return hmac.new(key, number.to_bytes(8, "little") + data, hashlib.sha256).digest()
+
+
+def _broadcast(data: bytes | None) -> bytes:
+    """What is short travels with its length, in one message: every step waits for this."""
     head = np.zeros(_HEAD_BYTES, np.uint8)
     if data is not None:
         head[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.environ import adopt_environment
+from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
 from sglang.srt.managers.front.native_output import native_results, native_stream
@@ -47,6 +48,8 @@ class Engine:
             raise TypeError(f"give server_args or single flags, not both: {', '.join(flags)}")
         adopt_environment()
         self.server_args = server_args or ServerArgs.from_kwargs(**{"log_level": "error", **flags})
+        if self.server_args.node_rank:
+            raise UserError("machines with --node-rank above 0 have no engine: start them with `sglang serve`.")
         self._closed = False
         self._service: OpenAIService | None = None
         """Service that knows the formats of outputs; created when a request first asks for them."""

@@ -38,7 +38,7 @@ from sglang.srt.managers.front.server_defaults import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
-from sglang.srt.plan.layout import asked_layout
+from sglang.srt.plan.layout import asked_node
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -91,7 +91,10 @@ class _Child:
 
 
 class EngineHandle:
-    """The processes of one engine, and `manager`, the tokenizer manager that talks to them."""
+    """The processes of one engine on this machine, and, on the one that answers, `manager`, the tokenizer manager that
+    talks to them."""
+
+    manager: TokenizerManager
 
     def __init__(self, args: ServerArgs, model_config: ModelConfig, media: ServedMedia | None = None) -> None:
         """media: None where the model reads text only."""
@@ -106,14 +109,17 @@ class EngineHandle:
         self._lock = threading.Lock()
         atexit.register(self.shutdown)  # before the exit handler of multiprocessing, which would wait for the children
         try:
-            ranks = asked_layout(args)
-            for rank in range(ranks.world_size):
+            node = asked_node(args)
+            ranks = node.layout
+            for rank in node.ranks:
                 name = "scheduler" if ranks.world_size == 1 else f"scheduler {ranks.name(rank)}"
                 self._spawn(name, SCHEDULER_ENTRY, (args, self._ports, rank))
-            self._spawn("detokenizer", DETOKENIZER_ENTRY, (args, self._ports, 0))
+            if node.answers:
+                self._spawn("detokenizer", DETOKENIZER_ENTRY, (args, self._ports, 0))
             self._monitor = threading.Thread(target=self._watch_children, name="engine-monitor", daemon=True)
             self._monitor.start()
-            self.manager = TokenizerManager(args, model_config, self._ports, load_tokenizer(args), media)
+            if node.answers:
+                self.manager = TokenizerManager(args, model_config, self._ports, load_tokenizer(args), media)
         except BaseException:
             self.shutdown(limit_s=0.0)
             raise
@@ -296,6 +302,8 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
     if args.preferred_sampling_params is not None:
         check_server_defaults(args, model)
     media = served_media(args, model) if description.media is not None else None
+    if media is not None and args.nnodes > 1:
+        raise UserError("images are served on one machine only; pass --language-model-only with --nnodes.")
     return EngineHandle(args, model, media)
 
 

@@ -14,7 +14,7 @@ from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA, HeadDims
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
-from sglang.srt.plan.ranks import HeadShares, RankLayout
+from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.stages import uncut_runs
 from sglang.srt.server_args import ServerArgs
@@ -22,6 +22,10 @@ from sglang.srt.server_args import ServerArgs
 
 def asked_layout(args: ServerArgs) -> RankLayout:
     return RankLayout(args.tp_size, args.ep_size, args.pp_size)
+
+
+def asked_node(args: ServerArgs) -> Node:
+    return Node(args.node_rank, args.nnodes, asked_layout(args))
 
 
 class LayoutProblem(UserError):
@@ -55,13 +59,16 @@ def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
         raise LayoutProblem(problem, model, ranks)
 
 
-def check_machine(arch: ArchTraits, ranks: RankLayout) -> None:
-    """Raises UserError for more GPUs than a machine of this kind has."""
-    if 0 < arch.gpus_per_machine < ranks.world_size:
+def check_machine(arch: ArchTraits, ranks: RankLayout, nnodes: int = 1) -> None:
+    """Raises UserError for more GPUs than a machine of this kind has, and for ranks that the machines cannot share."""
+    if ranks.world_size % nnodes:
+        raise UserError(f"{ranks.flags} makes {ranks.world_size} ranks, which --nnodes {nnodes} does not divide.")
+    each = ranks.world_size // nnodes
+    if 0 < arch.gpus_per_machine < each:
         raise UserError(
-            f"{ranks.flags} asks for {ranks.world_size} GPUs of one machine, and one with a {arch.product} has"
-            f" {arch.gpus_per_machine}. A server does not span machines: start one on each, with --tp-size"
-            f" {arch.gpus_per_machine}, behind a load balancer."
+            f"{ranks.flags} asks for {each} GPUs of one machine, and one with a {arch.product} has"
+            f" {arch.gpus_per_machine}. Start it on several machines: --nnodes"
+            f" {-(-ranks.world_size // arch.gpus_per_machine)} --node-rank N --dist-init-addr HOST:PORT on each."
         )
 
 

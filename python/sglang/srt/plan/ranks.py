@@ -70,6 +70,35 @@ ONE_RANK = RankLayout()
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    """One of the machines that the ranks of a server run on: its `rank` of `count`, and the layout of all ranks.
+
+    machine 0    front, detokenizer, and the block of ranks that the leader is in
+    machine n    the n-th block behind it, round; nothing else
+    """
+
+    rank: int
+    count: int
+    layout: RankLayout
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that run here."""
+        each = self.layout.world_size // self.count
+        block = (self.layout.leader // each + self.rank) % self.count
+        return range(block * each, (block + 1) * each)
+
+    @property
+    def answers(self) -> bool:
+        """Whether clients are answered here."""
+        return self.rank == 0
+
+    def device(self, rank: int) -> int:
+        """Returns the index of a rank's GPU in its machine."""
+        return rank - self.ranks.start
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """One rank's run of `total` things that the ranks share out. Every rank allocates `padded_count` of them: a shorter
     run is padded with zeros, which add nothing."""

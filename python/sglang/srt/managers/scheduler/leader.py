@@ -26,4 +26,8 @@ class GrammarVerified(msgspec.Struct, tag=True, omit_defaults=True):
     """Seconds that compiling took."""
 
 
-LeaderDecision = EndReq | GrammarVerified
+class Beat(msgspec.Struct, tag=True):
+    """Nobody has sent anything for a while: every rank answers, so that a machine that is gone is noticed."""
+
+
+LeaderDecision = EndReq | GrammarVerified | Beat

@@ -21,17 +21,18 @@ from sglang.srt.constrained.compile_process import setup_for
 from sglang.srt.constrained.grammar_backends import make_backend
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.nodes import rendezvous
 from sglang.srt.environ import envs
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
+from sglang.srt.managers.scheduler.leader import Beat, EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import Profiler
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_runner
-from sglang.srt.managers.watchdog import Watchdog
+from sglang.srt.managers.watchdog import Watchdog, beat_seconds
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
@@ -78,6 +79,8 @@ class SchedulerProcess:
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
         self.timeouts = RequestTimeouts.from_environment()
         self._was_idle = False
+        self.beat_s = beat_seconds(args.watchdog_timeout) if args.nnodes > 1 else None
+        """Seconds of silence behind which the ranks of several machines tell one another that they are there."""
 
     def _grammar_manager(self, ports: ipc.Ports) -> GrammarManager:
         vocabulary = Path(ports.directory) / "grammar_vocabulary.json"
@@ -91,7 +94,8 @@ class SchedulerProcess:
         """One step after the other; blocks in `receive` while there is nothing to do."""
         watchdog = Watchdog(self.args.watchdog_timeout)
         while True:
-            watchdog.idle()
+            if self.beat_s is None or self.leader:  # the others hear from the leader's machine, however idle it is
+                watchdog.idle()
             messages = self.receive()
             watchdog.busy()
             for message in messages:
@@ -106,8 +110,8 @@ class SchedulerProcess:
         """The leader's decisions and new messages, the same on every rank. Sleeps while the scheduler is idle."""
         messages: list[SchedulerInput | LeaderDecision] = []
         if self.inbox is not None:
-            if not self.decisions:
-                self._sleep_while_idle(self.inbox)
+            if not self.decisions and not self._sleep_while_idle(self.inbox):
+                messages.append(Beat())
             messages += [*self.decisions, *self.grammar_queue.decisions()]
             self.decisions.clear()
             while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
@@ -119,7 +123,8 @@ class SchedulerProcess:
                 messages = self._decoder.decode(payload)
         return messages
 
-    def _sleep_while_idle(self, inbox: ipc.Receiver[SchedulerInput]) -> None:
+    def _sleep_while_idle(self, inbox: ipc.Receiver[SchedulerInput]) -> bool:
+        """Returns False when it is time for a beat and nothing has come."""
         idle = self.scheduler.idle
         if idle and not self._was_idle:
             self.scheduler.stats.went_idle()
@@ -129,9 +134,12 @@ class SchedulerProcess:
             inbox.poll(GRAMMAR_POLL_S)
         elif idle and self.scheduler.reqs and self.timeouts.enabled:  # a pause, in which requests may become overdue
             inbox.poll(CHECK_INTERVAL_S)
+        elif idle and self.beat_s is not None:
+            return inbox.poll(self.beat_s)
         elif idle:
             while not inbox.poll(IDLE_POLL_S):
                 pass
+        return True
 
     def dispatch(self, message: SchedulerInput | LeaderDecision) -> None:
         if isinstance(message, TokenizedGenerateReq):
@@ -140,6 +148,8 @@ class SchedulerProcess:
             self.scheduler.end_named(message.rid, message.reason)
         elif isinstance(message, GrammarVerified):
             self.grammar_queue.build(message)
+        elif isinstance(message, Beat):
+            parallel_state.answer_beat()
         elif isinstance(message, AbortReq):
             self.scheduler.abort(message)
         else:
@@ -230,6 +240,8 @@ class SchedulerProcess:
         return ControlReply(msg.id, data={"path": str(path)})
 
     def _set_corpora(self, msg: ControlReq) -> ControlReply:
+        if self.args.nnodes > 1:
+            return ControlReply(msg.id, ok=False, message="added texts go with one machine, without --nnodes")
         if isinstance(self.runner.drafter, NgramDrafter):  # stages before the last one have none
             self.runner.drafter.load_texts(Path(msg.args["path"]))
         return ControlReply(msg.id)
@@ -251,7 +263,7 @@ class SchedulerProcess:
 
 def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
     """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
-    runner = create_runner(args, rank, f"file://{ports.directory}/rendezvous")
+    runner = create_runner(args, rank, rendezvous(args, ports.directory))
     if runner.media is not None:
         runner.media.directory = Path(ports.shared_arrays)
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.nodes import agree, use_interface
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
 from sglang.srt.hardware.numa import stay_near
@@ -17,8 +18,9 @@ from sglang.srt.kernels.all_reduce_table import bands_for
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.kernels.tables import SCALED_MM_FEATURES
-from sglang.srt.plan.layout import asked_layout, check_machine
+from sglang.srt.plan.layout import asked_node, check_machine
 from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
+from sglang.srt.plan.ranks import Node
 from sglang.srt.plan.speculation import speculative_settings
 from sglang.srt.server_args import ServerArgs
 
@@ -30,31 +32,38 @@ logger = logging.getLogger(__name__)
 
 
 def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> Plan:
-    """Join the other ranks and decide everything. `rendezvous`: torch.distributed init method, for more than one rank.
+    """Join the other ranks and decide everything. `rendezvous`: as `parallel_state.init` takes it, for more than one
+    rank.
 
     Raises UserError."""
     model = ModelConfig.from_server_args(args)
     description = describe_served_model(args, model)  # what does not divide it is refused before the ranks meet
-    arch, ranks = current_arch(rank, args.device), asked_layout(args)
-    check_machine(arch, ranks)
+    node = asked_node(args)
+    ranks, gpu = node.layout, node.device(rank)
+    arch = current_arch(gpu, args.device)
+    check_machine(arch, ranks, args.nnodes)
     on_gpu = arch.device == "cuda"
     if not on_gpu and args.dtype == "auto":
         model = replace(model, dtype="float32")  # CPUs without bf16 units are several times slower in bf16
     if on_gpu:
         import torch
 
-        if ranks.world_size > device_count():
+        if len(node.ranks) > device_count():
             raise UserError(f"{ranks.flags}, but torch sees {device_count()} CUDA devices")
-        torch.cuda.set_device(rank)
-        if (address := pci_address(rank)) is not None:
+        torch.cuda.set_device(gpu)
+        if (address := pci_address(gpu)) is not None:
             stay_near(address)  # before NCCL starts its threads
     if ranks.world_size > 1:
         assert rendezvous is not None
+        if args.nnodes > 1:
+            use_interface(args)
         parallel_state.init(ranks, rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
+        if args.nnodes > 1:
+            agree(args, model.hf_config)
     links = None
     if on_gpu and args.tp_size > 1:
-        links = _connect_gpus(args, model, description.hidden_size, arch, rank)
-    available = parallel_state.least(free_memory_bytes(rank if on_gpu else None, arch.unified_memory))
+        links = _connect_gpus(args, model, description.hidden_size, arch, node, gpu)
+    available = parallel_state.least(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
     return make_plan(args, model, arch, available, links=links, rank=rank, probe=_library_probe(arch))
 
 
@@ -67,7 +76,9 @@ def _library_probe(arch: ArchTraits) -> Probe | None:
     return problem_of
 
 
-def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, rank: int) -> PeerLinks:
+def _connect_gpus(
+    args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, node: Node, gpu: int
+) -> PeerLinks:
     """Let the ranks add up in one another's memory, where that works. Its workspaces are allocated before free memory
     is measured.
 
@@ -75,10 +86,10 @@ def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: 
     if "nvlink" in arch.features:
         topology = Topology.NVLINK
     else:
-        topology = pci_topology([pci_address(device) for device in range(args.tp_size * args.pp_size)])
-    if args.pp_size > 1:
-        reason = "--pp-size: the ranks of a stage add up through NCCL"
-        return PeerLinks(topology, reason, reason)
+        topology = pci_topology([pci_address(device) for device in range(len(node.ranks))])
+    if args.pp_size > 1 or node.count > 1:
+        reason = "--nnodes: machines" if node.count > 1 else "--pp-size: the ranks of a stage"
+        return PeerLinks(topology, f"{reason} add up through NCCL", f"{reason} add up through NCCL")
     fuse, disabled = args.enable_flashinfer_allreduce_fusion, args.disable_custom_all_reduce
     reason = "--disable-custom-all-reduce" if disabled else ""
     if disabled and not fuse:
@@ -87,7 +98,7 @@ def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: 
         return PeerLinks(topology, reason, "the start-up probe of the links needs sgl-kernel, up to 8 ranks")
     from sglang.srt.distributed.peer_setup import connect, fused_by_flashinfer
 
-    links, reducer = connect(parallel_state.host_group(), rank, topology, args.watchdog_timeout)
+    links, reducer = connect(parallel_state.host_group(), gpu, topology, args.watchdog_timeout)
     if disabled and reducer is not None:
         reducer.close()
         links, reducer = PeerLinks(topology, reason), None

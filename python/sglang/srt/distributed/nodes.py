@@ -1,0 +1,107 @@
+"""How the ranks of several machines meet (--nnodes), and what these must agree on.
+
+The ranks meet in a store of torch.distributed at --dist-init-addr, on machine 0. Then the leader sends what all must be
+started with, and each rank compares. What travels is tensors and MessagePack, never pickle. With a secret
+(SGLANG_DIST_SECRET) whatever the leader broadcasts is signed; without one the network must be private.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
+from sglang.version import __version__
+
+_SIOCGIFADDR = 0x8915
+_EACH_ITS_OWN = frozenset(
+    {"node_rank", "host", "port", "api_key", "model_path", "tokenizer_path", "download_dir", "served_model_name"}
+    | {"log_level", "log_requests", "log_requests_level", "random_seed", "dist_init_addr", "chat_template"}
+    | {"speculative_draft_model_path", "dry_run"}
+)
+"""Arguments in which machines may differ: paths, what only the front reads, and the seed, which is the leader's."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits HOST:PORT. Raises ValueError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(address)
+    return host.strip("[]"), int(port)
+
+
+def rendezvous(args: ServerArgs, directory: str) -> str:
+    """Returns where the ranks meet, as `parallel_state.init` takes it: a file of this machine, or the address of
+    machine 0."""
+    if args.nnodes == 1:
+        return f"file://{directory}/rendezvous"
+    host, port = split_address(args.dist_init_addr or "")
+    return f"tcp://{host}:{port}"
+
+
+def use_interface(args: ServerArgs) -> None:
+    """Makes the libraries talk over the interface to machine 0, unless the environment names one. Raises UserError."""
+    host, _ = split_address(args.dist_init_addr or "")
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if variable not in os.environ:
+            os.environ[variable] = interface_to(host)
+
+
+def interface_to(host: str) -> str:
+    """Returns the network interface over which this machine reaches the host. Raises UserError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise UserError(f"--dist-init-addr {host}: {error.strerror or error}") from error
+    for _, name in socket.if_nameindex():
+        if _address(name) == own:
+            return name
+    raise UserError(f"--dist-init-addr {host}: no network interface of this machine has the address {own}")
+
+
+def _address(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def common(args: ServerArgs, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what every machine must be started with. config: the model's config.json."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    flags = {name: value for name, value in asdict(args).items() if name not in _EACH_ITS_OWN}
+    return {"version": __version__, "config.json": digest} | flags
+
+
+def agree(args: ServerArgs, config: Mapping[str, Any]) -> None:
+    """Compares what this machine was started with to what the leader was, and takes its random seed. Collective. Raises
+    UserError on every rank where one differs."""
+    own = common(args, config)
+    leader = parallel_state.is_leader()
+    said = parallel_state.broadcast_bytes(msgspec.json.encode([args.random_seed, own]) if leader else None)
+    seed, wanted = msgspec.json.decode(said, type=tuple[int, dict[str, Any]])
+    args.random_seed = seed
+    mine = msgspec.json.decode(msgspec.json.encode(own))
+    different = sorted(name for name in mine.keys() | wanted.keys() if mine.get(name) != wanted.get(name))
+    alike = parallel_state.least(int(not different))
+    if different:
+        pairs = "; ".join(f"{name}: {mine.get(name)!r} here, {wanted.get(name)!r} there" for name in different[:5])
+        raise UserError(f"this machine and machine 0 are not started alike ({pairs}). Use the same release and flags.")
+    if not alike:
+        raise UserError("another machine was started with another release or other flags; its log names them.")

@@ -1,0 +1,42 @@
+"""A machine that has ranks of a server whose clients are answered elsewhere (--node-rank above 0)."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+
+from sglang.srt.managers.launch import EngineError, launch_engine
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+ENGINE_DIED = 1
+
+
+def run_ranks(args: ServerArgs) -> None:
+    """Runs this machine's ranks until a signal comes, or until one of them ends, as they do with the ranks of other
+    machines: then exits with status 1. Raises UserError if they cannot start for a reason that the user can correct."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    failures: list[str] = []
+
+    def report(message: str) -> None:
+        failures.append(message)
+        stop.set()
+
+    handle = launch_engine(args)
+    try:
+        handle.watch(report)
+        logger.info("The ranks of machine %d of %d start; machine 0 answers.", args.node_rank, args.nnodes)
+        stop.wait()
+        if failures:
+            handle.wait_ready()  # says why, where they did not get so far
+    except EngineError as error:
+        failures.append(str(error))
+    finally:
+        handle.shutdown()
+    if failures:
+        logger.error("This machine's ranks have ended, as all do when one does: %s", failures[0])
+        sys.exit(ENGINE_DIED)

@@ -1,0 +1,118 @@
+"""A server whose ranks run on two machines: here two programs that meet over the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from live_server import LiveServer, free_port, live_server
+
+PROMPTS = ("What is 431 + 88?", "The capital of France is", "a b c d e f g h i j k l")
+FAILURE_LIMIT_S = 60.0
+
+
+@contextmanager
+def machines(*flags: str, second: tuple[str, ...] | None = None) -> Iterator[list[LiveServer]]:
+    """Both machines, with their own flags where `second` is given; nothing of them is left."""
+    address = f"127.0.0.1:{free_port()}"
+    servers = []
+    for rank, own in enumerate((flags, flags if second is None else second)):
+        several = ("--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
+        servers.append(LiveServer(*several, *own))
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.end()
+        for server in servers:
+            assert not list(server.log_path.parent.glob("sglang-*")), "sockets are left"
+
+
+def answers(url: str) -> list[str]:
+    body = {"sampling_params": {"max_new_tokens": 24, "temperature": 0.0}}
+    return [httpx.post(f"{url}/generate", json={"text": text, **body}, timeout=60).json()["text"] for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with live_server() as server:
+        return answers(server.url)
+
+
+@pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--pp-size", "2")], ids=["tp2", "pp2"])
+def test_two_machines_answer_as_one(
+    flags: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DIST_SECRET", "a secret")
+    with machines(*flags) as (first, second):
+        first.wait_up()
+        assert answers(first.url) == expected
+        assert answers(first.url) == expected, "with prompts from the cache"
+        info = httpx.get(f"{first.url}/server_info", timeout=10).text
+        assert "a secret" not in info + first.log() + second.log()
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait_exit(FAILURE_LIMIT_S) == 0
+        assert second.wait_exit(FAILURE_LIMIT_S) == 1
+        assert "as all do when one does" in second.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_machine_that_ends_ends_the_server(number: signal.Signals) -> None:
+    with machines("--tp-size", "2") as (first, second):
+        first.wait_up()
+        second.process.send_signal(number)
+        assert second.wait_exit(FAILURE_LIMIT_S) == (-number if number == signal.SIGKILL else 0)
+        assert first.wait_exit(FAILURE_LIMIT_S) == 1
+        assert "lost its connection" in first.log() or "Connection" in first.log()
+
+
+def test_a_machine_that_is_silent_ends_the_server() -> None:
+    """As one does whose power or network is gone: nothing closes its connections."""
+    with machines("--tp-size", "2", "--watchdog-timeout", "8") as (first, second):
+        first.wait_up()
+        os.killpg(second.process.pid, signal.SIGSTOP)
+        try:
+            assert first.wait_exit(FAILURE_LIMIT_S) == 1
+        finally:
+            os.killpg(second.process.pid, signal.SIGCONT)
+        assert second.wait_exit(FAILURE_LIMIT_S) == 1
+
+
+def test_machines_that_are_started_otherwise_are_refused() -> None:
+    with machines("--tp-size", "2", second=("--tp-size", "2", "--chunked-prefill-size", "64")) as (first, second):
+        assert second.wait_exit(FAILURE_LIMIT_S) != 0 and first.wait_exit(FAILURE_LIMIT_S) != 0
+        assert "are not started alike (chunked_prefill_size: 64 here" in second.log()
+        assert "started with another release or other flags" in first.log()
+
+
+def test_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    servers = []
+    try:
+        for rank in range(2):
+            monkeypatch.setenv("SGLANG_DIST_SECRET", f"secret {rank}")
+            several = ("--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
+            servers.append(LiveServer(*several, "--watchdog-timeout", "30"))
+        assert [server.wait_exit(FAILURE_LIMIT_S) for server in servers] == [1, 1]
+        assert "another SGLANG_DIST_SECRET" in servers[1].log()
+    finally:
+        for server in servers:
+            server.end()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        several = ("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{taken.getsockname()[1]}")
+        server = LiveServer("--tp-size", "2", *several)
+        try:
+            assert server.wait_exit(FAILURE_LIMIT_S) == 2
+            assert "with a port that nothing uses" in server.log().replace("\n", " ")
+        finally:
+            server.end()
