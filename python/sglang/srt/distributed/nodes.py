@@ -64,13 +64,13 @@ def interface_to(host: str) -> str:
         family, _, _, _, address = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
-            own = probe.getsockname()[0]
+            address_here = probe.getsockname()[0]
     except OSError as error:
         raise UserError(f"--dist-init-addr {host}: {error.strerror or error}") from error
     for _, name in socket.if_nameindex():
-        if _address(name) == own:
+        if _address(name) == address_here:
             return name
-    raise UserError(f"--dist-init-addr {host}: no network interface of this machine has the address {own}")
+    raise UserError(f"--dist-init-addr {host}: no network interface of this machine has the address {address_here}")
 
 
 def _address(interface: str) -> str | None:
@@ -92,12 +92,12 @@ def common(args: ServerArgs, config: Mapping[str, Any]) -> dict[str, Any]:
 def agree(args: ServerArgs, config: Mapping[str, Any]) -> None:
     """Compares what this machine was started with to what the leader was, and takes its random seed. Collective. Raises
     UserError on every rank where one differs."""
-    own = common(args, config)
+    started_with = common(args, config)
     leader = parallel_state.is_leader()
-    said = parallel_state.broadcast_bytes(msgspec.json.encode([args.random_seed, own]) if leader else None)
+    said = parallel_state.broadcast_bytes(msgspec.json.encode([args.random_seed, started_with]) if leader else None)
     seed, wanted = msgspec.json.decode(said, type=tuple[int, dict[str, Any]])
     args.random_seed = seed
-    mine = msgspec.json.decode(msgspec.json.encode(own))
+    mine = msgspec.json.decode(msgspec.json.encode(started_with))
     different = sorted(name for name in mine.keys() | wanted.keys() if mine.get(name) != wanted.get(name))
     alike = parallel_state.least(int(not different))
     if different:

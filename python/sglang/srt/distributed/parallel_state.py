@@ -278,16 +278,16 @@ def _listener(host: str, port: int) -> socket.socket:
     """Returns a socket that listens at that address alone. Raises UserError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(1024)
+        opened = socket.socket(family, kind)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+        opened.listen(1024)
     except OSError as error:
         raise UserError(
             f"--dist-init-addr {host}:{port}: {error.strerror}. It must be an address of machine 0, with a port that"
             " nothing uses."
         ) from error
-    return made
+    return opened
 
 
 def _group_alike(

@@ -84,26 +84,26 @@ def check_stage(draft: DraftDescription, first_layer: int) -> None:
 def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> LayerSpec:
     """Makes the layer attend to the keys and values of the target's last layer of its kind. Raises UserError where
     there is none."""
-    own = layer.mixer
-    assert isinstance(own, GQA)
+    reader = layer.mixer
+    assert isinstance(reader, GQA)
     for i, other in reversed(list(enumerate(target.layers))):
         mixer = other.mixer
-        if not isinstance(mixer, GQA) or bool(mixer.window) != bool(own.window) or mixer.head_dim != own.head_dim:
+        if not isinstance(mixer, GQA) or bool(mixer.window) != bool(reader.window) or mixer.head_dim != reader.head_dim:
             continue
-        if own.num_heads % mixer.num_kv_heads:
+        if reader.num_heads % mixer.num_kv_heads:
             raise UserError(
-                f"{keys.source}: {own.num_heads} heads do not divide among the model's {mixer.num_kv_heads} KV heads."
-                " Give the assistant that was trained for this model."
+                f"{keys.source}: {reader.num_heads} heads do not divide among the model's {mixer.num_kv_heads} KV"
+                " heads. Give the assistant that was trained for this model."
             )
         # The guess's own position counts as one of the window, and the target keeps no token more.
-        window = min(own.window, mixer.window) - 1 if own.window else 0
+        window = min(reader.window, mixer.window) - 1 if reader.window else 0
         source = mixer.cache_layer if mixer.cache_layer >= 0 else i
         reading = replace(
-            own, num_kv_heads=mixer.num_kv_heads, window=window, cache_layer=source, values_from_keys=False
+            reader, num_kv_heads=mixer.num_kv_heads, window=window, cache_layer=source, values_from_keys=False
         )
         return replace(layer, mixer=reading)
-    kind = "a window" if own.window else "full attention"
+    kind = "a window" if reader.window else "full attention"
     raise UserError(
-        f"{keys.source}: the draft has a layer with {kind} and heads of {own.head_dim}, and {target.architecture} has"
-        " none, whose keys it could read. Give the assistant that was trained for this model."
+        f"{keys.source}: the draft has a layer with {kind} and heads of {reader.head_dim}, and {target.architecture}"
+        " has none, whose keys it could read. Give the assistant that was trained for this model."
     )
