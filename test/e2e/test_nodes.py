@@ -73,7 +73,7 @@ def test_a_machine_that_ends_ends_the_server(number: signal.Signals) -> None:
 
 def test_a_machine_that_is_silent_ends_the_server() -> None:
     """As one does whose power or network is gone: nothing closes its connections."""
-    with machines("--tp-size", "2", "--watchdog-timeout", "8") as (first, second):
+    with machines("--tp-size", "2", "--watchdog-timeout", "15") as (first, second):
         first.wait_up()
         os.killpg(second.process.pid, signal.SIGSTOP)
         try:
