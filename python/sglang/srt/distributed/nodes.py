@@ -1,7 +1,7 @@
 """How the ranks of several machines meet (--nnodes), and what these must agree on.
 
 The ranks meet in a store of torch.distributed at --dist-init-addr, on machine 0. Then the leader sends what all must be
-started with, and each rank compares. What travels is tensors and MessagePack, never pickle. With a secret
+started with, and each rank compares. What travels is tensors, JSON and MessagePack, never pickle. With a secret
 (SGLANG_DIST_SECRET) whatever the leader broadcasts is signed; without one the network must be private.
 """
 
