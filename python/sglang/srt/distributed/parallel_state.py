@@ -219,7 +219,7 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     The leader's machine has the store of a tcp:// address, and listens there alone. `timeout_s`: of collectives over
     tensors. Raises what torch.distributed raises when a rank does not come, and UserError for an address that cannot be
     had."""
-    global _state
+    global _state, _num_broadcasts
     if not 0 <= rank < ranks.world_size:
         raise ValueError(f"rank {rank} is not in 0..{ranks.world_size - 1}")
     if _state is not _ONE_PROCESS:
@@ -251,6 +251,7 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
         tensors = dist.new_group(backend=backend, timeout=limit)
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
     key = envs.SGLANG_DIST_SECRET.encode() if store is not None else b""
+    _num_broadcasts = 0
     beats = dist.new_group(backend="gloo", timeout=limit) if store is not None else None
     _state = _State(groups_of(ranks, rank, tensors, stages, tokens), host_group, ranks, rank, beats, key)
     return _state.groups
