@@ -21,7 +21,8 @@ RUNS = ((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM))
 """(rate, runs that an entry is made of, dims of an entry)."""
 
 FORM_RULES = {
-    "hyper_connection.mix_streams_kernel": FormRule(
+    "hyper_connection.mix_streams_kernel": FormRule(at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens"})),
+    "hyper_connection.mix_all_streams_kernel": FormRule(
         at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens", "steps"})
     ),
     "hyper_connection.join_streams_kernel": FormRule(
@@ -51,9 +52,9 @@ def _connections() -> Iterator[Variant]:
         shape = {"STREAMS": STREAMS, "OUTPUTS": outputs, "COLS": hyper_connection.columns_of_sums(outputs)}
         for tokens in (1, LONGEST_STEP):
             few = tokens <= hyper_connection.FEW_TOKENS
-            key, ones = (f"mix/{name}/few", ("steps",)) if few else (f"mix/{name}/many", ())
-            kernel, tile = hyper_connection.mix_streams_kernel, hyper_connection.mix_tile(tokens)
-            yield _of("hyper_connection", key, kernel, types, shape | {"HAS_OUT": True}, tile, ("size",), ones)
+            kernel = hyper_connection.mix_streams_kernel if few else hyper_connection.mix_all_streams_kernel
+            key, tile = f"mix/{name}/{'few' if few else 'many'}", hyper_connection.mix_tile(tokens)
+            yield _of("hyper_connection", key, kernel, types, shape | {"HAS_OUT": True}, tile, ("size",))
         for size in HIDDEN_SIZES:
             for tokens in (1, *(most for most, _ in hyper_connection.SPLITS_UP_TO)):
                 splits, _ = hyper_connection.split_counts(tokens, STREAMS, size)
@@ -104,11 +105,11 @@ def _compressors() -> Iterator[Variant]:
 
 def _of(
     op: str, key: str, fn: Any, types: dict[str, str], constants: dict[str, Any], launch: dict[str, int],
-    divisible: tuple[str, ...], ones: tuple[str, ...] = (),
+    divisible: tuple[str, ...],
 ) -> Variant:  # fmt: skip
     """With the parameters that the kernel has."""
     arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
-    return describe(op, key, fn, arguments, constants, launch, divisible, ones)
+    return describe(op, key, fn, arguments, constants, launch, divisible)
 
 
 _VARIANTS = {
