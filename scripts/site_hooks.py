@@ -19,7 +19,6 @@ _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _HEADING = re.compile(r"<th(?:\s[^>]*)?>(.*?)</th>", re.DOTALL)
 _CELL = re.compile(r"<td(?P<style>[^>]*)>(?P<content>.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
-_CODE = re.compile(r"<code[^>]*>.*?</code>", re.DOTALL)
 _FLAG_IN_TEXT = re.compile(r"(?<![\w-])--\w+(?=[^<>]*<)")
 _CARD_COLUMNS = range(2, 5)
 _CARD_CELL = 32
@@ -42,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    return _CODE.sub(_unbroken_flags, _TABLE.sub(_cards, html))
+    return _FLAG_IN_TEXT.sub(r'<span class="flag">\g<0></span>', _TABLE.sub(_cards, html))
 
 
 def _cards(match: re.Match[str]) -> str:
@@ -58,8 +57,3 @@ def _cards(match: re.Match[str]) -> str:
 def _labelled(row: str, headings: list[str]) -> str:
     names = iter(headings)
     return _CELL.sub(lambda cell: f'<td{cell["style"]} data-label="{next(names)}">{cell["content"]}</td>', row)
-
-
-def _unbroken_flags(match: re.Match[str]) -> str:
-    """Returns the code with the beginning of each flag in a span that does not wrap: no line ends with "--"."""
-    return _FLAG_IN_TEXT.sub(lambda flag: f'<span class="flag">{flag[0]}</span>', match[0])

@@ -39,9 +39,9 @@ def test_tables_that_fit_and_matrices_are_as_they_were(hooks: ModuleType, column
     assert hooks.on_page_content(html) == html
 
 
-def test_flags_are_kept_in_one_piece_within_code_alone(hooks: ModuleType) -> None:
-    html = "<p>--plain <code>x --tp-size 2</code> <code><a href='#--a'></a>--ep</code></p>"
+def test_flags_in_texts_are_kept_in_one_piece(hooks: ModuleType) -> None:
+    html = "<p id='--a'>see --plain <code>x --tp-size 2</code> a--b</p>"
     assert hooks.on_page_content(html) == (
-        '<p>--plain <code>x <span class="flag">--tp</span>-size 2</code> '
-        "<code><a href='#--a'></a><span class=\"flag\">--ep</span></code></p>"
+        "<p id='--a'>see <span class=\"flag\">--plain</span>"
+        ' <code>x <span class="flag">--tp</span>-size 2</code> a--b</p>'
     )
