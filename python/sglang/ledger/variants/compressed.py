@@ -14,7 +14,7 @@ OPS = ("hyper_connection", "shared_kv_norm_rope_store", "tail_rotation", "kv_com
 
 STREAMS = 4
 HIDDEN_SIZES = (4096, 7168)
-"""Of V4-Flash and V4-Pro."""
+"""Hidden sizes of DeepSeek-V4-Flash and V4-Pro."""
 LONGEST_STEP = 1 << 20
 HEAD_DIM, INDEX_DIM, ROTARY_DIM = 512, 128, 64
 RUNS = ((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM))
@@ -43,7 +43,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _connections() -> Iterator[Variant]:
-    """Between blocks, and behind the last one."""
+    """Yields the variants of hyper-connections between blocks, and behind the last one."""
     pointers = dict.fromkeys(("streams", "out", "mixed", "weight", "x"), "*bf16")
     pointers |= dict.fromkeys(("placement", "matrix", "sums", "base", "scale"), "*fp32")
     types = pointers | dict.fromkeys(("num_tokens", "size", "steps", "num_splits", "rounds"), "i32")
@@ -107,7 +107,7 @@ def _of(
     op: str, key: str, fn: Any, types: dict[str, str], constants: dict[str, Any], launch: dict[str, int],
     divisible: tuple[str, ...],
 ) -> Variant:  # fmt: skip
-    """With the parameters that the kernel has."""
+    """Returns a variant with those of the types that are parameters of the kernel."""
     arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
     return describe(op, key, fn, arguments, constants, launch, divisible)
 

@@ -125,8 +125,9 @@ _BLOCK_COLS = {"linear": 128, "fused_moe": 256}
 
 
 def _launches(need: Need, pieces: Sequence[str]) -> bool:
-    """Whether weights of the need's shapes can be launched as a row with these pieces of a key describes: with columns
-    that no block divides ("ragged"), or rows and columns that 16 does not ("odd", "odd_rows"), and with its biases."""
+    """Returns whether weights of the need's shapes can be launched as a row with these pieces of a key describes: with
+    columns that no block divides ("ragged"), or rows and columns that 16 does not ("odd", "odd_rows"), and with its
+    biases."""
     shapes, product = need.shapes, pieces[0]
     if not shapes:
         return True
