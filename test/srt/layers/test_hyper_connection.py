@@ -97,7 +97,9 @@ def test_the_first_join_and_the_last(num_tokens: int, last: bool, small_steps: N
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("num_tokens", "streams", "rounds"), [(5, 2, 2), (5, 8, 20), (5, 4, 1), (41, 2, 1), (44, 8, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "streams", "rounds"), [(5, 2, 2), (5, 8, 20), (5, 4, 1), (41, 2, 1), (44, 8, 2)]
+)
 def test_other_streams_and_rounds(num_tokens: int, streams: int, rounds: int, small_steps: None) -> None:
     given = problem(num_tokens, streams, 48)
     streams_out, x, placement = joined(kernels.hyper_connection, given, rounds)

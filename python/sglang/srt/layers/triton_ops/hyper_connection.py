@@ -107,7 +107,7 @@ def mix_all_streams_kernel(
     streams, out, placement, matrix, mixed, sums, num_tokens, size, steps, HAS_OUT: tl.constexpr, STREAMS: tl.constexpr,
     OUTPUTS: tl.constexpr, COLS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `mix_streams_kernel`, for many tokens: program (tokens, split) walks over `steps` blocks of columns and has all
+    """As `mix_streams_kernel`, for many tokens: program (tokens, split) walks over `steps` blocks of columns, with all
     streams of a block at once, so that each number is read once."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(1)
