@@ -122,7 +122,7 @@ def mix_all_streams_kernel(
     if HAS_OUT:
         place = placement + token * (STREAMS + STREAMS * STREAMS)
         for at in tl.static_range(STREAMS + STREAMS * STREAMS):
-            shares = shares + (tl.load(place + at, mask=is_token, other=0.0),)
+            shares = shares + (tl.load(place + at, mask=is_token, other=0.0),)  # type: ignore[assignment]
     for step in range(steps):
         h = (split * steps + step) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = is_token[:, None] & (h < size)[None, :]
@@ -130,7 +130,7 @@ def mix_all_streams_kernel(
         target = mixed + token[:, None] * (STREAMS * size) + h[None, :]
         tiles = ()
         for stream in tl.static_range(STREAMS):
-            tiles = tiles + (tl.load(source + stream * size, mask=mask, other=0.0),)
+            tiles = tiles + (tl.load(source + stream * size, mask=mask, other=0.0),)  # type: ignore[assignment]
         if HAS_OUT:
             output = tl.load(out + token[:, None] * size + h[None, :], mask=mask, other=0.0).to(tl.float32)
         for stream in tl.static_range(STREAMS):
