@@ -21,7 +21,19 @@ from sglang.srt.plan.ranks import ONE_RANK
 from sglang.tuning import attention_model, measured, served_attention
 from sglang.tuning.best_times import best
 from sglang.tuning.grid import STEPS, Grid, code_of, decoded, encoded
-from sglang.tuning.ops import AllReduce, DecodeAttention, Experts, Linear, describe, floor, parse_shape
+from sglang.tuning.ops import (
+    AllReduce,
+    CompressedAttention,
+    DecodeAttention,
+    EntryChoice,
+    Experts,
+    HyperConnection,
+    Linear,
+    SelectedAttention,
+    describe,
+    floor,
+    parse_shape,
+)
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.replays import FORM_BYTES
@@ -318,3 +330,63 @@ def test_the_command_predicts_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert explain.main([*argv, "--time-context", "0"]) == 2
     assert "--time-context 0" in capsys.readouterr().err
     assert steps["decode 1 at 512 tokens"]["low"] < steps["decode 1 at 512 tokens"]["seconds"]
+
+
+# --- sparse attention -------------------------------------------------------------------------------------------------
+
+LATENTS = {
+    (2048, 64): 2484, (2048, 32): 1817, (2048, 16): 1279, (256, 64): 318, (256, 32): 230, (256, 16): 160, (64, 64): 143,
+    (64, 32): 110, (64, 16): 60, (16, 64): 47, (16, 32): 33, (16, 16): 21, (1, 64): 12, (1, 16): 9,
+}  # fmt: skip
+ENTRIES = {
+    (2048, 64): 912, (2048, 32): 607, (2048, 16): 419, (256, 64): 116, (256, 32): 74, (256, 16): 50, (64, 64): 47,
+    (64, 32): 53, (64, 16): 32, (16, 64): 31, (16, 32): 22, (16, 16): 17, (1, 64): 11, (1, 16): 10,
+}  # fmt: skip
+"""(tokens, heads) -> microseconds on an H200, of 65,536 stored entries: benchmark/results."""
+
+
+@pytest.mark.parametrize(
+    ("times", "entries", "dims"), [(LATENTS, 2048, (576, 512)), (ENTRIES, 640, (512, 512))], ids=["latents", "entries"]
+)
+def test_sparse_attention_takes_what_an_h200_took(
+    times: dict[tuple[int, int], int], entries: int, dims: tuple[int, int]
+) -> None:
+    for (tokens, heads), us in times.items():
+        row = predicted(SelectedAttention(tokens, entries, 65536, heads, *dims), H200)
+        assert row is not None and row.seconds * 1e6 == pytest.approx(us, rel=row.error), (tokens, heads)
+
+
+CHOICES = ((8192, 32768, 1, 32, 34_000), (8192, 8192, 1, 64, 6_190), (16, 16384, 16, 32, 176), (1, 65536, 1, 32, 97))
+
+
+@pytest.mark.parametrize(("tokens", "entries", "requests", "heads", "us"), CHOICES)
+def test_the_choice_of_entries_takes_what_an_h200_took(
+    tokens: int, entries: int, requests: int, heads: int, us: int
+) -> None:
+    row = predicted(EntryChoice(tokens, entries, requests, heads), H200)
+    assert row is not None and row.seconds * 1e6 == pytest.approx(us, rel=row.error)
+
+
+CONTEXTS = (2, 129, 1025, 8193, 65537, 524289)
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_block"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_the_attention_of_v4_is_predicted_faster_than_it_was_measured(heads: int, scheme: str | None) -> None:
+    """SGLang 0.5.14, whose kernels for this attention are the only ones that were timed on the card."""
+    decodes = [
+        CompressedAttention(b, c, heads, rate, 1, scheme) for rate in (4, 128) for b in (1, 4, 16) for c in CONTEXTS
+    ]
+    prompts = [CompressedAttention(b, n, heads, 128, n, scheme) for b in (1, 16) for n in (128, 1024, 8192)]
+    for op in (*decodes, *prompts):
+        ours, others = predicted(op, CARD), of_sglang(op, CARD)
+        assert ours is not None and others is not None
+        assert ours.seconds * (1 + ours.error) < 0.5 * others[0], describe(op)
+
+
+@pytest.mark.parametrize("hidden", [4096, 7168])
+def test_hyper_connections_are_predicted_at_most_as_slow_as_the_best_measured(hidden: int) -> None:
+    for tokens in (1, 16, 64, 256, 1024, 4096, 8192):
+        op = HyperConnection(tokens, hidden)
+        ours, others = predicted(op, CARD), best(op, CARD)
+        assert ours is not None and others is not None and ours.seconds < others.measured, tokens

@@ -21,7 +21,7 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.tuning.ops import CompressedAttention, Op
+from sglang.tuning.ops import CompressedAttention, Op, SelectedAttention
 from sglang.tuning.predicted_times import beyond_cache
 from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.steps import Step, TimedOp, decode_step, prefill_step, time_step, total
@@ -166,12 +166,11 @@ def _theirs(rows: Sequence[TimedOp], step: Step, entry: Published) -> tuple[str,
     if entry.arch != CARD:
         return "", ""
     seconds, reduces, reducing = 0.0, 0, 0.0
-    most = max((row.op.num_bytes for row in rows if _COMPRESSED in row.name), default=0.0)
     for row in rows:
         if row.name == "all_reduce":
             reduces, reducing = row.count, row.seconds
             continue
-        known = of_sglang(_timed_op(row, step, entry.cards, most), CARD)
+        known = of_sglang(_timed_op(row, step, entry.cards), CARD)
         one = beyond_cache(known[0], row.op.num_bytes, CARD) if known else row.seconds / row.count
         seconds += row.count * one
     whole = step.tokens / entry.tokens_per_second
@@ -182,15 +181,16 @@ def _theirs(rows: Sequence[TimedOp], step: Step, entry: Published) -> tuple[str,
     )
 
 
-_COMPRESSED = "compressed, bytes only"
+V4_ENTRY = 512
+"""Columns of DeepSeek-V4's entries."""
 
 
-def _timed_op(row: TimedOp, step: Step, cards: int, most: float) -> Op:
-    """DeepSeek-V4's attention as one op with its projections, as SGLang's was timed: of rate 4 in layers that read the
-    most, of 128 in the others."""
-    if _COMPRESSED not in row.name:
+def _timed_op(row: TimedOp, step: Step, cards: int) -> Op:
+    """DeepSeek-V4's attention as one op with its projections, as SGLang's was timed: of rate 4 in layers whose tokens
+    attend to more than a window and one entry of every 128 tokens."""
+    if not isinstance(row.op, SelectedAttention) or row.op.head_dim != V4_ENTRY:
         return row.op
-    rate = 4 if row.op.num_bytes == most else 128
+    rate = 4 if row.op.entries > 128 + step.context // 128 else 128
     return CompressedAttention(step.batch, step.context, 64 // cards, rate, step.new, "fp8_block")
 
 

@@ -8,7 +8,7 @@ Sizes may come from text: `parse_shape("linear tokens=64 rows=4096 cols=7168 sch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -276,6 +276,64 @@ class CompressedAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectedAttention:
+    """Attention of `tokens` to `entries` selected ones each, of `stored` that lie in the caches of their requests. The
+    values are the first `v_head_dim` columns of an entry. `item` 1: packed latents."""
+
+    tokens: int
+    entries: int
+    stored: int
+    heads: int
+    head_dim: int
+    v_head_dim: int
+    item: int = 2
+    kind: ClassVar[str] = "sparse_attention"
+    operand: ClassVar[str] = "half"
+    PACKED: ClassVar[int] = 656  # bytes of a latent of 576 numbers
+
+    @property
+    def row(self) -> int:
+        """Bytes of an entry."""
+        return self.PACKED if self.item == 1 else self.head_dim * self.item
+
+    @property
+    def read(self) -> float:
+        """Bytes of different entries that the tokens may select."""
+        return float(min(self.tokens * self.entries, self.stored) * self.row)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.read + 2.0 * self.tokens * self.heads * (self.head_dim + self.v_head_dim)
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.tokens * self.heads * self.entries * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryChoice:
+    """An indexer's scores of `entries` keys for each of `tokens`, and the choice of the highest; `requests` share
+    keys of `head_dim` e4m3 numbers with a scale."""
+
+    tokens: int
+    entries: int
+    requests: int
+    heads: int
+    head_dim: int = 128
+    kind: ClassVar[str] = "sparse_indexer"
+    operand: ClassVar[str] = "fp8"
+
+    @property
+    def num_bytes(self) -> float:
+        keys = self.requests * self.entries * (self.head_dim + 4.0)
+        return keys + self.tokens * self.heads * self.head_dim
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.tokens * self.heads * self.entries * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Elementwise:
     """Everything else: so many bytes through so many launches. `name`: the op in the plan's tables."""
 
@@ -291,10 +349,35 @@ class Elementwise:
         return self.size
 
 
+def parts_of(op: CompressedAttention) -> Iterator[Op]:
+    """What this project launches for it, with the sizes of DeepSeek-V4-Flash. The grouped product of the output stays
+    in 16 bits; the indexer's own products are those of all its 64 heads, on every rank."""
+    tokens, heads = op.batch * op.new, op.heads
+    for rows, cols in ((1024, 4096), (512, 4096), (heads * 512, 1024)):
+        yield Linear(tokens, rows, cols, op.scheme)
+    yield Elementwise("shared_kv_norm_rope_store", 4.0 * tokens * (heads + 1) * 512, 2)
+    yield Linear(tokens, 4 * 512 if op.rate == 4 else 2 * 512, 4096)
+    yield Elementwise("kv_compressor", 16.0 * tokens * 512, 2)
+    if op.rate == 4:
+        yield Linear(tokens, 64 * 128, 1024, op.scheme)
+        yield Linear(tokens, 4 * 128, 4096)
+        yield Linear(tokens, 64, 4096)
+        yield Elementwise("kv_compressor", 16.0 * tokens * 128 + 3.0 * tokens * 64 * 128, 4)
+        if op.context // op.rate > 512:
+            yield EntryChoice(tokens, op.context // op.rate, op.batch, 64)
+    stored = op.batch * (op.context // op.rate + min(op.context, 128 + op.new))
+    yield SelectedAttention(tokens, op.entries, stored, heads, 512, 512)
+    yield Elementwise("tail_rotation", 4.0 * tokens * heads * 64)
+    groups = max(1, heads // 8)
+    yield Linear(tokens, groups * 1024, 8 * 512)
+    yield Linear(tokens, 4096, groups * 1024, op.scheme)
+
+
 _FORMS = {
     "linear": Linear, "fused_moe": Experts, "latent_absorb": LatentAbsorb, "gated_delta_rule": GatedDeltaRule,
     "all_reduce": AllReduce, "all_gather": AllGather, "hyper_connection": HyperConnection,
     "decode_attention": Keys, "extend_attention": Prompt, "compressed_attention": CompressedAttention,
+    "sparse_attention": SelectedAttention, "sparse_indexer": EntryChoice,
 }  # fmt: skip
 _KV_ITEMS = {"bf16": 2, "fp8": 1}
 

@@ -19,7 +19,7 @@ from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
-from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.kernels.tiles import LEAST_TOKENS, attention_tiles
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
@@ -33,6 +33,7 @@ from sglang.tuning.ops import (
     CompressedAttention,
     DecodeAttention,
     Elementwise,
+    EntryChoice,
     Experts,
     ExtendAttention,
     GatedDeltaRule,
@@ -40,6 +41,8 @@ from sglang.tuning.ops import (
     LatentAbsorb,
     Linear,
     Op,
+    SelectedAttention,
+    parts_of,
 )
 from sglang.tuning.predict import predict
 from sglang.tuning.rates import ceilings_of, rates_of
@@ -54,6 +57,7 @@ from sglang.tuning.served_attention import (
     served_prompt_seconds,
 )
 from sglang.tuning.sglang_times import product_seconds
+from sglang.tuning.sparse_times import attention_seconds, choice_seconds
 from sglang.tuning.streaming import LAUNCH, of_pairs, of_rows, reading_seconds, streamed_seconds
 
 NORMALIZATION = 2e-6
@@ -318,8 +322,30 @@ def _hyper(op: HyperConnection, arch: ArchTraits) -> Predicted:
     )
 
 
-def _none(op: CompressedAttention, arch: ArchTraits) -> None:
+def _sparse(op: SelectedAttention, arch: ArchTraits) -> Predicted | None:
+    dims, dtype = (op.head_dim, op.v_head_dim), _dtype(op.item)
+    need = Need("sparse_attention", *dims, "bfloat16", dtype)
+    for tile in attention_tiles("sparse_attention", *dims, dtype, arch.features, op.heads):
+        record = Ledger.load().record(need, tile, arch)
+        if tile.get(LEAST_TOKENS, 1) <= op.tokens and record is not None and record.smem <= arch.smem_per_block:
+            occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
+            return Predicted(attention_seconds(op, tile, occupancy, arch), 0.4, "steps of gathered rows, as on an H200")
     return None
+
+
+def _choice(op: EntryChoice, arch: ArchTraits) -> Predicted:
+    return Predicted(choice_seconds(op, arch), 0.5, "clocks a pair, as on an H200")
+
+
+def _compressed(op: CompressedAttention, arch: ArchTraits) -> Predicted | None:
+    """The sum of its parts, each as if it were launched alone."""
+    parts = [predicted(part, arch) for part in parts_of(op)]
+    if any(part is None for part in parts):
+        return None
+    known = [part for part in parts if part is not None]
+    seconds = sum(part.seconds for part in known)
+    off = sum(part.seconds * part.error for part in known)
+    return Predicted(seconds, off / seconds, "the sum of its parts")
 
 
 _PREDICTORS: Mapping[str, Callable[[Any, ArchTraits], Predicted | None]] = {
@@ -332,6 +358,8 @@ _PREDICTORS: Mapping[str, Callable[[Any, ArchTraits], Predicted | None]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_reduce,
     "hyper_connection": _hyper,
-    "compressed_attention": _none,
+    "compressed_attention": _compressed,
+    "sparse_attention": _sparse,
+    "sparse_indexer": _choice,
     "elementwise": _elementwise,
 }

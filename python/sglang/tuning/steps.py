@@ -29,6 +29,7 @@ from sglang.tuning.ops import (
     AllReduce,
     DecodeAttention,
     Elementwise,
+    EntryChoice,
     Experts,
     ExtendAttention,
     GatedDeltaRule,
@@ -36,6 +37,7 @@ from sglang.tuning.ops import (
     LatentAbsorb,
     Linear,
     Op,
+    SelectedAttention,
     floor,
 )
 from sglang.tuning.predicted_times import Predicted, predicted
@@ -232,7 +234,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         )
         yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
     elif isinstance(mixer, CompressedSparse):
-        yield from _compressed(mixer, step, mixer.num_heads // tp, item)
+        yield from _compressed(mixer, step, mixer.num_heads // tp)
 
 
 def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int, window: int = 0) -> tuple[str, Op]:
@@ -247,18 +249,22 @@ def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
 
 
 def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
-    """Absorbed where a step decodes; prompts over keys and values that are made of latents."""
+    """Absorbed where a step decodes or selects; other prompts over keys and values that are made of latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
     yield "latent_norm_rope_store", Elementwise("latent_norm_rope_store", size)
-    if mixer.indexer is not None:
-        keys = step.batch * step.context * (mixer.indexer.head_dim + 4)  # one byte an element, and a scale
-        yield "sparse_indexer", Elementwise("sparse_indexer", float(keys), 4)
-    if step.decodes:
-        seen = min(step.context, mixer.top_k) if mixer.sparse else step.context
+    selects = mixer.sparse and step.context > mixer.top_k
+    if mixer.indexer is not None and selects:
+        yield "sparse_indexer", EntryChoice(tokens, _mean_context(step), step.batch, mixer.indexer.num_heads)
+    if step.decodes or selects:
         yield "latent_absorb", LatentAbsorb(tokens, heads, lora, mixer.nope_dim)
-        keys_of = Keys(step.batch, seen, heads, 1, mixer.latent_dim, lora, item, True)
-        yield "sparse_attention" if mixer.sparse else "decode_attention", DecodeAttention(keys_of)
+        if selects:
+            stored = step.batch * step.context
+            sizes = (tokens, mixer.top_k, stored, heads, mixer.latent_dim, lora, item)
+            yield "sparse_attention", SelectedAttention(*sizes)
+        else:
+            keys_of = Keys(step.batch, step.context, heads, 1, mixer.latent_dim, lora, item, True)
+            yield "decode_attention", DecodeAttention(keys_of)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
     else:
         yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)
@@ -270,15 +276,30 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str
         )
 
 
-def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
-    """The op, by the bytes that it reads: others measured it with its products only."""
-    seen = min(step.context, mixer.window)
+def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tuple[str, Op]]:
+    """All but the products, whose weights are those of the description. Entries are cached in 16 bits."""
+    tokens, dim = step.tokens, mixer.head_dim
+    seen, stored = min(step.context, mixer.window), min(step.context, mixer.window + step.new)
+    yield "shared_kv_norm_rope_store", Elementwise("shared_kv_norm_rope_store", 4.0 * tokens * (heads + 1) * dim)
     if mixer.rate:
-        entries = step.context // mixer.rate
-        seen += min(entries, mixer.indexer.top_k) if mixer.indexer is not None else entries
-    size = step.batch * seen * mixer.head_dim * item * max(1, step.new // 64)
-    name = "decode_attention" if step.decodes else "extend_attention"
-    yield f"{name} compressed, bytes only", Elementwise("compressed_attention", float(size), 6)
+        entries = _mean_context(step) // mixer.rate
+        yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * dim, 2)
+        if mixer.indexer is not None:
+            yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * mixer.indexer.head_dim, 2)
+            if entries > mixer.indexer.top_k:
+                yield "sparse_indexer", EntryChoice(tokens, entries, step.batch, mixer.indexer.num_heads)
+            entries = min(entries, mixer.indexer.top_k)
+        seen, stored = seen + entries, stored + step.context // mixer.rate
+    yield "sparse_attention", SelectedAttention(tokens, seen, step.batch * stored, heads, dim, dim)
+    yield "tail_rotation", Elementwise("tail_rotation", 4.0 * tokens * heads * mixer.rope_dim)
+    groups = max(1, mixer.o_groups * heads // mixer.num_heads)
+    # Group by group, with the bytes and operations of one product of this size.
+    yield "attn.o_a", Linear(tokens, groups * mixer.o_lora_rank, mixer.group_dim)
+
+
+def _mean_context(step: Step) -> int:
+    """Tokens before one of the step, on average."""
+    return step.context - (step.new - 1) // 2
 
 
 def _feed_forward(

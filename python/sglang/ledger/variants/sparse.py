@@ -9,6 +9,7 @@ from typing import Any
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.srt.kernels import tiles
+from sglang.srt.layers.attention.entry_shares import MOST_SHARES
 from sglang.srt.layers.attention.triton_ops import index_logits, select_entries, sparse_attention
 from sglang.srt.layers.attention.triton_ops.sparse_packed import packed_attention_kernel
 from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_kernel
@@ -207,7 +208,7 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
 
 
 def _merges() -> Iterator[Variant]:
-    for shares in (sparse_attention.LEAST_SHARES, sparse_attention.MOST_SHARES):
+    for shares in (sparse_attention.LEAST_SHARES, MOST_SHARES):
         types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()} | _OUTPUTS
         constants = {"RANK": 512, "COLS": sparse_attention.MERGE_COLS, "HAS_SINKS": True, "HAS_LSE": True}
         launch = {"SHARES": shares, "num_warps": 4}

@@ -14,10 +14,11 @@ import torch
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers import native_sparse_ops as native
+from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.attention.triton_ops.sparse_attention import num_shares, sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 from sglang.srt.layers.triton_ops import index_store
 from srt.layers.attention.reference import relative_error
 

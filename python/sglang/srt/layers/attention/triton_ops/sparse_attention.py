@@ -15,7 +15,6 @@ Reference: `native_sparse_ops.attend_selected`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES, packed_attention_kernel
@@ -38,12 +38,8 @@ from sglang.srt.layers.triton_ops import pdl
 
 MERGE_COLS = 128
 """Columns that a program of `merge_shares_kernel` puts together."""
-LEAST_SHARES, MOST_SHARES = 16, 64
-"""Shares of one token that it has registers for."""
-START_TILES = 2
-"""What the start and the end of a program take, in tiles of entries."""
-MOST_ROUNDS = 4
-"""Rounds of programs that may be made by cutting: bounds the memory of the shares."""
+LEAST_SHARES = 16
+"""Shares of one token that it is compiled for at least; MOST_SHARES at most."""
 
 
 @triton.jit
@@ -133,20 +129,6 @@ def sparse_attention_kernel(
         o_ptr, part_o_ptr, acc1 * final[:, None], token, split, num_splits, num_heads, stride_ot, stride_oh, head,
         head_ok, HALF, RANK, HALF,
     )  # fmt: skip
-
-
-@functools.cache
-def num_shares(programs: int, tiles: int, slots: int) -> int:
-    """Into how many shares the entries of a token are cut: `programs` without a cut, each of up to `tiles` tiles of
-    entries, on a GPU that runs `slots` of them at once. Counts in tiles what a program, a round of programs and the
-    merge take."""
-
-    def cost(shares: int) -> int:
-        rounds = -(-programs * shares // slots)
-        return rounds * (-(-tiles // shares) + START_TILES) + (shares > 1)
-
-    most = max(1, min(tiles, MOST_SHARES, MOST_ROUNDS * slots // programs))
-    return min(range(1, most + 1), key=cost)
 
 
 def sparse_attention_fwd(

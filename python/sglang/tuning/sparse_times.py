@@ -1,0 +1,57 @@
+"""How long sparse attention and its indexer take: by their tiles and by times of an H200. No torch; times in
+microseconds inside, seconds from the public functions.
+
+Attention: programs of BLOCK_H heads of one token walk over a share of its entries. A step waits for gathered rows as a
+step of decode attention does, for which `carried_step_times` stands; with the clock of an H200 it says 0.72 to 1.0 of
+what the kernel took there (benchmark/results/2026-11-23-sparse-models-beside-sglang-h200.md), also where the shared
+memory was made so small that an SM ran one program. The indexer: clocks of an SM that one pair of a token and an entry
+took there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.layers.attention.entry_shares import START_TILES, num_shares
+from sglang.tuning.attention_model import SHARED, Keys, largest, waves_of
+from sglang.tuning.ops import EntryChoice, SelectedAttention
+from sglang.tuning.rates import ceilings_of, rates_of
+from sglang.tuning.served_attention import carried_step_times
+from sglang.tuning.streaming import LAUNCH
+
+CARD_CLOCK = 2.43e9
+"""Clocks a second of the card that the times of a step are from."""
+SCORE_CLOCKS = 13.0
+"""Clocks of an SM for the score of one pair of a token and an entry: 12.9 to 14.0, with 32 heads as with 64."""
+CHOICE_CLOCKS = 15.5
+"""Clocks of an SM for each score in the choice: four rounds of counting digits of 3.3, and gathering."""
+ROUND = 2e-5
+"""Seconds of one of the launches of the choice, which wait for each other, for few tokens: 10 to 31 us on an H200."""
+CHOICE_LAUNCHES = 5
+
+
+def attention_seconds(op: SelectedAttention, tile: Mapping[str, int], occupancy: int, arch: ArchTraits) -> float:
+    n = tile["BLOCK_N"]
+    head_tiles, tiles = -(-op.heads // tile["BLOCK_H"]), -(-op.entries // n)
+    shares = num_shares(op.tokens * head_tiles, tiles, arch.num_sms * tile["ctas_per_sm"])
+    programs, steps = op.tokens * head_tiles * shares, -(-tiles // shares) + START_TILES
+    loaded = float(op.tokens) * op.entries * op.row * head_tiles
+    row = Keys(1, n, op.heads, 1, op.head_dim, op.v_head_dim, op.item, latent=True)
+    times, slower = carried_step_times(row, tile), CARD_CLOCK / rates_of(arch).clock
+    sharing = min(float(max(1, occupancy)), max(1.0, programs / arch.num_sms))
+    step = largest((times.step + times.cold * op.read / loaded) * slower, sharing * times.busy)
+    chain = waves_of(programs / (arch.num_sms * sharing)) * steps * step
+    memory = op.read / ceilings_of(arch).read * 1e6
+    merging = 0.0
+    if shares > 1:
+        merging = LAUNCH * 1e6 + 8.0 * op.tokens * op.heads * shares * op.v_head_dim / SHARED.l2 * 1e-6
+    return LAUNCH + (largest(chain, loaded / SHARED.l2 * 1e-6, memory) + merging) * 1e-6
+
+
+def choice_seconds(op: EntryChoice, arch: ArchTraits) -> float:
+    """Of contexts longer than what is chosen: the scores of shorter ones are not computed."""
+    pairs = float(op.tokens) * op.entries
+    clocks = arch.num_sms * rates_of(arch).clock
+    launched = LAUNCH + CHOICE_LAUNCHES * ROUND * min(1.0, 1.75e9 / rates_of(arch).clock)
+    return launched + max(pairs * (SCORE_CLOCKS + CHOICE_CLOCKS) / clocks, op.num_bytes / ceilings_of(arch).read)
