@@ -64,8 +64,13 @@ def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> Non
         time.sleep(0.05)
 
 
-def children(server: LiveServer) -> dict[str, int]:
-    """Process ids of the schedulers, by the names that their log lines have; in the order of their start."""
+ONE_RANK = ("DP0", "detokenizer DP0", "DP1", "detokenizer DP1")
+TWO_RANKS = ("DP0 TP0", "DP0 TP1", "detokenizer DP0", "DP1 TP0", "DP1 TP1", "detokenizer DP1")
+"""The processes of two replicas in the order of their start."""
+
+
+def children(server: LiveServer, names: tuple[str, ...] = ONE_RANK) -> dict[str, int]:
+    """Returns their process ids by name."""
     pid = server.process.pid
     spawned = [
         int(child)
@@ -74,7 +79,7 @@ def children(server: LiveServer) -> dict[str, int]:
         if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     spawned.sort(key=lambda child: int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[19]))
-    return dict(zip(("DP0", "detokenizer DP0", "DP1", "detokenizer DP1"), spawned, strict=True))
+    return dict(zip(names, spawned, strict=True))
 
 
 def gone(pid: int) -> bool:
@@ -229,3 +234,22 @@ def test_one_dies_and_then_the_other() -> None:
         assert all(gone(pid) for pid in pids.values())
         left = [path.name for path in server.log_path.parent.glob("sglang-*")]
         assert not left, "sockets and shared arrays are removed"
+
+
+@pytest.mark.failures
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_a_process_takes_its_replica_down_and_no_other(name: str, number: signal.Signals) -> None:
+    with live_server("--tp-size", "2", "--watchdog-timeout", "4", *FLAGS) as server:
+        pids = children(server, TWO_RANKS)
+        lost = name.removeprefix("detokenizer ")[:3]
+        os.kill(pids[name], number)
+        wait_until(lambda: all(gone(pid) for other, pid in pids.items() if lost in other))
+        assert not any(gone(pid) for other, pid in pids.items() if lost not in other)
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+            assert http.get("/health").status_code == 200
+            batch = post(http, "/generate", text=prompts()[:10], sampling_params=greedy(2))
+        assert all(len(result["output_ids"]) == 2 for result in batch)
+        who = name if name.startswith("detokenizer") else f"scheduler {name}"
+        how = "died (killed by SIGKILL)" if number == signal.SIGKILL else "does not answer (--watchdog-timeout 4)"
+        assert f"the {who} process {how}" in server.log()

@@ -158,7 +158,6 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--cuda-graph-bs 1 0", "--cuda-graph-bs: must be at least 1"),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "contradict"),
         ("stray", "Unrecognized arguments: stray"),
-        ("--dp 65", "--dp-size: must be at most 64"),
         ("--dp 2 --nnodes 2 --tp 2 --dist-init-addr h:1", "--dp-size and --nnodes do not go together"),
         ("--load-balance-method best", "--load-balance-method: must be one of auto, round_robin"),
         ("--nnodes 2 --tp 2", "--nnodes 2 needs --dist-init-addr HOST:PORT of machine 0"),

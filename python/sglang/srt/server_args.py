@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
 from sglang.srt.compat import FOREIGN_KERNELS
-from sglang.srt.configs.load_balance import BALANCE_METHODS, MOST_REPLICAS
+from sglang.srt.configs.load_balance import BALANCE_METHODS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
@@ -200,7 +200,6 @@ class ServerArgs:
         "--dp",
         "--data-parallel-size",
         minimum=1,
-        maximum=MOST_REPLICAS,
     )
     load_balance_method: str = option(
         "auto",

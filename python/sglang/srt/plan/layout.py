@@ -49,7 +49,10 @@ def check_gpus(args: ServerArgs, seen: int) -> None:
     if needed > seen:
         replicas = f"--dp-size {args.dp_size} " if args.dp_size > 1 else ""
         first = f" --base-gpu-id {args.base_gpu_id}" if args.base_gpu_id else ""
-        raise UserError(f"{replicas}{node.layout.flags}{first} takes {needed} GPUs, but torch sees {seen} CUDA devices")
+        raise UserError(
+            f"{replicas}{node.layout.flags}{first} takes {needed} GPUs, but torch sees {seen} CUDA devices."
+            " Lower one of them."
+        )
 
 
 class LayoutProblem(UserError):
