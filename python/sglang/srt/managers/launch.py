@@ -86,7 +86,7 @@ class EngineHandle:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is dead, by the first of its replicas; None: one is not."""
+        """Returns why the engine is dead, by the first of its replicas, or None while one lives."""
         alive = any(replica.failure is None for replica in self._replicas)
         return None if alive else str(self._first_failure)
 

@@ -136,7 +136,8 @@ def layout_of(quant: ModuleQuant) -> Layout:
 
 
 def is_redundant(config: QuantConfig | None, name: str) -> bool:
-    """Whether the checkpoint tensor `name` repeats what is known otherwise, or is not read by its module's scheme."""
+    """Returns whether the checkpoint tensor `name` repeats what is known otherwise, or is not read by its module's
+    scheme."""
     module, _, leaf = name.rpartition(".")
     quant = config.of(module) if config is not None else None
     layout = LAYOUTS.get((quant.storage, quant.scheme)) if quant is not None else None
