@@ -85,6 +85,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("Tensor parallelism", "--tp-size", "`--tensor-parallel-size`"),
         Feature("Pipeline parallelism", "--pp-size", "`--pipeline-parallel-size`"),
         Feature("Expert parallelism", "--ep-size", "`--enable-expert-parallel`"),
+        Feature("Replicas behind one address", "--dp-size", "`--data-parallel-size`"),
         Feature("Attention by data parallelism", "--enable-dp-attention", "`--data-parallel-size`"),
         Feature("Context parallelism", "--attention-context-parallel-size", "`--decode-context-parallel-size`"),
     ),

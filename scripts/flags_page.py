@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from sglang.srt import compat, environ
 from sglang.srt.cli_args import Option, flag, is_list
-from sglang.srt.server_args import ONLY_ONE, TABLE
+from sglang.srt.server_args import TABLE
 from sglang.srt.upstream_interface import ACCEPTED, REFUSED, FlagGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
@@ -83,10 +83,7 @@ def _option_row(name: str) -> tuple[str, ...]:
     default = "" if field.default is None or field.default is False else f"`{field.default}`"
     if field.default is dataclasses.MISSING:
         default = "required"
-    meaning = spec.help
-    if name in ONLY_ONE:
-        meaning += f" Must be 1: {ONLY_ONE[name]}."
-    return _code((flag(name), *spec.aliases)), _value(annotation, spec), default, meaning
+    return _code((flag(name), *spec.aliases)), _value(annotation, spec), default, spec.help
 
 
 def _value(annotation: Any, spec: Option) -> str:

@@ -55,4 +55,6 @@ def test_two_gb10s_are_two_machines(
     model = str(published.any_checkpoint("Qwen3-8B", tmp_path / "m"))
     assert main(["serve", "--dry-run", "--model-path", model, "--tp", "2", "--skip-tokenizer-init"]) == 2
     assert "asks for 2 GPUs of one machine, and one with a gb10 has 1" in capsys.readouterr().err
+    assert main(["serve", "--dry-run", "--model-path", model, "--dp", "2", "--skip-tokenizer-init"]) == 2
+    assert "--dp-size 2 --tp-size 1 asks for 2 GPUs of one machine" in capsys.readouterr().err
     assert main(["serve", "--dry-run", "--model-path", model, "--skip-tokenizer-init"]) == 0

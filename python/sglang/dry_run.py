@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_templ
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
 from sglang.srt.kernels.resolve import installed_packages
-from sglang.srt.plan.layout import asked_node
+from sglang.srt.plan.layout import asked_node, check_gpus
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -22,10 +22,10 @@ def dry_run(args: ServerArgs) -> None:
     SGLANG_FORCE_ARCH plans for another GPU, on a machine without one for all of its memory."""
     arch, packages, node = current_arch(device=args.device), installed_packages(), asked_node(args)
     here = arch.device == "cuda" and device_count() > 0
-    if here and len(node.ranks) > device_count():
-        raise UserError(f"{node.layout.flags}, but torch sees {device_count()} CUDA devices")
-    gpus = range(len(node.ranks))
-    free = min(free_memory_bytes(rank, arch.unified_memory) for rank in gpus) if here else None
+    if here:
+        check_gpus(args, device_count())
+    gpus = range(node.first_gpu, node.first_gpu + len(node.ranks) * args.dp_size)
+    free = min(free_memory_bytes(gpu, arch.unified_memory) for gpu in gpus) if here else None
     explanation = explain(args, arch, packages, free)
     explanation.model.require_served()
     if explanation.problem is not None:

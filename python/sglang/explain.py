@@ -60,6 +60,7 @@ class Explanation:
     model: ModelDescription
     kv_dtype: str
     serving: Serving
+    replicas: int = 1
     not_implemented: str | None = None  # why this model cannot be served yet
     refused: str | None = None  # why no server starts in this layout
     unfit: str | None = None  # why there is no room for it
@@ -83,6 +84,11 @@ class Explanation:
         size = draft.weight_bytes(serving.dtype, serving.kv_dtype.startswith("fp8"), features)
         cost = cache_cost(cache_groups(draft.description.model, serving))
         return {**draft.describe(), "weight_bytes": size, "bytes_per_token": math.ceil(cost.bytes_per_token)}
+
+    @property
+    def gpus(self) -> int:
+        """Number of all GPUs."""
+        return self.replicas * self.serving.ranks.world_size
 
     @property
     def missing(self) -> tuple[NoKernel, ...]:
@@ -117,9 +123,9 @@ def explain(
     config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
     planner = ModelPlanner(config_of_model, arch, free, packages, served=not not_implemented, advises=advises)
 
-    nothing = Explanation(arch, model, serving.kv_dtype, serving, not_implemented)
+    nothing = Explanation(arch, model, serving.kv_dtype, serving, args.dp_size, not_implemented)
     try:
-        check_machine(arch, serving.ranks, args.nnodes)
+        check_machine(arch, serving.ranks, args.nnodes, args.dp_size)
         check_layout(model, serving.ranks)
     except UserError:
         return replace(nothing, refused=_refusal(planner, args))
@@ -184,6 +190,8 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "unfit": explanation.unfit,
         "problem": explanation.problem,
         "missing": [outcome.need.key for outcome in explanation.missing],
+        "replicas": explanation.replicas,
+        "gpus": explanation.gpus,
         "kv_cache": _kv_json(explanation),
         **({"draft": explanation.draft_json()} if explanation.draft is not None else {}),
         "moe_tiles": explanation.moe_tiles,
@@ -230,6 +238,12 @@ def to_text(explanation: Explanation) -> str:
     lines = [
         f"{model.architecture} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
     ]
+    if explanation.replicas > 1:
+        each = explanation.serving.ranks.world_size
+        lines.append(
+            f"{explanation.replicas} replicas of {each} GPU{'s' * (each > 1)} each: {explanation.gpus} GPUs. What"
+            " follows is one replica."
+        )
     if explanation.not_implemented:
         lines.append(f"This model is not implemented yet: {explanation.not_implemented}")
     if not model.known:

@@ -114,6 +114,7 @@ def test_information(http: httpx.Client) -> None:
     assert load["max_total_num_tokens"] > 4096 and load["num_waiting_reqs"] == load["token_usage"] == 0
     aggregate = http.get("/v1/loads").json()["aggregate"]
     assert aggregate["total_reqs"] == aggregate["total_running_reqs"] + aggregate["total_waiting_reqs"] == 0
+    assert http.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}]
     generate(http)
     assert http.get("/v1/loads").json()["loads"][0]["num_generated_tokens"] == load["num_generated_tokens"] + 6
 

@@ -143,11 +143,10 @@ def test_nccl_between_its_measured_sizes(ranks: int, message: int, seconds: floa
     assert nccl_seconds(ranks, message) == pytest.approx(seconds, rel=0.01)
 
 
-def test_several_servers_have_gpus_and_ports_of_their_own() -> None:
-    assert Layout(2, 2).commands(["--model-path", "a b"]) == [
-        "CUDA_VISIBLE_DEVICES=0,1 sglang serve --model-path 'a b' --tp 2 --port 30000",
-        "CUDA_VISIBLE_DEVICES=2,3 sglang serve --model-path 'a b' --tp 2 --port 30001",
-    ]
+def test_several_servers_of_a_machine_are_replicas() -> None:
+    words = ["--model-path", "a b"]
+    assert Layout(2, 2).commands(words) == ["sglang serve --model-path 'a b' --tp 2 --dp 2"]
+    assert Layout(2, 2).commands(words, a_machine=True) == ["sglang serve --model-path 'a b' --tp 2"]
 
 
 def test_a_layout_without_room_for_a_request_is_not_recommended(

@@ -95,9 +95,9 @@ def test_a_refused_flag_passes_with_a_value_that_asks_for_nothing() -> None:
     for name, flag in UNIMPLEMENTED.items():
         for value in flag.harmless:
             ServerArgs.from_cli(["--model", "m", f"--{name}={value}"])
-    ServerArgs.from_kwargs(model_path="m", decoupled_spec_role=None, enable_lora=False, base_gpu_id=0)
-    with pytest.raises(UserError, match="--base-gpu-id is not implemented"):
-        ServerArgs.from_kwargs(model_path="m", base_gpu_id=1)
+    ServerArgs.from_kwargs(model_path="m", decoupled_spec_role=None, enable_lora=False, gpu_id_step=1)
+    with pytest.raises(UserError, match="--gpu-id-step is not implemented"):
+        ServerArgs.from_kwargs(model_path="m", gpu_id_step=2)
 
 
 def test_values_that_only_tune(caplog: pytest.LogCaptureFixture) -> None:

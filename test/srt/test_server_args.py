@@ -158,8 +158,8 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--cuda-graph-bs 1 0", "--cuda-graph-bs: must be at least 1"),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "contradict"),
         ("stray", "Unrecognized arguments: stray"),
-        ("--dp 2", "--dp-size 2 is not implemented in sm120-sglang"),
-        ("--dp-size 2", "--dp-size 2 is not implemented"),
+        ("--dp 2 --nnodes 2 --tp 2 --dist-init-addr h:1", "--dp-size and --nnodes do not go together"),
+        ("--load-balance-method best", "--load-balance-method: must be one of auto, round_robin"),
         ("--nnodes 2 --tp 2", "--nnodes 2 needs --dist-init-addr HOST:PORT of machine 0"),
         ("--nnodes 2 --tp 2 --dist-init-addr host", "--dist-init-addr must be HOST:PORT; got 'host'"),
         ("--nnodes 2 --tp 3 --dist-init-addr h:1", "--nnodes 2 does not divide the 3 ranks"),
@@ -178,7 +178,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config.write_text("port: x\nnot-a-flag: 1\nenable-lora: true\n")
     words = (
         f"--config {config} --page-sise 3 --dtype int8 --page-size 0 --chunked-prefill-size 100 --speculative-algo "
-        "STANDALONE --dp 2 --uno-lora-path x --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
+        "STANDALONE --dp 0 --uno-lora-path x --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
         "--attention-backend trition --node-rank 3"
     )
     with pytest.raises(UserError) as caught:
@@ -199,7 +199,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         "--node-rank must be below",
         "--speculative-algorithm STANDALONE needs --speculative-draft-model-path",
         "--uno-lora-path is not implemented",
-        "--dp-size 2 is not implemented",
+        "--dp-size: must be at least 1",
         "--tool-call-parser: must be one of",
     ]
     for pattern in expected:

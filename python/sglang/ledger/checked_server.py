@@ -14,6 +14,7 @@ from sglang.srt.hardware.arch import current_arch
 from sglang.srt.managers import launch
 from sglang.srt.managers.child import ChildPipe
 from sglang.srt.managers.wire.ipc import Ports
+from sglang.srt.plan.layout import asked_node
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ ENTRY = f"{__name__}:run_checked_scheduler"
 
 
 def run_checked_scheduler(args: ServerArgs, ports: Ports, rank: int, start_pipe: ChildPipe) -> None:
-    arch = current_arch(rank, args.device)
+    arch = current_arch(asked_node(args).device(rank), args.device)
     if arch.capability is None:
         logger.warning("No launch is compared with the ledger: this machine has no GPU")
     else:

@@ -54,15 +54,10 @@ class Layout:
         return f"TP {self.tp_size}{experts}{stages}" + (f" x {self.servers} servers" if self.servers > 1 else "")
 
     def commands(self, words: Sequence[str], a_machine: bool = False) -> list[str]:
-        """The commands that start each server. `a_machine`: each has a machine of its own."""
-        lines = []
-        for i in range(self.servers):
-            line = ["sglang", "serve", *words, *self.flags]
-            if self.servers == 1 or a_machine:
-                return [shlex.join(line)]
-            gpus = ",".join(str(i * self.gpus_each + j) for j in range(self.gpus_each))
-            lines.append(f"CUDA_VISIBLE_DEVICES={gpus} " + shlex.join([*line, "--port", str(30000 + i)]))
-        return lines
+        """The command that starts the servers, as replicas behind one address. `a_machine`: each has a machine of its
+        own, where the command starts one."""
+        replicas = ["--dp", str(self.servers)] if self.servers > 1 and not a_machine else []
+        return [shlex.join(["sglang", "serve", *words, *self.flags, *replicas])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     **{("speculative_algorithm", name.lower()): name for name in "NGRAM STANDALONE EAGLE EAGLE3 NEXTN DFLASH".split()},
     ("speculative_algorithm", "FROZEN_KV_MTP"): "NEXTN",  # what SGLang makes of it where the draft is an assistant
     ("speculative_algorithm", "frozen_kv_mtp"): "NEXTN",
+    ("load_balance_method", "shortest_queue"): "total_requests",
+    ("load_balance_method", "minimum_tokens"): "total_tokens",
     ("tool_call_parser", "qwen"): "qwen25",
     ("tool_call_parser", "qwen3"): "qwen25",
     ("tool_call_parser", "glm"): "glm45",
@@ -186,6 +188,11 @@ TUNING_VALUES: Mapping[str, TuningValues] = {
         "auto",
         "safetensors are read in one way",
         frozenset({"fastsafetensors", "instanttensor", "layered", "runai_streamer"}),
+    ),
+    "load_balance_method": TuningValues(
+        "auto",
+        "prefill and decode run in one server",
+        frozenset({"follow_bootstrap_room", "decode_round_robin"}),
     ),
 }
 

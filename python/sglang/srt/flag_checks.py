@@ -73,6 +73,12 @@ def _of_machines(args: Any) -> Iterator[tuple[set[str], str]]:
     if ranks % args.nnodes:
         text = f"--nnodes {args.nnodes} does not divide the {ranks} ranks of --tp-size and --pp-size."
         yield {"nnodes", "tp_size", "pp_size"}, text
+    if args.dp_size > 1:
+        text = (
+            "--dp-size and --nnodes do not go together: start a server without --dp-size on each machine or group of"
+            " machines, behind a load balancer."
+        )
+        yield {"dp_size", "nnodes"}, text
     if args.dist_init_addr is None:
         yield {"dist_init_addr", "nnodes"}, f"--nnodes {args.nnodes} needs --dist-init-addr HOST:PORT of machine 0."
     elif not _HOST_AND_PORT.fullmatch(args.dist_init_addr):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
-from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
+from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
 from sglang.srt.compat import FOREIGN_KERNELS
+from sglang.srt.configs.load_balance import BALANCE_METHODS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
@@ -192,7 +193,22 @@ class ServerArgs:
         "--pipeline-parallel-size",
         minimum=1,
     )
-    dp_size: int = option(1, PARALLEL, "Replicas.", "--dp", "--data-parallel-size", minimum=1)
+    dp_size: int = option(
+        1,
+        PARALLEL,
+        "Replicas behind one address, each with its own --tp-size times --pp-size GPUs.",
+        "--dp",
+        "--data-parallel-size",
+        minimum=1,
+    )
+    load_balance_method: str = option(
+        "auto",
+        PARALLEL,
+        "Which replica a request goes to. auto: the one that has the longest prefix of it, unless it has too much to "
+        "do; total_tokens: the one with the fewest tokens in flight; total_requests: with the fewest requests.",
+        choices=BALANCE_METHODS,
+    )
+    base_gpu_id: int = option(0, PARALLEL, "Index of the first GPU; the others follow it.", minimum=0)
     ep_size: int = option(
         1,
         PARALLEL,
@@ -512,19 +528,8 @@ class ServerArgs:
 TABLE = OptionTable(ServerArgs)
 
 
-ONLY_ONE: Mapping[str, str] = {
-    "dp_size": "start one server for each replica behind a load balancer",
-}
-"""Fields that must be 1 until what they count exists, with what to do instead."""
-
-
 def _find_problems(args: ServerArgs, problems: Problems) -> None:
-    """Collects what does not exist yet, and values that contradict each other; fields with a problem already are left
-    out."""
-    for name, hint in ONLY_ONE.items():
-        value = getattr(args, name)
-        if value != 1 and name not in problems.fields:
-            problems.refuse(f"{flag(name)} {value}", hint)
+    """Collects values that contradict each other; fields with a problem already are left out."""
     for fields, text in contradictions(args):
         if not problems.fields & fields:
             problems.add(text, *fields)

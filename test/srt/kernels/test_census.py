@@ -232,7 +232,7 @@ def test_a_checked_server_compares_in_each_scheduler_process(monkeypatch: pytest
     monkeypatch.setattr(checked_server, "check_launches", served.append)
     monkeypatch.setattr(checked_server, "current_arch", lambda index, device: {(1, "cuda"): ARCH}[index, device])
     module, _, function = launch.SCHEDULER_ENTRY.partition(":")
-    call = (ServerArgs(model_path="model", device="cuda"), Ports("", "", "", "", ""), 1, None)
+    call = (ServerArgs(model_path="model", device="cuda"), Ports("", "", "", "", "", ""), 1, None)
     getattr(importlib.import_module(module), function)(*call)
     assert served[1:] == [ARCH, call]
 

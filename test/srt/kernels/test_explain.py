@@ -223,6 +223,15 @@ def advised(refusal: str) -> list[list[str]]:
     return [*(way.split() for way in ways), *(["--tp-size", size] for size in ends)]
 
 
+@pytest.mark.parametrize("model_dir", ["qwen3"], indirect=True)
+def test_replicas_are_planned_as_one(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--arch", "sm_120", "--model-path", model_dir, "--tp", "2")
+    one, three = (json.loads(run(capsys, *argv, *flags, "--json")) for flags in ((), ("--dp", "3")))
+    assert (one["replicas"], one["gpus"], three["replicas"], three["gpus"]) == (1, 2, 3, 6)
+    assert {**three, "replicas": 1, "gpus": 2} == one
+    assert "3 replicas of 2 GPUs each: 6 GPUs." in run(capsys, *argv, "--dp", "3")
+
+
 @pytest.mark.parametrize(("model_dir", "tp"), [("qwen3", 40), ("qwen3_moe", 8)], indirect=["model_dir"])
 def test_a_refused_layout_is_refused_with_the_servers_words(
     model_dir: str, tp: int, capsys: pytest.CaptureFixture[str]

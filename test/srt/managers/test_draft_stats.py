@@ -59,7 +59,7 @@ def test_gauges_are_of_the_last_interval(caplog: pytest.LogCaptureFixture) -> No
     assert (snapshot.spec_num_steps, snapshot.spec_num_draft_tokens, snapshot.spec_verify_calls) == (3, 4, 5)
     assert stats.drafts.since_start.accept_length == pytest.approx(26 / 10)
     metrics = Metrics("m")
-    metrics.stats = snapshot
+    metrics.stats = [snapshot]
     page = metrics.render().decode()
     assert 'sglang:spec_accept_length{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 2.5' in page
     assert 'sglang:spec_verify_calls_total{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 5.0' in page

@@ -9,9 +9,8 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,12 @@ import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
-from sglang.srt.managers import launch
+from sglang.srt.managers import engine_processes, launch
 from sglang.srt.managers.child import ERROR
+from sglang.srt.managers.engine_processes import EngineError, EngineProcesses, _Child
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results
-from sglang.srt.managers.launch import EngineError, EngineHandle, _Child, launch_engine
+from sglang.srt.managers.launch import EngineHandle, launch_engine
 from sglang.srt.server_args import ServerArgs
 
 START_S = 60.0
@@ -72,7 +72,7 @@ def run_call(engine: EngineHandle, **fields: Any) -> Any:
         try:
             return await asyncio.wait_for(native_results(engine.manager, GenerateRequest(**fields)), 20)
         finally:
-            engine.manager._inbox.detach()
+            engine.manager.detach()
 
     return asyncio.run(main())
 
@@ -89,7 +89,7 @@ def test_from_text_to_text(engine: EngineHandle) -> None:
 def test_shutdown_leaves_nothing() -> None:
     handle = start()
     pids = [pid for pid in handle.process_ids.values() if pid is not None]
-    directory = handle._ports.directory
+    directory = handle._ports[0].root
     assert len(pids) == 2
     assert os.path.isdir(directory)
     handle.shutdown()
@@ -124,7 +124,7 @@ def test_a_crash_at_start_carries_its_traceback(caplog: pytest.LogCaptureFixture
 
 
 def test_a_process_that_stops_while_it_starts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "START_SILENCE_S", 10.0)
+    monkeypatch.setattr(engine_processes, "START_SILENCE_S", 10.0)
     handle = launch_engine(
         ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, max_total_tokens=STOPPED, watchdog_timeout=1.0)
     )
@@ -183,8 +183,8 @@ def test_death_while_running_is_reported(how: str, message: str) -> None:
         handle.manager.attach()
         loop = asyncio.get_running_loop()
 
-        def fail(message: str) -> None:
-            loop.call_soon_threadsafe(handle.manager.mark_unhealthy, message)
+        def fail(replica: int, message: str) -> None:
+            loop.call_soon_threadsafe(handle.manager.lose_replica, replica, message)
 
         handle.watch(fail)
         req = GenerateRequest(input_ids=[1], extra_key=how)
@@ -195,9 +195,9 @@ def test_death_while_running_is_reported(how: str, message: str) -> None:
     asyncio.run(main())
     assert handle.failure is not None
     assert message in handle.failure
-    late: queue.Queue[str] = queue.Queue()
-    handle.watch(late.put)  # told at once
-    assert late.get(timeout=5) == handle.failure
+    late: queue.Queue[tuple[int, str]] = queue.Queue()
+    handle.watch(lambda *failure: late.put(failure))  # told at once
+    assert late.get(timeout=5) == (0, handle.failure)
     handle.shutdown()
 
 
@@ -221,7 +221,7 @@ def test_children_end_with_their_parent(tmp_path: Path, number: signal.Signals) 
         "    launch.SCHEDULER_ENTRY = 'srt.managers.fake_scheduler:run_scheduler'\n"
         f"    handle = launch.launch_engine(ServerArgs.from_kwargs(model_path={DEFAULT_MODEL_PATH!r}))\n"
         "    handle.wait_ready(60)\n"
-        "    print(handle._ports.directory, *handle.process_ids.values(), flush=True)\n"
+        "    print(handle._ports[0].root, *handle.process_ids.values(), flush=True)\n"
         "    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
@@ -234,17 +234,13 @@ def test_children_end_with_their_parent(tmp_path: Path, number: signal.Signals) 
     assert not os.path.exists(directory)
 
 
-def bare_handle() -> EngineHandle:
-    """Without processes."""
-    handle = EngineHandle.__new__(EngineHandle)
-    handle._limit_s, handle._settled, handle._closing, handle._children = 60.0, threading.Event(), False, []
-    handle._failure, handle._on_failure, handle._lock = None, None, threading.Lock()
-    return handle
+def no_processes(told: Callable[[], None] = lambda: None) -> EngineProcesses:
+    return EngineProcesses(60.0, told)
 
 
 def test_who_dies_without_a_word_began_it_however_late_that_is_known() -> None:
     """The end of a process may come to the parent's ears behind the error that another one met because of it."""
-    handle = bare_handle()
+    handle = no_processes()
     ends = {name: multiprocessing.Pipe() for name in ("scheduler PP0", "scheduler PP1", "detokenizer")}
     killed = SimpleNamespace(join=lambda timeout: None, exitcode=-signal.SIGKILL)
     by_pipe = {ours: _Child(name, killed, ours) for name, (ours, _) in ends.items()}
@@ -261,12 +257,14 @@ def test_who_dies_without_a_word_began_it_however_late_that_is_known() -> None:
 GLOO = b"Traceback (most recent call last):\n  File ...\nRuntimeError: [pair.cc:553] Connection closed by peer [::1]:5."
 
 
-def watched(*words: tuple[str, bytes | None]) -> EngineHandle:
-    """A handle of processes with these last words, None for one that was killed, after its monitor has ended."""
-    handle = bare_handle()
+def watched(*words: tuple[str, bytes | None]) -> EngineProcesses:
+    """Processes with these last words, None for one that was killed, after their monitor has ended."""
+    handle = no_processes()
     for name, last_words in words:
         ours, theirs = multiprocessing.Pipe()
-        killed: Any = SimpleNamespace(join=lambda timeout: None, exitcode=-signal.SIGKILL, pid=None)
+        killed: Any = SimpleNamespace(
+            join=lambda timeout: None, exitcode=-signal.SIGKILL, pid=None, is_alive=lambda: False
+        )
         handle._children.append(_Child(name, killed, ours))
         if last_words is not None:
             theirs.send_bytes(ERROR + last_words)
@@ -278,25 +276,24 @@ def watched(*words: tuple[str, bytes | None]) -> EngineHandle:
 def test_the_cause_is_named_first_and_what_others_met_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
     """A rank that has lost another has nothing to tell that its traceback would add."""
     handle = watched(("scheduler PP0", GLOO), ("scheduler PP1", None), ("detokenizer", None))
-    assert handle.failure == "the scheduler PP1 process died (killed by SIGKILL)"
+    assert str(handle.failure) == "the scheduler PP1 process died (killed by SIGKILL)"
     lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert lines[0] == handle.failure
+    assert lines[0] == str(handle.failure)
     assert "Then the scheduler PP0 process lost its connection to another rank" in lines[1:]
     assert "Traceback" not in "".join(lines)
 
 
 def test_an_error_of_its_own_comes_before_lost_connections(caplog: pytest.LogCaptureFixture) -> None:
     handle = watched(("scheduler PP0", GLOO), ("scheduler PP1", b"Traceback ...\nValueError: a bug"))
-    assert handle.failure == "the scheduler PP1 process failed: ValueError: a bug"
+    assert str(handle.failure) == "the scheduler PP1 process failed: ValueError: a bug"
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert errors[0].endswith("Traceback ...\nValueError: a bug") and "Traceback" not in "".join(errors[1:])
 
 
 def test_children_that_end_because_they_were_told_have_not_died(caplog: pytest.LogCaptureFixture) -> None:
     """The monitor may hear of one before all have ended, and of others while it asks for the cause."""
-    handle = bare_handle()
-    told: list[str] = []
-    handle._on_failure = told.append
+    told: list[bool] = []
+    handle = no_processes(lambda: told.append(True))
 
     def join(timeout: float) -> None:
         handle._closing = True  # the parent ends all, and this one is the first

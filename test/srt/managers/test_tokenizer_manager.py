@@ -48,7 +48,7 @@ class Bench:
     def __init__(self, **flags: Any) -> None:
         args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, **flags)
         self.ports = ipc.Ports.create()
-        self.manager = TokenizerManager(args, ModelConfig.from_server_args(args), self.ports, load_tokenizer(args))
+        self.manager = TokenizerManager(args, ModelConfig.from_server_args(args), [self.ports], load_tokenizer(args))
         self.inbox = ipc.scheduler_inbox(self.ports)
         self.outbox = ipc.detokenizer_outbox(self.ports)
 
@@ -370,13 +370,13 @@ def test_aborts_wait_for_room_in_a_full_channel(monkeypatch: pytest.MonkeyPatch)
         streams = [await bench.manager.submit(call(rid)) for rid in "abc"]
         for _ in streams:
             await bench.request()
-        send, attempts = bench.manager._outbox.try_send, []
+        send, attempts = bench.manager.replicas[0].outbox.try_send, []
 
         def full(message: object) -> None:
             attempts.append(message)
             raise ipc.ChannelFull("full")
 
-        monkeypatch.setattr(bench.manager._outbox, "try_send", full)
+        monkeypatch.setattr(bench.manager.replicas[0].outbox, "try_send", full)
         for stream in streams:
             await stream.aclose()
         while len(attempts) < 5:
@@ -384,7 +384,7 @@ def test_aborts_wait_for_room_in_a_full_channel(monkeypatch: pytest.MonkeyPatch)
         bench.send("b", finish=LENGTH)  # it ended by itself
         while bench.manager.num_unfinished == 3:
             await asyncio.sleep(0.001)
-        monkeypatch.setattr(bench.manager._outbox, "try_send", send)
+        monkeypatch.setattr(bench.manager.replicas[0].outbox, "try_send", send)
         assert await bench.received() == AbortReq(["a", "c"])
         for rid in "ac":
             bench.send(rid, finish=ABORTED)
@@ -431,7 +431,7 @@ def test_information_from_the_scheduler() -> None:
         bench.outbox.send(SchedulerStats(num_running_reqs=3, token_usage=0.5))
         await bench.settled()
         assert bench.manager.scheduler_info == {"plan": 1}
-        assert bench.manager.stats.num_running_reqs == 3
+        assert bench.manager.replicas[0].stats.num_running_reqs == 3
         assert bench.manager.last_receive_time > before
 
     play(test)
@@ -496,7 +496,7 @@ def test_a_failed_send_leaves_nothing_registered(
     """Whatever was raised: the ids are free again, what was sent is aborted, and shutdown waits for nothing."""
 
     async def test(bench: Bench) -> None:
-        send = bench.manager._outbox.try_send
+        send = bench.manager.replicas[0].outbox.try_send
         room = sent_before
 
         def refuse(message: SchedulerInput) -> None:
@@ -507,7 +507,7 @@ def test_a_failed_send_leaves_nothing_registered(
                     raise error
             send(message)
 
-        monkeypatch.setattr(bench.manager._outbox, "try_send", refuse)
+        monkeypatch.setattr(bench.manager.replicas[0].outbox, "try_send", refuse)
         with pytest.raises(expected) as caught:
             await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
         if isinstance(caught.value, RequestError):
@@ -518,7 +518,7 @@ def test_a_failed_send_leaves_nothing_registered(
             assert await bench.received() == AbortReq(["a"])
             bench.send("a", finish=ABORTED)
             await bench.settled()
-        monkeypatch.setattr(bench.manager._outbox, "try_send", send)
+        monkeypatch.setattr(bench.manager.replicas[0].outbox, "try_send", send)
         again = await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
         for rid in "ab":
             assert (await bench.request()).rid == rid
@@ -566,10 +566,10 @@ def test_a_control_call_that_cannot_be_sent_is_a_503(monkeypatch: pytest.MonkeyP
         def refuse(message: object) -> None:
             raise ipc.ChannelFull("full")
 
-        monkeypatch.setattr(bench.manager._outbox, "try_send", refuse)
+        monkeypatch.setattr(bench.manager.replicas[0].outbox, "try_send", refuse)
         with pytest.raises(RequestError, match="overloaded") as caught:
             await bench.manager.control("ping")
-        assert caught.value.status_code == 503 and not bench.manager._replies
+        assert caught.value.status_code == 503 and not bench.manager.replicas[0].replies
 
     play(test)
 

@@ -108,12 +108,11 @@ class Engine:
         return self._run(self._manager.control("flush_cache")).ok
 
     def get_server_info(self) -> dict[str, Any]:
-        """All flags as resolved, the plan, and `internal_states` of the scheduler."""
-        state = self._run(self._manager.control("internal_state"))
+        """All flags as resolved, the plan, and `internal_states` of the schedulers."""
         return {
             **self.server_args.public_dict(),
             **self._manager.scheduler_info,
-            "internal_states": [state.data],
+            "internal_states": self._run(self._manager.internal_states()),
         }
 
     @property
@@ -211,8 +210,8 @@ class Engine:
     async def _close_manager(self) -> None:
         self._manager.close()
 
-    def _engine_failed(self, message: str) -> None:
-        self._loop.call_soon_threadsafe(self._manager.mark_unhealthy, message)
+    def _engine_failed(self, replica: int, message: str) -> None:
+        self._loop.call_soon_threadsafe(self._manager.lose_replica, replica, message)
 
 
 async def _next(results: AsyncIterator[Result]) -> Result | None:

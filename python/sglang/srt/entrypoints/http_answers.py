@@ -131,6 +131,7 @@ _BY_PATH: dict[str, Schema] = {
         loads=_list(_record(dp_rank=_COUNT, num_running_reqs=_COUNT, num_waiting_reqs=_COUNT, token_usage=_NUMBER)),
         aggregate=_record(total_running_reqs=_COUNT, total_waiting_reqs=_COUNT, total_reqs=_COUNT),
     ),
+    "/get_load": _list(_record(dp_rank=_COUNT, num_reqs=_COUNT, num_waiting_reqs=_COUNT, num_tokens=_COUNT)),
     "/pause_generation": _MESSAGE,
     "/continue_generation": _MESSAGE,
     "/open_session": _TEXT,

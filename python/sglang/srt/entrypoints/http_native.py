@@ -167,7 +167,6 @@ async def server_info(request: Request) -> Response:
     """All resolved arguments, what the plan decided, and the scheduler's state now."""
     engine = engine_of(request)
     manager = engine.manager
-    state = await manager.control("internal_state")
     return json_response(
         {
             **manager.args.public_dict(),
@@ -176,39 +175,62 @@ async def server_info(request: Request) -> Response:
             **manager.scheduler_info,
             "version": __version__,
             "status": manager.status.name.lower(),
-            "internal_states": [state.data],
+            "internal_states": await manager.internal_states(),
         }
     )
 
 
 @router.get("/v1/loads")
 async def loads(request: Request) -> Response:
-    """Returns the load of each data-parallel rank, of which there is one, and the load of all together."""
+    """Returns the load of each replica that serves (`dp_rank`), and the load of all together."""
     manager = engine_of(request).manager
-    state = (await manager.control("internal_state")).data
-    running, waiting = state["num_running_reqs"], state["num_queue_reqs"]
-    usage = round(state["num_used_tokens"] / state["max_total_num_tokens"], 4)
-    load = {
-        "num_waiting_reqs": waiting,
-        "num_total_reqs": running + waiting,
-        "token_usage": usage,
-        "gen_throughput": state["last_gen_throughput"],
-        "cache_hit_rate": manager.stats.cache_hit_rate,
-    }
+    loads = [
+        {
+            **state,
+            "num_waiting_reqs": state["num_queue_reqs"],
+            "num_total_reqs": state["num_running_reqs"] + state["num_queue_reqs"],
+            "token_usage": round(state["num_used_tokens"] / state["max_total_num_tokens"], 4),
+            "gen_throughput": state["last_gen_throughput"],
+            "cache_hit_rate": manager.replicas[state["dp_rank"]].stats.cache_hit_rate,
+        }
+        for state in await manager.internal_states()
+        if "failure" not in state
+    ]
+
+    def total(name: str) -> Any:
+        return sum(load[name] for load in loads)
+
     return json_response(
         {
             "timestamp": time.time(),
             "version": __version__,
-            "dp_rank_count": 1,
-            "loads": [{"dp_rank": 0, **state, **load}],
+            "dp_rank_count": len(loads),
+            "loads": loads,
             "aggregate": {
-                "total_running_reqs": running,
-                "total_waiting_reqs": waiting,
-                "total_reqs": running + waiting,
-                "avg_token_usage": usage,
-                "avg_throughput": state["last_gen_throughput"],
+                "total_running_reqs": total("num_running_reqs"),
+                "total_waiting_reqs": total("num_waiting_reqs"),
+                "total_reqs": total("num_total_reqs"),
+                "avg_token_usage": round(total("token_usage") / len(loads), 4),
+                "avg_throughput": total("gen_throughput") / len(loads),
             },
         }
+    )
+
+
+@router.get("/get_load")
+async def get_load(request: Request) -> Response:
+    """Returns the requests and tokens of each replica that serves: an older form of `/v1/loads`."""
+    return json_response(
+        [
+            {
+                "dp_rank": state["dp_rank"],
+                "num_reqs": state["num_running_reqs"] + state["num_queue_reqs"],
+                "num_waiting_reqs": state["num_queue_reqs"],
+                "num_tokens": state["num_used_tokens"],
+            }
+            for state in await engine_of(request).manager.internal_states()
+            if "failure" not in state
+        ]
     )
 
 
@@ -234,11 +256,17 @@ async def health_generate(request: Request) -> Response:
     return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
 
 
-async def generate_one_token(manager: TokenizerManager) -> None:
-    """Generates one token, or computes an embedding if that is what the server is for. Raises RequestError."""
+async def warm_up(manager: TokenizerManager) -> None:
+    """Sends every replica its first request. Raises RequestError."""
+    await asyncio.gather(*(generate_one_token(manager, replica.index) for replica in manager.replicas))
+
+
+async def generate_one_token(manager: TokenizerManager, replica: int | None = None) -> None:
+    """Generates one token, or computes an embedding if that is what the server is for. replica: its index; None: any.
+    Raises RequestError."""
     embed = manager.args.is_embedding
     params = None if embed else {"max_new_tokens": 1, "temperature": 0.0}
-    call = GenerateRequest(input_ids=[0], sampling_params=params, embed=embed)
+    call = GenerateRequest(input_ids=[0], sampling_params=params, embed=embed, replica=replica)
     async with await manager.submit(call) as stream:
         await stream.collect()
 

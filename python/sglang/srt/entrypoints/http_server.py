@@ -2,7 +2,7 @@
 
 bind -> serve 503 -> start the engine -> warm up -> serve -> SIGTERM: refuse, finish what runs, exit 0
                                                         |      `-> SIGTERM again: fail what runs, exit 0
-                                                        `-> an engine process dies: fail what runs, exit 1
+                                                        `-> the last engine dies: fail what runs, exit 1
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 import uvicorn
 
 from sglang.srt.entrypoints.http_app import create_app
-from sglang.srt.entrypoints.http_native import generate_one_token
+from sglang.srt.entrypoints.http_native import warm_up
 from sglang.srt.entrypoints.http_protocol import HttpProtocol
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
+from sglang.srt.managers.engine_processes import EngineError
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.launch import EngineError, EngineHandle, launch_engine
+from sglang.srt.managers.launch import EngineHandle, launch_engine
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -219,24 +220,24 @@ class _Server:
         self.handle.manager.attach()
         self.state.connect(self.handle.manager)
 
-        def report(message: str) -> None:
-            loop.call_soon_threadsafe(self._on_engine_failure, message)
+        def report(replica: int, message: str) -> None:
+            loop.call_soon_threadsafe(self._on_engine_failure, replica, message)
 
         self.handle.watch(report)
 
-    def _on_engine_failure(self, message: str) -> None:
-        """Called once, when an engine process has died; the engine's monitor has logged its traceback."""
-        self.state.failure = message
+    def _on_engine_failure(self, replica: int, message: str) -> None:
+        """Called once for each replica, when a process of it has died; its monitor has logged the traceback."""
         assert self.handle is not None
-        self.handle.manager.mark_unhealthy(message)
-        self._died.set()
+        if not self.handle.manager.lose_replica(replica, message):
+            self.state.failure = message
+            self._died.set()
 
     async def _warm_up(self) -> None:
         assert self.handle is not None
         if not self.args.skip_server_warmup:
             started = time.perf_counter()
             try:
-                await asyncio.wait_for(generate_one_token(self.handle.manager), WARMUP_LIMIT_S)
+                await asyncio.wait_for(warm_up(self.handle.manager), WARMUP_LIMIT_S)
             except asyncio.TimeoutError:
                 raise EngineError(f"the first request got no answer within {WARMUP_LIMIT_S:.0f} s") from None
             except RequestError as error:

@@ -157,6 +157,8 @@ async def _begun(
     rid = call.rid = str(call.rid or uuid.uuid4().hex)
     parent = None if previous is None else previous.rid
     turn = Turn(rid, parent, np.array(call.input_ids, np.int32), len(call.input_ids), media=call.media_items)
+    call.replica = manager.replica_for(call.input_ids, store.replica(params.id))
+    store.bind(params.id, call.replica)
     store.begin(params.id, turn)
     return turn
 

@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 
-from sglang.srt.managers.launch import EngineError, launch_engine
+from sglang.srt.managers.engine_processes import EngineError
+from sglang.srt.managers.launch import launch_engine
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def run_ranks(args: ServerArgs) -> None:
         signal.signal(number, lambda *_: stop.set())
     failures: list[str] = []
 
-    def report(message: str) -> None:
+    def report(replica: int, message: str) -> None:
         failures.append(message)
         stop.set()
 

@@ -25,7 +25,34 @@ def asked_layout(args: ServerArgs) -> RankLayout:
 
 
 def asked_node(args: ServerArgs) -> Node:
-    return Node(args.node_rank, args.nnodes, asked_layout(args))
+    """Returns the ranks of the first replica that run on this machine."""
+    return Node(args.node_rank, args.nnodes, asked_layout(args), args.base_gpu_id)
+
+
+def replica_args(args: ServerArgs) -> list[ServerArgs]:
+    """Returns what each of --dp-size replicas is started with: alone, on the GPUs behind those of the one before.
+
+    --max-queued-requests is the server's, of which each gets an even share, rounded up."""
+    queued = args.max_queued_requests
+    share = None if queued is None else -(-queued // args.dp_size)
+    gpus = asked_layout(args).world_size
+    return [
+        replace(args, dp_size=1, base_gpu_id=args.base_gpu_id + index * gpus, max_queued_requests=share)
+        for index in range(args.dp_size)
+    ]
+
+
+def check_gpus(args: ServerArgs, seen: int) -> None:
+    """Raises UserError where this machine has too few GPUs. seen: the number that torch sees."""
+    node = asked_node(args)
+    needed = args.base_gpu_id + len(node.ranks) * args.dp_size
+    if needed > seen:
+        replicas = f"--dp-size {args.dp_size} " if args.dp_size > 1 else ""
+        first = f" --base-gpu-id {args.base_gpu_id}" if args.base_gpu_id else ""
+        raise UserError(
+            f"{replicas}{node.layout.flags}{first} takes {needed} GPUs, but torch sees {seen} CUDA devices."
+            " Lower one of them."
+        )
 
 
 class LayoutProblem(UserError):
@@ -59,11 +86,17 @@ def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
         raise LayoutProblem(problem, model, ranks)
 
 
-def check_machine(arch: ArchTraits, ranks: RankLayout, nnodes: int = 1) -> None:
+def check_machine(arch: ArchTraits, ranks: RankLayout, nnodes: int = 1, replicas: int = 1) -> None:
     """Raises UserError for more GPUs than a machine of this kind has, and for ranks that the machines cannot share."""
     if ranks.world_size % nnodes:
         raise UserError(f"{ranks.flags} makes {ranks.world_size} ranks, which --nnodes {nnodes} does not divide.")
     each = ranks.world_size // nnodes
+    if replicas > 1 and 0 < arch.gpus_per_machine < each * replicas:
+        raise UserError(
+            f"--dp-size {replicas} {ranks.flags} asks for {each * replicas} GPUs of one machine, and one with a"
+            f" {arch.product} has {arch.gpus_per_machine}. Start a server on each machine, without --dp-size, behind a"
+            " load balancer."
+        )
     if 0 < arch.gpus_per_machine < each:
         raise UserError(
             f"{ranks.flags} asks for {each} GPUs of one machine, and one with a {arch.product} has"

@@ -338,7 +338,7 @@ class ModelPlanner:
         """Describes the model and the choices for these flags. Raises UserError for what is malformed or not computed
         here, and for layouts that do not divide it."""
         ranks = asked_layout(args)
-        check_machine(self.arch, ranks, args.nnodes)
+        check_machine(self.arch, ranks, args.nnodes, args.dp_size)
         apart = why_shared_apart(args)
         if apart not in self.described:
             source = str(Path(self.model.model_path) / "config.json")

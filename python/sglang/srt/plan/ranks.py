@@ -80,6 +80,8 @@ class Node:
     rank: int
     count: int
     layout: RankLayout
+    first_gpu: int = 0
+    """Index of the GPU of the first rank here."""
 
     @property
     def ranks(self) -> range:
@@ -95,7 +97,12 @@ class Node:
 
     def device(self, rank: int) -> int:
         """Returns the index of a rank's GPU in its machine."""
-        return rank - self.ranks.start
+        return self.first_gpu + rank - self.ranks.start
+
+    @property
+    def devices(self) -> range:
+        """The GPUs of the ranks that run here."""
+        return range(self.first_gpu, self.first_gpu + len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True)

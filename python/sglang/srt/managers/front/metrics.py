@@ -18,6 +18,7 @@ from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.wire.io_struct import SchedulerStats
 
 _LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
+_REPLICA_LABEL = "dp_rank"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1, 2, 4, 6, 10, 20, 40, 60, 120, 300)
 _TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _REQUEST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 10, 20, 40, 80, 150, 300, 600, 1200, 2400)
@@ -61,15 +62,18 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """Numbers of one engine."""
+    """Numbers of one server. What schedulers say has a series for each replica, where there are several."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, num_replicas: int = 1) -> None:
         self._labels = (model_name, "unified", "0", "0")
+        self._several = num_replicas > 1
         self.first_token = Histogram(_FIRST_TOKEN_S)
         self.inter_token = Histogram(_TOKEN_S)
         self.request = Histogram(_REQUEST_S)
         self.queue = Histogram(_QUEUE_S)
-        self.stats = SchedulerStats()
+        self.stats = [SchedulerStats() for _ in range(num_replicas)]
+        self.lost: set[int] = set()
+        """Replicas that have ended."""
         self.generation_tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -98,9 +102,25 @@ class Metrics(Collector):
 
     def _gauges(self) -> Iterable[Metric]:
         for name, text in _GAUGES.items():
-            family = GaugeMetricFamily(f"sglang:{name}", text, labels=_LABELS)
-            family.add_metric(self._labels, getattr(self.stats, name))
+            family = GaugeMetricFamily(f"sglang:{name}", text, labels=self._replica_labels)
+            self._add_each(family, name)
             yield family
+        if self._several:
+            up = GaugeMetricFamily("sglang:replica_up", "1: the replica serves", labels=self._replica_labels)
+            for index in range(len(self.stats)):
+                up.add_metric((*self._labels, str(index)), index not in self.lost)
+            yield up
+
+    @property
+    def _replica_labels(self) -> tuple[str, ...]:
+        return (*_LABELS, _REPLICA_LABEL) if self._several else _LABELS
+
+    def _add_each(self, family: GaugeMetricFamily | CounterMetricFamily, name: str) -> None:
+        """Adds a field of the statistics of each replica that serves."""
+        for index, stats in enumerate(self.stats):
+            if index not in self.lost:
+                labels = (*self._labels, str(index)) if self._several else self._labels
+                family.add_metric(labels, getattr(stats, name))
 
     def _counters(self) -> Iterable[Metric]:
         for name, text, value in (
@@ -109,11 +129,14 @@ class Metrics(Collector):
             ("cached_tokens", "Prompt tokens that came from the prefix cache", self._cached_tokens),
             ("num_requests", "Finished requests", self._num_requests),
             ("num_aborted_requests", "Requests that ended by an abort", self._num_aborted),
-            ("spec_verify_calls", "Steps that verified guesses", self.stats.spec_verify_calls),
         ):
             family = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
             family.add_metric(self._labels, value)
             yield family
+        verified = "spec_verify_calls"
+        family = CounterMetricFamily(f"sglang:{verified}", "Steps that verified guesses", labels=self._replica_labels)
+        self._add_each(family, verified)
+        yield family
 
     def _histograms(self) -> Iterable[Metric]:
         for name, text, histogram in (

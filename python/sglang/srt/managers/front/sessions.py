@@ -52,6 +52,8 @@ class Session:
     timeout: float | None = None
     last_used: float = 0.0
     """Time of the last use, by the store's clock."""
+    replica: int | None = None
+    """The one that has the KV."""
     turns: dict[str, Turn] = field(default_factory=dict)
 
     def is_overdue(self, now: float) -> bool:
@@ -120,6 +122,15 @@ class SessionStore:
         """Raises RequestError if there is no such session."""
         self._close_overdue()
         return self._session(session_id).streaming
+
+    def replica(self, session_id: str) -> int | None:
+        """Returns the replica that the session's requests go to; None: there was none. Raises RequestError if there is
+        no such session."""
+        return self._session(session_id).replica
+
+    def bind(self, session_id: str, replica: int) -> None:
+        """Raises RequestError if there is no such session."""
+        self._session(session_id).replica = replica
 
     def last_turn(self, session_id: str) -> Turn | None:
         """Returns the turn of a streaming session from which it continues. Raises RequestError while one runs."""

@@ -1,10 +1,12 @@
-"""The front of the engine: takes calls, sends their sequences to the scheduler, hands the outputs back to the callers.
+"""The front of the engine: takes calls, sends their sequences to a scheduler, hands the outputs back to the callers.
 
 Runs in one event loop, that of the HTTP server or of the in-process engine:
 
     manager.attach()
     async with await manager.submit(GenerateRequest(text="Hello", stream=True)) as stream:
         async for output in stream: ...
+
+With --dp-size there are several engines behind it, the replicas; `replica_router` chooses one for each sequence.
 
 Every sequence that is sent gets exactly one message with a finish reason from the scheduler, also after an abort; its
 request id stays taken until then.
@@ -14,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,13 +35,14 @@ from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.front.media.served_media import ServedMedia
 from sglang.srt.managers.front.metrics import Metrics
+from sglang.srt.managers.front.replica import Replica
+from sglang.srt.managers.front.replica_router import ReplicaRouter
 from sglang.srt.managers.front.request_log import RequestLog
 from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer, pieces
 from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.front.request_trace import RequestTracer
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
-    AbortReq,
     BatchStrOut,
     ControlReply,
     ControlReq,
@@ -45,11 +50,13 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     SchedulerReady,
     SchedulerStats,
+    TokenizedGenerateReq,
     TokenMeta,
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONG_TEXT = 4096
@@ -61,6 +68,7 @@ SEND_BATCH_TOKENS = 1 << 18
 ABORT_RETRY_S = 0.05
 """Seconds that aborts wait for room in a full channel before they are tried again."""
 DRAIN_POLL_S = 0.02
+FLUSH_CACHE = "flush_cache"
 
 
 class ServerStatus(enum.Enum):
@@ -71,17 +79,33 @@ class ServerStatus(enum.Enum):
 
 
 class _Sequence:
-    """One sequence that the scheduler owes a finish message."""
+    """One sequence that a scheduler owes a finish message."""
 
-    __slots__ = ("first_time", "groups", "index", "kept_text", "last_time", "num_kept", "sent_time", "stream", "trace")
+    __slots__ = (
+        "first_time",
+        "groups",
+        "index",
+        "kept_text",
+        "last_time",
+        "num_kept",
+        "num_tokens",
+        "replica",
+        "sent_time",
+        "stream",
+        "trace",
+    )
 
     def __init__(self, stream: GenerationStream, index: int, groups: set[str]) -> None:
         self.stream = stream
         self.index = index
         self.groups = groups
         """The public ids that it ends with: the request's, shared by the samples of a prompt, and the batch's."""
+        self.replica: Replica | None = None
+        """None: no scheduler knows it yet."""
+        self.num_tokens = 0
+        """Tokens that it has been counted with in the load of its replica."""
         self.sent_time = 0.0
-        """time.monotonic(), as all times here; 0: the scheduler does not know it yet."""
+        """time.monotonic(), as all times here."""
         self.first_time = 0.0
         self.last_time = 0.0
         self.kept_text: list[str] = []
@@ -98,51 +122,52 @@ class TokenizerManager:
         self,
         args: ServerArgs,
         model_config: ModelConfig,
-        ports: ipc.Ports,
+        ports: Sequence[ipc.Ports],
         tokenizer: Tokenizer | None,
         served_media: ServedMedia | None = None,
     ) -> None:
-        """served_media: None where the model reads text only."""
+        """ports: of each replica. served_media: None where the model reads text only."""
         self.args = args
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.status = ServerStatus.STARTING
         self.status_message = ""
         self.last_receive_time = time.monotonic()
-        """time.monotonic() of the last message from the engine."""
-        self.scheduler_info: dict[str, Any] = {}
-        self.stats = SchedulerStats()
-        self.metrics = Metrics(args.served_model_name or args.model_path) if args.enable_metrics else None
+        """time.monotonic() of the last message from an engine."""
+        self.replicas = [Replica(index, each) for index, each in enumerate(ports)]
+        self._router = ReplicaRouter(args.load_balance_method, len(ports), not args.disable_radix_cache)
+        self.metrics = Metrics(args.served_model_name or args.model_path, len(ports)) if args.enable_metrics else None
         self._log = RequestLog(args) if args.log_requests else None
         self._tracer = RequestTracer.from_args(args)
-        self._inbox = ipc.tokenizer_inbox(ports)
-        self._outbox = ipc.tokenizer_outbox(ports)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
             tokens, files = served_media.tokens, served_media.files
-            self.media = MediaLoader(args, tokens, files, ports.shared_arrays, self.encode)
+            self.media = MediaLoader(args, tokens, files, ports[0].shared_arrays, self.encode)
         encode = None if tokenizer is None else self.encode
         self.preparer = RequestPreparer(args, model_config, encode, self.media)
         self._sequences: dict[str, _Sequence] = {}
         self._groups: dict[str, dict[str, None]] = {}
         """Public id of a request or a batch -> the unfinished sequences behind it, in order."""
-        self._replies: dict[str, asyncio.Future[ControlReply]] = {}
-        self._aborts: dict[str, None] = {}
-        """Sequences to abort, in order, that did not fit into the channel yet."""
         self._abort_retry: asyncio.TimerHandle | None = None
         self.corpora: ExternalCorpora | None = None
         """External corpora; only for n-gram drafts."""
         if args.speculative_algorithm == NGRAM:
             longest, most = args.speculative_ngram_max_trie_depth, args.speculative_ngram_external_corpus_max_tokens
-            self.corpora = ExternalCorpora(self.encode, self.control, Path(ports.directory), longest, most)
+            self.corpora = ExternalCorpora(self.encode, self.control, Path(ports[0].root), longest, most)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Start to listen; once, inside the running event loop."""
-        self._inbox.attach(self._receive)
+        for replica in self.replicas:
+            replica.inbox.attach(partial(self._receive, replica))
+
+    def detach(self) -> None:
+        """Stop to listen; messages wait."""
+        for replica in self.replicas:
+            replica.inbox.detach()
 
     async def load_corpus_file(self) -> None:
         """Loads the file of --speculative-ngram-external-corpus-path, if there is one. Raises UserError,
@@ -155,6 +180,27 @@ class TokenizerManager:
         if self.status is ServerStatus.STARTING:
             self.status = ServerStatus.UP
 
+    def lose_replica(self, index: int, message: str) -> bool:
+        """A replica has ended: its calls fail, and the others get what comes. Returns whether there are others; without
+        them the engine is gone."""
+        lost = self.replicas[index]
+        lost.failure = message
+        if self.metrics is not None:
+            self.metrics.lost.add(index)
+        if not self.serving_replicas:
+            self.mark_unhealthy(message)
+            return False
+        logger.error(
+            "Replica %d is taken out, %d of %d serve on.", index, len(self.serving_replicas), len(self.replicas)
+        )
+        error = RequestError(f"Replica {index} of the server has failed ({message}); send the request again.", 503)
+        for rid, sequence in list(self._sequences.items()):
+            if sequence.replica is lost:
+                self._forget(rid, sequence)
+                sequence.stream.fail(error)
+        lost.fail_replies(error)
+        return True
+
     def mark_unhealthy(self, message: str) -> None:
         """The engine is gone: fail everything that runs and refuse what comes."""
         if self.status is not ServerStatus.SHUTTING_DOWN:
@@ -164,12 +210,12 @@ class TokenizerManager:
 
     def fail_all(self, error: RequestError) -> None:
         """End every call with `error`, now. The scheduler is not told."""
-        sequences, self._sequences, self._groups, self._aborts = self._sequences, {}, {}, {}
+        sequences, self._sequences, self._groups = self._sequences, {}, {}
         for sequence in sequences.values():
             sequence.stream.fail(error)
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(error)
+        for replica in self.replicas:
+            replica.aborts.clear()
+            replica.fail_replies(error)
 
     def begin_shutdown(self) -> None:
         """Refuse new calls; running ones go on."""
@@ -188,8 +234,8 @@ class TokenizerManager:
     def close(self) -> None:
         if self._abort_retry is not None:
             self._abort_retry.cancel()
-        self._inbox.close()
-        self._outbox.close()
+        for replica in self.replicas:
+            replica.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.media is not None:
             self.media.close()
@@ -200,6 +246,16 @@ class TokenizerManager:
     def num_unfinished(self) -> int:
         """Sequences that have not ended yet, aborted ones whose end is on its way included."""
         return len(self._sequences)
+
+    @property
+    def serving_replicas(self) -> list[Replica]:
+        """Those that have not ended, of which there is one as long as the engine is healthy."""
+        return [replica for replica in self.replicas if replica.failure is None]
+
+    @property
+    def scheduler_info(self) -> dict[str, Any]:
+        """What the plan decided, for every replica alike."""
+        return next((replica.info for replica in self.replicas if replica.info), {})
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -220,7 +276,7 @@ class TokenizerManager:
         stream.created_time = created
         self._register(call, stream, req.rid if isinstance(req.rid, str) else None)
         try:
-            await self._send_sequences(stream)
+            await self._send_sequences(stream, req.replica)
         except BaseException as error:  # whatever it was, also a cancelled caller: nothing may stay registered
             await stream.aclose()
             if isinstance(error, ipc.ChannelFull):
@@ -242,20 +298,53 @@ class TokenizerManager:
         self._abort_sequences(list(self._sequences))
 
     async def control(self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0) -> ControlReply:
-        """Ask the scheduler; `kind` is one of ControlReq's. Raises RequestError when there is no answer in time."""
+        """Ask the schedulers of all replicas; `kind` is one of ControlReq's. Returns the first refusal, or else an
+        approval. Raises RequestError when there is no answer in time."""
+        replies = await self.control_each(kind, args, timeout)
+        if kind == FLUSH_CACHE:
+            self._router.forget_prefixes()
+        refused = next(((index, reply) for index, reply in replies.items() if not reply.ok), None)
+        if refused is None:
+            return next(iter(replies.values()))
+        index, reply = refused
+        return reply if len(self.replicas) == 1 else ControlReply(reply.id, False, f"Replica {index}: {reply.message}")
+
+    async def control_each(
+        self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0
+    ) -> dict[int, ControlReply]:
+        """Ask as `control` does. Returns the replies by replica, without those that end meanwhile."""
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(self.status_message, 503)
-        call_id = uuid.uuid4().hex
-        reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
+        asked = self.serving_replicas
+        if not asked:
+            raise RequestError(self.status_message, 503)
+        call_id, loop = uuid.uuid4().hex, asyncio.get_running_loop()
+        calls = {replica: loop.create_future() for replica in asked}
         try:
-            self._outbox.try_send(ControlReq(call_id, kind, args or {}))
-            return await asyncio.wait_for(reply, timeout)
+            for replica, call in calls.items():
+                replica.replies[call_id] = call
+                replica.outbox.try_send(ControlReq(call_id, kind, args or {}))
+            _, late = await asyncio.wait(calls.values(), timeout=timeout)
         except ipc.ChannelFull:
             raise RequestError("The server is overloaded; try again later.", 503) from None
-        except asyncio.TimeoutError:
-            raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503) from None
         finally:
-            del self._replies[call_id]
+            for replica in asked:
+                replica.replies.pop(call_id, None)
+        if late:
+            raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503)
+        failures = [failure for call in calls.values() if (failure := call.exception()) is not None]
+        if len(failures) == len(calls):
+            raise failures[0]
+        return {replica.index: call.result() for replica, call in calls.items() if call.exception() is None}
+
+    async def internal_states(self) -> list[dict[str, Any]]:
+        """Returns the state of each replica's scheduler, or why it has failed. Raises RequestError."""
+        replies = await self.control_each("internal_state")
+        return [
+            {"dp_rank": replica.index}
+            | (replies[replica.index].data if replica.index in replies else {"failure": replica.failure})
+            for replica in self.replicas
+        ]
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises RequestError without a tokenizer."""
@@ -319,26 +408,50 @@ class TokenizerManager:
             if self._log is not None:
                 self._log.received(request, call.prompt_texts[index // call.num_samples])
 
-    async def _send_sequences(self, stream: GenerationStream) -> None:
-        """Raises ipc.ChannelFull, or what a value that cannot be encoded raises."""
+    def replica_for(self, ids: Sequence[int], wanted: int | None = None) -> int:
+        """Returns the index of the replica that a sequence goes to: the wanted one while that serves."""
+        if wanted is not None and self.replicas[wanted].failure is None:
+            return wanted
+        return self._choose(ids, None).index
+
+    def _choose(self, ids: Sequence[int], namespace: str | None) -> Replica:
+        serving = self.serving_replicas
+        if not serving:
+            raise RequestError(f"The server is not healthy: {self.status_message}", 503)
+        return self.replicas[self._router.choose([replica.load for replica in serving], ids, namespace)]
+
+    async def _send_sequences(self, stream: GenerationStream, wanted: int | None) -> None:
+        """wanted: the replica; None: the router chooses. Raises RequestError where there is none (any more),
+        ipc.ChannelFull, or what a value that cannot be encoded raises."""
         num_tokens = 0
         for request in stream.requests:
             sequence = self._sequences.get(request.rid)
             if sequence is None or sequence.stream is not stream:  # aborted meanwhile
                 continue
-            self._outbox.try_send(request)
-            sequence.sent_time = time.monotonic()
+            self._send(request, sequence, wanted)
             num_tokens += len(request.input_ids)
             if num_tokens >= SEND_BATCH_TOKENS:
                 num_tokens = 0
                 await asyncio.sleep(0)
 
+    def _send(self, request: TokenizedGenerateReq, sequence: _Sequence, wanted: int | None) -> None:
+        ids = request.input_ids
+        replica = self._choose(ids, request.cache_namespace) if wanted is None else self.replicas[wanted]
+        if replica.failure is not None:
+            raise RequestError(f"Replica {replica.index} of the server has failed: {replica.failure}", 503)
+        replica.outbox.try_send(request)
+        sequence.sent_time = time.monotonic()
+        sequence.replica = replica
+        sequence.num_tokens = len(ids)
+        replica.load.num_requests += 1
+        replica.load.num_tokens += len(ids)
+
     def _abort_sequences(self, rids: Iterable[str]) -> None:
-        """Aborts sequences. Those that the scheduler does not know yet end here and now."""
+        """Aborts sequences. Those that no scheduler knows yet end here and now."""
         for rid in rids:
             sequence = self._sequences[rid]
-            if sequence.sent_time:
-                self._aborts[rid] = None
+            if sequence.replica is not None:
+                sequence.replica.aborts[rid] = None
                 continue
             self._forget(rid, sequence)
             request = sequence.stream.requests[sequence.index]
@@ -348,17 +461,10 @@ class TokenizerManager:
         self._send_aborts()
 
     def _send_aborts(self) -> None:
-        """Sends the aborts in one message; while the channel is full they wait here, no more of them than there are
-        sequences."""
-        if not self._aborts:
-            return
-        try:
-            self._outbox.try_send(AbortReq(list(self._aborts)))
-        except ipc.ChannelFull:
-            if self._abort_retry is None:
-                self._abort_retry = asyncio.get_running_loop().call_later(ABORT_RETRY_S, self._retry_aborts)
-        else:
-            self._aborts.clear()
+        """Sends the aborts of each replica, and tries again later where its channel is full."""
+        full = [replica for replica in self.replicas if not replica.send_aborts()]
+        if full and self._abort_retry is None:
+            self._abort_retry = asyncio.get_running_loop().call_later(ABORT_RETRY_S, self._retry_aborts)
 
     def _retry_aborts(self) -> None:
         self._abort_retry = None
@@ -370,8 +476,8 @@ class TokenizerManager:
             sequence = self._sequences.get(request.rid)
             if sequence is None or sequence.stream is not stream:
                 continue
-            if sequence.sent_time:
-                self._aborts[request.rid] = None
+            if sequence.replica is not None:
+                sequence.replica.aborts[request.rid] = None
             else:
                 self._forget(request.rid, sequence)
         self._send_aborts()
@@ -380,7 +486,10 @@ class TokenizerManager:
         del self._sequences[rid]
         if self.media is not None:
             self.media.files.release(sequence.stream.requests[sequence.index].media)
-        self._aborts.pop(rid, None)
+        if sequence.replica is not None:
+            sequence.replica.aborts.pop(rid, None)
+            sequence.replica.load.num_requests -= 1
+            sequence.replica.load.num_tokens -= sequence.num_tokens
         for name in sequence.groups:
             del self._groups[name][rid]
             if not self._groups[name]:
@@ -388,31 +497,35 @@ class TokenizerManager:
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
-    def _receive(self, message: DetokenizerOutput) -> None:
+    def _receive(self, replica: Replica, message: DetokenizerOutput) -> None:
         self.last_receive_time = time.monotonic()
         if isinstance(message, BatchStrOut):
-            self._deliver(message)
+            self._deliver(replica, message)
         elif isinstance(message, ControlReply):
-            reply = self._replies.get(message.id)
+            reply = replica.replies.get(message.id)
             if reply is not None and not reply.done():
                 reply.set_result(message)
         elif isinstance(message, SchedulerStats):
-            self.stats = message
+            replica.stats = message
             if self.metrics is not None:
-                self.metrics.stats = message
+                self.metrics.stats[replica.index] = message
         elif isinstance(message, SchedulerReady):
-            self.scheduler_info = message.info
+            replica.info = message.info
+            if (size := message.info.get("max_total_num_tokens")) is not None:
+                self._router.set_cache_size(replica.index, size)
 
-    def _deliver(self, batch: BatchStrOut) -> None:
+    def _deliver(self, replica: Replica, batch: BatchStrOut) -> None:
         now = time.monotonic()
         sequences, log_probabilities = self._sequences, batch.logprobs
         for i, rid in enumerate(batch.rids):
             sequence = sequences.get(rid)
-            if sequence is None:  # failed by mark_unhealthy
+            if sequence is None or sequence.replica is not replica:  # its replica was lost
                 continue
             finish, ids, meta = batch.finish[i], batch.new_ids[i], batch.meta[i]
             stream = sequence.stream
             if ids:
+                sequence.num_tokens += len(ids)
+                replica.load.num_tokens += len(ids)
                 self._observe(sequence, len(ids), meta.first_token_time, now)
             if self._log is not None and sequence.num_kept < self._log.kept_chars:
                 sequence.kept_text.append(batch.new_text[i])

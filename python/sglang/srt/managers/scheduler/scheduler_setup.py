@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.nodes import agree, use_interface
-from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
 from sglang.srt.hardware.numa import stay_near
 from sglang.srt.hardware.topology import Topology, pci_topology
@@ -18,7 +17,7 @@ from sglang.srt.kernels.all_reduce_table import bands_for
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.kernels.tables import SCALED_MM_FEATURES
-from sglang.srt.plan.layout import asked_node, check_machine
+from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
 from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
 from sglang.srt.plan.ranks import Node
 from sglang.srt.plan.speculation import speculative_settings
@@ -48,8 +47,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     if on_gpu:
         import torch
 
-        if len(node.ranks) > device_count():
-            raise UserError(f"{ranks.flags}, but torch sees {device_count()} CUDA devices")
+        check_gpus(args, device_count())
         torch.cuda.set_device(gpu)
         if (address := pci_address(gpu)) is not None:
             stay_near(address)  # before NCCL starts its threads
@@ -86,7 +84,7 @@ def _connect_gpus(
     if "nvlink" in arch.features:
         topology = Topology.NVLINK
     else:
-        topology = pci_topology([pci_address(device) for device in range(len(node.ranks))])
+        topology = pci_topology([pci_address(device) for device in node.devices])
     if args.pp_size > 1 or node.count > 1:
         reason = "--nnodes: machines" if node.count > 1 else "--pp-size: the ranks of a stage"
         return PeerLinks(topology, f"{reason} add up through NCCL", f"{reason} add up through NCCL")

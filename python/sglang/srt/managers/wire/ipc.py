@@ -42,11 +42,14 @@ class IntegerTooWide(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Addresses of one engine's channels. Plain strings, so that it can be handed to spawned processes."""
+    """Addresses of one replica's channels. Plain strings, so that it can be handed to spawned processes."""
 
+    root: str
+    """Directory around those of all replicas, which `remove` deletes."""
     directory: str
+    """Sockets and files of this replica."""
     shared_arrays: str
-    """Directory of `utils.shared_array`, in memory where the system has such files."""
+    """Directory of `utils.shared_array`, in memory where the system has such files; all replicas read it."""
     scheduler_input: str
     detokenizer_input: str
     tokenizer_input: str
@@ -55,25 +58,30 @@ class Ports:
     def create(cls) -> Ports:
         """Make fresh private directories (mode 0700) for sockets and shared arrays, the name of the second begins with
         that of the first. `remove` deletes them."""
-        directory = tempfile.mkdtemp(prefix="sglang-")
+        return cls.create_many(1)[0]
 
-        def address(name: str) -> str:
-            path = os.path.join(directory, name)
-            if len(path) > zmq.IPC_PATH_MAX_LEN:
-                raise UserError(f"The socket path {path} is too long for the system; set TMPDIR to a shorter one.")
-            return f"ipc://{path}"
-
-        return cls(
-            directory,
-            tempfile.mkdtemp(prefix=f"{os.path.basename(directory)}-arrays-", dir=_memory_files()),
-            address("scheduler"),
-            address("detokenizer"),
-            address("tokenizer"),
-        )
+    @classmethod
+    def create_many(cls, count: int) -> list[Ports]:
+        """Do so for `count` replicas, each with a directory below a common one where there are several."""
+        root = tempfile.mkdtemp(prefix="sglang-")
+        arrays = tempfile.mkdtemp(prefix=f"{os.path.basename(root)}-arrays-", dir=_memory_files())
+        directories = [root] if count == 1 else [os.path.join(root, str(index)) for index in range(count)]
+        for directory in directories:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+        names = ("scheduler", "detokenizer", "tokenizer")
+        return [cls(root, each, arrays, *(_address(each, name) for name in names)) for each in directories]
 
     def remove(self) -> None:
-        for directory in (self.directory, self.shared_arrays):
+        for directory in (self.root, self.shared_arrays):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _address(directory: str, name: str) -> str:
+    """Raises UserError where the path is too long."""
+    path = os.path.join(directory, name)
+    if len(path) > zmq.IPC_PATH_MAX_LEN:
+        raise UserError(f"The socket path {path} is too long for the system; set TMPDIR to a shorter one.")
+    return f"ipc://{path}"
 
 
 def _memory_files() -> str | None:
@@ -203,7 +211,7 @@ class Receiver(Generic[T]):
         self._socket.close()
 
 
-# --- the channels of an engine ----------------------------------------------------------------------------------------
+# --- the channels of a replica ----------------------------------------------------------------------------------------
 
 
 def scheduler_inbox(ports: Ports) -> Receiver[SchedulerInput]:

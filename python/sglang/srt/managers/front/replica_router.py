@@ -1,0 +1,127 @@
+"""Chooses the replica of a request (--dp-size, --load-balance-method). No sockets, no clock.
+
+    auto             the replica that has most of the prompt in its prefix cache, as long as it has at most twice the
+                     tokens in flight that the least loaded one would have with the request; otherwise that one
+    total_tokens     the one with the fewest tokens in flight: prompts and outputs of its unfinished requests
+    total_requests   the one with the fewest unfinished requests
+    round_robin      one after the other
+
+Of equals the one that was chosen least recently is taken, so that quiet hours fill all prefix caches. The bound of
+`auto` keeps a prefix that everybody sends from filling one replica: when its holder has too much to do, the next
+request goes elsewhere, and from then on there are two holders, of which the less loaded one is taken.
+
+What a replica has cached is not asked but remembered: the pages of the prompts that it was sent lately, as hashes of
+all tokens up to the end of each page, no more of them than its KV cache has room for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang.srt.configs.load_balance import AUTO, ROUND_ROBIN, TOTAL_REQUESTS
+
+PAGE_TOKENS = 32
+MOST_PAGES = 2048
+"""Pages of a prompt that are hashed; 20 us per thousand tokens on the event loop, and later ones decide nothing."""
+REMEMBERED_PAGES = 1 << 17
+"""Most pages that are remembered of a replica, about 15 MB."""
+MOST_TIMES_LEAST = 2
+"""A replica is chosen for its prefix while it has at most so many times the tokens of the least loaded one."""
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaLoad:
+    """What a replica has to do: its unfinished requests, and the tokens of their prompts and outputs so far."""
+
+    index: int
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+def page_hashes(ids: Sequence[int], namespace: str | None = None) -> list[int]:
+    """Returns a hash for each whole page of the prompt, of all tokens up to its end. Prompts of different namespaces
+    share none."""
+    tokens = memoryview(array("i", ids[: MOST_PAGES * PAGE_TOKENS])).cast("B")
+    size = PAGE_TOKENS * 4
+    value, hashes = hash(namespace), []
+    for end in range(size, len(tokens) + 1, size):
+        value = hash((value, tokens[end - size : end].tobytes()))
+        hashes.append(value)
+    return hashes
+
+
+class RecentPages:
+    """The pages that a replica was sent lately; those that were used least recently go first."""
+
+    def __init__(self) -> None:
+        self.capacity = REMEMBERED_PAGES
+        self._pages: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def matched(self, hashes: Sequence[int]) -> int:
+        """Returns how many pages of a prompt are there, from its beginning on."""
+        pages = self._pages
+        return next((i for i, value in enumerate(hashes) if value not in pages), len(hashes))
+
+    def add(self, hashes: Sequence[int]) -> None:
+        for value in reversed(hashes):  # the end of a prompt is forgotten before its beginning
+            self._pages[value] = None
+            self._pages.move_to_end(value)
+        while len(self._pages) > self.capacity:
+            self._pages.popitem(last=False)
+
+    def clear(self) -> None:
+        self._pages.clear()
+
+
+class ReplicaRouter:
+    def __init__(self, method: str, num_replicas: int, caches_prefixes: bool = True) -> None:
+        """method: one of BALANCE_METHODS. caches_prefixes: whether replicas keep them; otherwise `auto` is
+        `total_tokens`."""
+        self._method = method
+        self._by_prefix = method == AUTO and caches_prefixes
+        self._pages = [RecentPages() for _ in range(num_replicas)]
+        self._chosen_at = [0] * num_replicas
+        self._num_chosen = 0
+
+    def set_cache_size(self, index: int, num_tokens: int) -> None:
+        """num_tokens: of the replica's KV cache."""
+        self._pages[index].capacity = min(REMEMBERED_PAGES, num_tokens // PAGE_TOKENS)
+
+    def forget_prefixes(self) -> None:
+        """The caches were flushed."""
+        for pages in self._pages:
+            pages.clear()
+
+    def choose(self, loads: Sequence[ReplicaLoad], ids: Sequence[int], namespace: str | None = None) -> int:
+        """Returns the index of one of `loads`, those of the replicas that serve; there is at least one."""
+        if len(loads) == 1:
+            return loads[0].index
+        hashes = page_hashes(ids, namespace) if self._by_prefix else []
+        index = self._chosen(loads, hashes, len(ids)).index
+        self._pages[index].add(hashes)
+        self._num_chosen += 1
+        self._chosen_at[index] = self._num_chosen
+        return index
+
+    def _chosen(self, loads: Sequence[ReplicaLoad], hashes: Sequence[int], num_tokens: int) -> ReplicaLoad:
+        least = min(loads, key=self._load)
+        if not hashes:
+            return least
+        matched = {load.index: self._pages[load.index].matched(hashes) for load in loads}
+        longest = max(matched.values())
+        nearest = min((load for load in loads if matched[load.index] == longest), key=self._load)
+        bound = MOST_TIMES_LEAST * (least.num_tokens + num_tokens)
+        return nearest if nearest.num_tokens <= bound else least
+
+    def _load(self, load: ReplicaLoad) -> tuple[int, int]:
+        if self._method == ROUND_ROBIN:
+            amount = 0
+        else:
+            amount = load.num_requests if self._method == TOTAL_REQUESTS else load.num_tokens
+        return amount, self._chosen_at[load.index]

@@ -1,0 +1,255 @@
+"""A server of two replicas: answers as of one, what goes to both, and replicas that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import LiveServer, live_server
+
+import sglang
+from sglang.embedded import DEFAULT_MODEL_PATH
+
+FLAGS = ("--dp-size", "2", "--max-total-tokens", "4096", "--enable-metrics", "--max-queued-requests", "40")
+SHARED = ["Once upon a time " * 12, "The quick brown fox jumps over " * 8, "def main(arguments): return " * 6]
+LIMIT_S = 60.0
+LONG = {"max_new_tokens": 3000, "ignore_eos": True, "temperature": 0.0}
+
+
+def prompts() -> list[str]:
+    return [f"{SHARED[i % 3]}{i}" for i in range(30)]
+
+
+def greedy(tokens: int = 12) -> dict[str, Any]:
+    return {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server(*FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
+        yield client
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> Any:
+    reply = http.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json() if reply.content else None
+
+
+def states(http: httpx.Client) -> list[dict[str, Any]]:
+    result: list[dict[str, Any]] = http.get("/server_info").json()["internal_states"]
+    return result
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.05)
+
+
+ONE_RANK = ("DP0", "detokenizer DP0", "DP1", "detokenizer DP1")
+TWO_RANKS = ("DP0 TP0", "DP0 TP1", "detokenizer DP0", "DP1 TP0", "DP1 TP1", "detokenizer DP1")
+"""The processes of two replicas in the order of their start."""
+
+
+def children(server: LiveServer, names: tuple[str, ...] = ONE_RANK) -> dict[str, int]:
+    """Returns their process ids by name."""
+    pid = server.process.pid
+    spawned = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    spawned.sort(key=lambda child: int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[19]))
+    return dict(zip(names, spawned, strict=True))
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_answers_are_those_of_one(http: httpx.Client) -> None:
+    """Greedy tokens of 30 requests at once, with prefixes in common, half of them streamed."""
+    with sglang.Engine(
+        model_path=DEFAULT_MODEL_PATH, device="cpu", dtype="float32", max_total_tokens=4096, random_seed=0
+    ) as engine:
+        expected = [result["output_ids"] for result in engine.generate(prompts(), greedy())]
+
+    def ask(i: int) -> list[int]:
+        body = {"text": prompts()[i], "sampling_params": greedy(), "stream": bool(i % 2)}
+        if not i % 2:
+            result: list[int] = post(http, "/generate", **body)["output_ids"]
+            return result
+        with http.stream("POST", "/generate", json=body) as reply:
+            events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
+        result = json.loads(events[-1])["output_ids"]
+        return result
+
+    before = [state["num_generated_tokens"] for state in states(http)]
+    with ThreadPoolExecutor(10) as threads:
+        assert list(threads.map(ask, range(30))) == expected
+    after = [state["num_generated_tokens"] for state in states(http)]
+    assert all(late > early for early, late in zip(before, after, strict=True)), "both replicas have answered"
+    batch = post(http, "/generate", text=prompts(), sampling_params=greedy())
+    assert [result["output_ids"] for result in batch] == expected
+
+
+def test_prefixes_draw_requests_to_their_replica(http: httpx.Client) -> None:
+    assert http.post("/flush_cache").status_code == 200
+    text = "A prefix that only this test has, of some length, told again. " * 6
+    first = post(http, "/generate", text=text, sampling_params=greedy(2))
+    again = [post(http, "/generate", text=text + str(i), sampling_params=greedy(2)) for i in range(6)]
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert all(result["meta_info"]["cached_tokens"] > 32 for result in again)
+
+
+def test_a_session_stays_with_its_replica(http: httpx.Client) -> None:
+    session, cached, rid = post(http, "/open_session", capacity_of_str_len=1000), [], None
+    for turn in range(4):
+        post(http, "/generate", text=f"something else {turn}", sampling_params=greedy(2))  # the other one's turn
+        params = {"id": session, "rid": rid}
+        reply = post(http, "/generate", text=f"Turn {turn}.", sampling_params=greedy(4), session_params=params)
+        rid = reply["meta_info"]["id"]
+        cached.append(reply["meta_info"]["cached_tokens"])
+    assert cached[0] < cached[1] < cached[2] < cached[3]
+    assert http.post("/close_session", json={"session_id": session}).status_code == 200
+
+
+def test_grammars_hold_on_both(http: httpx.Client) -> None:
+    params = {**greedy(8), "regex": "(yes|no), [0-9]{3}", "ignore_eos": False}
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(post, http, "/generate", text=f"{i}?", sampling_params=params) for i in range(4)]
+    for call in calls:
+        text = call.result()["text"]
+        assert text.split(", ")[0] in ("yes", "no"), text
+
+
+def test_aborts_reach_the_replica(http: httpx.Client) -> None:
+    rids = [f"long-{i}" for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        calls = [
+            threads.submit(http.post, "/generate", json={"text": rid, "rid": rid, "sampling_params": LONG})
+            for rid in rids
+        ]
+        wait_until(lambda: [state["num_unfinished_reqs"] for state in states(http)] == [2, 2])
+        for rid in rids[:3]:
+            post(http, "/abort_request", rid=rid)
+        wait_until(lambda: sum(call.done() for call in calls) == 3)
+        assert not calls[3].done()
+        post(http, "/abort_request", abort_all=True)
+        assert {call.result().json()["meta_info"]["finish_reason"]["type"] for call in calls} == {"abort"}
+    assert [state["num_unfinished_reqs"] for state in states(http)] == [0, 0]
+
+
+def test_a_pause_holds_on_both(http: httpx.Client) -> None:
+    post(http, "/pause_generation", mode="in_place")
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            calls = [threads.submit(post, http, "/generate", text=f"p{i}", sampling_params=greedy(2)) for i in range(2)]
+            wait_until(lambda: [state["num_unfinished_reqs"] for state in states(http)] == [1, 1])
+            assert not any(call.done() for call in calls)
+        finally:
+            post(http, "/continue_generation")
+        assert all(call.result()["output_ids"] for call in calls)
+
+
+def test_one_that_is_busy_refuses_a_flush_for_all(http: httpx.Client) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(http.post, "/generate", json={"text": "busy", "sampling_params": LONG})
+        wait_until(lambda: any(state["num_running_reqs"] for state in states(http)))
+        refused = http.post("/flush_cache")
+        post(http, "/abort_request", abort_all=True)
+    assert refused.status_code == 400 and re.search("Replica [01]: The cache was not flushed", refused.text)
+    assert http.post("/flush_cache").status_code == 200
+
+
+def test_loads_and_metrics_have_a_row_for_each(http: httpx.Client) -> None:
+    assert [load["dp_rank"] for load in http.get("/get_load").json()] == [0, 1]
+    loads = http.get("/v1/loads").json()
+    assert loads["dp_rank_count"] == 2 and [load["dp_rank"] for load in loads["loads"]] == [0, 1]
+    assert [state["dp_rank"] for state in states(http)] == [0, 1]
+    page = http.get("/metrics").text
+    for line in ('num_running_reqs{dp_rank="0"', 'num_running_reqs{dp_rank="1"', 'replica_up{dp_rank="1"'):
+        assert f"sglang:{line}" in page
+
+
+def test_one_dies_and_then_the_other() -> None:
+    """What ran on the first ends with 503, everything else goes on; with the second the server ends."""
+    with live_server(*FLAGS) as server, httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+        pids = children(server)
+        replies: dict[str, httpx.Response | Exception] = {}
+
+        def ask(name: str, tokens: int) -> None:
+            params = {**LONG, "max_new_tokens": tokens}
+            try:
+                replies[name] = httpx.post(
+                    f"{server.url}/generate", json={"text": name, "sampling_params": params}, timeout=LIMIT_S
+                )
+            except httpx.HTTPError as error:
+                replies[name] = error
+
+        threads = [threading.Thread(target=ask, args=(name, 400)) for name in ("a", "b")]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: [state["num_running_reqs"] for state in states(http)] == [1, 1])
+        os.kill(pids["DP0"], signal.SIGKILL)
+        for thread in threads:
+            thread.join(LIMIT_S)
+        texts = {reply.status_code: reply.text for reply in replies.values() if isinstance(reply, httpx.Response)}
+        assert sorted(texts) == [200, 503] and "Replica 0 of the server has failed" in texts[503]
+        assert "killed by SIGKILL" in texts[503]
+        wait_until(lambda: gone(pids["detokenizer DP0"]))
+        assert http.get("/health").status_code == 200
+        assert "failure" in states(http)[0] and "failure" not in states(http)[1]
+        assert [load["dp_rank"] for load in http.get("/get_load").json()] == [1]
+        up = [line for line in http.get("/metrics").text.splitlines() if line.startswith("sglang:replica_up")]
+        assert [line[-3:] for line in up] == ["0.0", "1.0"]
+        for i in range(4):
+            assert post(http, "/generate", text=f"later {i}", sampling_params=greedy(2))["output_ids"]
+        assert http.post("/flush_cache").status_code == 200
+        assert "Replica 0 is taken out, 1 of 2 serve on." in server.log()
+        os.kill(pids["detokenizer DP1"], signal.SIGKILL)
+        assert server.wait_exit() == 1
+        assert all(gone(pid) for pid in pids.values())
+        left = [path.name for path in server.log_path.parent.glob("sglang-*")]
+        assert not left, "sockets and shared arrays are removed"
+
+
+@pytest.mark.failures
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_a_process_takes_its_replica_down_and_no_other(name: str, number: signal.Signals) -> None:
+    with live_server("--tp-size", "2", "--watchdog-timeout", "4", *FLAGS) as server:
+        pids = children(server, TWO_RANKS)
+        lost = name.removeprefix("detokenizer ")[:3]
+        os.kill(pids[name], number)
+        wait_until(lambda: all(gone(pid) for other, pid in pids.items() if lost in other))
+        assert not any(gone(pid) for other, pid in pids.items() if lost not in other)
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+            assert http.get("/health").status_code == 200
+            batch = post(http, "/generate", text=prompts()[:10], sampling_params=greedy(2))
+        assert all(len(result["output_ids"]) == 2 for result in batch)
+        who = name if name.startswith("detokenizer") else f"scheduler {name}"
+        how = "died (killed by SIGKILL)" if number == signal.SIGKILL else "does not answer (--watchdog-timeout 4)"
+        assert f"the {who} process {how}" in server.log()

@@ -1,0 +1,150 @@
+"""A front with two replicas whose other ends the test plays by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    ControlReply,
+    ControlReq,
+    FinishReason,
+    SchedulerInput,
+    TokenizedGenerateReq,
+    TokenMeta,
+)
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+
+
+class Pair:
+    def __init__(self) -> None:
+        args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, dp_size=2)
+        self.ports = ipc.Ports.create_many(2)
+        self.manager = TokenizerManager(args, ModelConfig.from_server_args(args), self.ports, load_tokenizer(args))
+        self.inboxes = [ipc.scheduler_inbox(ports) for ports in self.ports]
+        self.outboxes = [ipc.detokenizer_outbox(ports) for ports in self.ports]
+
+    async def received(self, replica: int) -> SchedulerInput:
+        while (message := self.inboxes[replica].recv_nowait()) is None:
+            await asyncio.sleep(0.001)
+        return message
+
+    def answer(self, replica: int, rid: str) -> None:
+        finish = FinishReason("length", length=1)
+        meta = TokenMeta(prompt_tokens=2, completion_tokens=1)
+        self.outboxes[replica].send(
+            BatchStrOut(rids=[rid], new_text=["x"], new_ids=[[7]], finish=[finish], meta=[meta], logprobs=[None])
+        )
+
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        return [(replica.load.num_requests, replica.load.num_tokens) for replica in self.manager.replicas]
+
+    def close(self) -> None:
+        self.manager.close()
+        for channel in (*self.inboxes, *self.outboxes):
+            channel.close()
+        self.ports[0].remove()
+
+
+def play(test: Callable[[Pair], Awaitable[None]]) -> None:
+    async def main() -> None:
+        pair = Pair()
+        try:
+            pair.manager.attach()
+            pair.manager.mark_up()
+            await asyncio.wait_for(test(pair), 20)
+        finally:
+            pair.close()
+
+    asyncio.run(main())
+
+
+def call(rid: str, replica: int | None = None) -> GenerateRequest:
+    params = {"max_new_tokens": 1}
+    return GenerateRequest(input_ids=[1, 2], sampling_params=params, rid=rid, replica=replica)
+
+
+def test_the_load_is_of_what_runs() -> None:
+    async def test(pair: Pair) -> None:
+        streams = {rid: await pair.manager.submit(call(rid)) for rid in "abc"}
+        assert pair.loads == [(2, 4), (1, 2)]
+        requests = [await pair.received(0), await pair.received(1), await pair.received(0)]
+        assert [request.rid for request in requests if isinstance(request, TokenizedGenerateReq)] == ["a", "b", "c"]
+        pair.answer(1, "b")
+        await streams["b"].collect()
+        assert pair.loads == [(2, 4), (0, 0)]
+        pair.manager.abort("c")
+        assert await pair.received(0) == AbortReq(["c"])
+        for rid in "ac":
+            pair.answer(0, rid)
+            await streams[rid].collect()
+        assert pair.loads == [(0, 0), (0, 0)]
+
+    play(test)
+
+
+def test_a_replica_that_is_lost_takes_its_own_calls_with_it() -> None:
+    async def test(pair: Pair) -> None:
+        lost, kept = await pair.manager.submit(call("lost", 0)), await pair.manager.submit(call("kept", 1))
+        flush = asyncio.ensure_future(pair.manager.control("flush_cache"))
+        question = [await pair.received(1), await pair.received(1)][1]
+        assert isinstance(question, ControlReq)
+        assert pair.manager.lose_replica(0, "it died")
+        with pytest.raises(RequestError, match=r"Replica 0 .* failed \(it died\)") as caught:
+            await lost.collect()
+        assert caught.value.status_code == 503 and pair.loads == [(0, 0), (1, 2)]
+        assert not flush.done()
+        pair.outboxes[1].send(ControlReply(question.id))
+        assert (await flush).ok
+        pair.answer(0, "kept")  # what was on its way from the other one
+        await asyncio.sleep(0.02)
+        pair.answer(1, "kept")
+        assert [output.new_ids for output in await kept.collect()] == [[7]]
+        with pytest.raises(RequestError, match="Replica 0 of the server has failed") as caught:
+            await pair.manager.submit(call("pinned", 0))
+        assert caught.value.status_code == 503 and pair.manager.num_unfinished == 0
+        assert pair.manager.replica_for([1, 2], wanted=0) == 1
+        assert pair.manager.status is ServerStatus.UP
+
+    play(test)
+
+
+def test_without_replicas_the_engine_is_gone() -> None:
+    async def test(pair: Pair) -> None:
+        stream = await pair.manager.submit(call("last", 1))
+        control = asyncio.ensure_future(pair.manager.control("ping"))
+        await asyncio.sleep(0)
+        assert pair.manager.lose_replica(0, "it died")
+        assert not pair.manager.lose_replica(1, "that one, too")
+        for work in (stream.collect(), control):
+            with pytest.raises(RequestError, match="it died|that one, too"):
+                await work
+        assert pair.manager.status is ServerStatus.UNHEALTHY
+        with pytest.raises(RequestError, match="not healthy"):
+            await pair.manager.submit(call("late"))
+
+    play(test)
+
+
+def test_a_refusal_says_whose_it_is() -> None:
+    async def test(pair: Pair) -> None:
+        flush = asyncio.ensure_future(pair.manager.control("flush_cache"))
+        for replica, ok in enumerate((True, False)):
+            question = await pair.received(replica)
+            assert isinstance(question, ControlReq)
+            pair.outboxes[replica].send(ControlReply(question.id, ok, "" if ok else "busy"))
+        reply = await flush
+        assert not reply.ok and reply.message == "Replica 1: busy"
+
+    play(test)
