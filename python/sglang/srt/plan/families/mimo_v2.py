@@ -1,4 +1,4 @@
-"""MiMo-V2: window layers with KV heads and a sink of their own, values narrower than keys, a third of a head rotates."""
+"""MiMo-V2: window layers with other KV heads and sinks, values narrower than keys, a third of a head rotates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIMO_V2 = Family(
         unread=("model.mtp.",),
     ),
     # A fused projection is stored shard by shard in some checkpoints and in order in others: neither is read.
-    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "attention_projection_layout": ("split",)},
+    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "attention_projection_layout": ()},
     spellings={"layernorm_epsilon": "rms_norm_eps"},
     window_sinks=True,
     window_kv_factor=2,
