@@ -189,10 +189,12 @@ _WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_hea
 
 def _window_keys(keys: ConfigReader, family: Family) -> ConfigReader:
     """Returns the keys as layers with a window have them."""
-    own = {key: keys.values.get(f"swa_{key}") for key in _WINDOW_KEYS}
-    if own["num_key_value_heads"] is None and family.window_kv_factor > 1:
-        own["num_key_value_heads"] = family.window_kv_factor * keys.positive("num_key_value_heads")
-    return ConfigReader({**keys.values, **{key: value for key, value in own.items() if value is not None}}, keys.source)
+    stated = {key: keys.values.get(f"swa_{key}") for key in _WINDOW_KEYS}
+    if stated["num_key_value_heads"] is None and family.window_kv_factor > 1:
+        stated["num_key_value_heads"] = family.window_kv_factor * keys.positive("num_key_value_heads")
+    return ConfigReader(
+        {**keys.values, **{key: value for key, value in stated.items() if value is not None}}, keys.source
+    )
 
 
 def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotation) -> GQA:
