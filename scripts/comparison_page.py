@@ -25,7 +25,7 @@ from sglang.srt.upstream_interface import ACCEPTED, REFUSED, REFUSED_ROUTES, Fla
 PAGE = Path(__file__).parents[1] / "docs" / "comparison.md"
 
 INTRODUCTION = """\
-# Beside SGLang and vLLM
+# SGLang and vLLM compared
 
 Use this page to see whether something that you rely on exists here, before you move a server. It is generated from the
 tables of the code, and a test fails when it is stale:
@@ -160,7 +160,7 @@ def _numbers() -> str:
         ("operations with a table of kernels", str(len(TABLES))),
         ("options of the server", str(len(TABLE.fields))),
     )
-    return "## How much of it\n\n" + _table(("", "here"), rows)
+    return "## How much of it\n\n" + _table(("what", "number here"), rows)
 
 
 def _flags() -> str:

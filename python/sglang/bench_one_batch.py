@@ -207,7 +207,7 @@ def run_rank(args: ServerArgs, bench: BenchArgs, rank: int, rendezvous: str | No
 
 
 def run(args: ServerArgs, bench: BenchArgs) -> None:
-    """In this process, or with one process a rank. Raises UserError."""
+    """Runs the benchmark, in this process for one rank, else in a process for each rank. Raises UserError."""
     _fit_server_args(args, bench)
     num_ranks = asked_layout(args).world_size
     if num_ranks == 1:

@@ -134,7 +134,7 @@ async def _flush_cache(endpoint: Endpoint) -> None:
 
 
 async def _drafts(endpoint: Endpoint, backend: Backend) -> dict[str, Any]:
-    """What a server says of its drafts; nothing if it does not draft, or does not say."""
+    """Returns a server's figures on its drafts; none if it does not draft, or does not report them."""
     if not backend.is_sglang:
         return {}
     try:
@@ -233,7 +233,8 @@ def _conclude(
 
 
 def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """As the command, for callers in Python; `args` as from `build_parser().parse_args(...)`."""
+    """Runs the benchmark like the command, for callers in Python; `args` comes from
+    `build_parser().parse_args(...)`."""
     return _run(benchmark(args))
 
 

@@ -72,11 +72,11 @@ class Explanation:
 
     @property
     def moe_tiles(self) -> str | None:
-        """Where the experts' tiles come from."""
+        """Returns the source of the experts' tiles; None without experts."""
         return self.bands["fused_moe"].source if "fused_moe" in self.bands else None
 
     def draft_json(self) -> dict[str, Any]:
-        """What of the draft's weights and caches is on a GPU."""
+        """Returns the draft's description, and the bytes of its weights and of a cached token on a GPU."""
         draft, serving = self.draft, self.serving
         assert draft is not None
         features = self.arch.features if self.arch.device == "cuda" else None
@@ -90,7 +90,7 @@ class Explanation:
 
     @property
     def problem(self) -> str | None:
-        """Why no server would start, by the first cause; None: one would."""
+        """The first reason why no server would start; None if one would."""
         missing = str(self.missing[0]) if self.missing else None
         return self.not_implemented or self.refused or missing or self.unfit
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from upstream.change import Outcome, Result
 
@@ -13,7 +14,7 @@ What becomes of every SM120 change on a release of SGLang. Written by a command,
 
     python scripts/rebase_upstream.py status {releases} --write docs/upstream_status.md
 
-[upstream.md](upstream.md) says how it works.
+[The changes for SM120](upstream.md) says how it works.
 
 """
 
@@ -27,7 +28,7 @@ def table(results: Mapping[str, Sequence[Result]]) -> str:
     for change in changes:
         cells = (_cell(by_name[release][change.name]) for release in releases)
         lines.append(f"| {change.name} | " + " | ".join(cells) + " |")
-    lines += ["", _totals(results), "", "## Each change", ""]
+    lines += ["", *_totals(results), "", "## Each change", ""]
     for change in changes:
         lines += [
             f"### {change.name}",
@@ -37,10 +38,7 @@ def table(results: Mapping[str, Sequence[Result]]) -> str:
             f"Done upstream when: {change.merged}.",
             "",
         ]
-        reasons = [(release, by_name[release][change.name]) for release in releases]
-        notes = [
-            f"- {release}: {r.outcome.value}: {r.detail}." for release, r in reasons if r.outcome is not Outcome.APPLIED
-        ]
+        notes = list(_reasons([(release, by_name[release][change.name]) for release in releases]))
         lines += [*notes, ""] if notes else []
     return _HEAD.format(releases=" ".join(releases)) + "\n".join(lines).rstrip() + "\n"
 
@@ -49,12 +47,20 @@ def _cell(result: Result) -> str:
     return f"**{result.outcome.value}**" if result.outcome.needs_work else result.outcome.value
 
 
-def _totals(results: Mapping[str, Sequence[Result]]) -> str:
-    counts = (
-        f"{release}: " + ", ".join(f"{n} {outcome.value}" for outcome in Outcome if (n := _count(outcomes, outcome)))
-        for release, outcomes in results.items()
-    )
-    return "; ".join(counts) + "."
+def _reasons(results: Sequence[tuple[str, Result]]) -> Iterator[str]:
+    """Yields a line for each run of neighbouring releases on which a change has one outcome and one reason."""
+    for (outcome, detail), run in groupby(results, key=lambda item: (item[1].outcome, item[1].detail)):
+        if outcome is not Outcome.APPLIED:
+            releases = [release for release, _ in run]
+            name = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
+            yield f"- {name}: {outcome.value}: {detail}."
+
+
+def _totals(results: Mapping[str, Sequence[Result]]) -> Iterator[str]:
+    """Yields a line for each release, with the number of changes of each outcome."""
+    for release, outcomes in results.items():
+        counts = (f"{n} {outcome.value}" for outcome in Outcome if (n := _count(outcomes, outcome)))
+        yield f"- {release}: " + ", ".join(counts) + "."
 
 
 def _count(results: Sequence[Result], outcome: Outcome) -> int:

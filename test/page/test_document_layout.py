@@ -44,5 +44,8 @@ def test_nothing_sticks_out(site: Path, chromium: Any, width: int) -> None:
         diagrams = page.locator(".diagram pre > code").all()
         if width == 1280 and any(code.evaluate("e => e.scrollWidth > e.clientWidth + 1") for code in diagrams):
             wide[path.stem] = "a diagram scrolls"
+        cards = page.locator("table[data-cards]").all()
+        if width == 390 and any(table.evaluate("e => e.scrollWidth > innerWidth") for table in cards):
+            wide[path.stem] = "a table of cards scrolls"
     page.close()
     assert wide == {}

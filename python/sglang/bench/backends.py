@@ -258,7 +258,7 @@ class Backend:
     reader: Callable[[RequestResult, bool], GenerateReader | OpenAIReader]
     default_port: int
     takes_ids: bool
-    """Whether prompts that are token ids by nature (random-ids) are sent as such unless text is asked for."""
+    """True if prompts that are token ids by nature (random-ids) are sent as such unless text is asked for."""
     is_sglang: bool = True
 
 

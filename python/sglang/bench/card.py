@@ -153,7 +153,7 @@ def row_of(shape: str, arch: ArchTraits, measure: Measure) -> Row:
 def measured_rows(
     wanted: Sequence[str], arch: ArchTraits, measure: Measure, budget_s: float, clock: Callable[[], float]
 ) -> Iterator[Row]:
-    """Until the budget is spent."""
+    """Times the wanted shapes in turn until `budget_s` seconds are spent; what is left out is printed."""
     end = clock() + budget_s
     for i, shape in enumerate(wanted):
         if clock() > end:
@@ -183,8 +183,8 @@ def _cell(microseconds: float | None) -> str:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """For each op: how many rows, the geometric mean of measured over predicted, and the spread (rms of the
-    logarithm)."""
+    """Summarizes the rows of each op: their number, the geometric mean of measured over predicted, and the spread (rms
+    of the logarithm)."""
     by_op: dict[str, list[float]] = {}
     for row in rows:
         if row.measured and row.predicted:

@@ -27,7 +27,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go, with the headers that all of them carry."""
+    """The address that requests go to, with the headers that all of them carry."""
 
     host: str
     port: int

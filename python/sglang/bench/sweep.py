@@ -150,7 +150,7 @@ def server_facts(url: str) -> dict[str, Any]:
 
 
 def is_here(url: str) -> bool:
-    """Whether a server runs on this machine, as far as its URL says."""
+    """Returns whether a server runs on this machine, as far as its URL says."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 

@@ -52,7 +52,8 @@ _INVALID = re.compile(r'[Ff]ield "([^"]+)" is not a valid field')
 
 @dataclass(frozen=True)
 class Sources:
-    """Where facts come from; tests give others. `run` gives (status, output), None for a program that is not there."""
+    """The sources of facts about the machine; tests give others. `run` gives (status, output), None for a program that
+    is not there."""
 
     root: Path = Path("/")
     run: Callable[[Sequence[str], float], tuple[int, str] | None] = lambda words, seconds: run_program(words, seconds)
@@ -219,8 +220,8 @@ def _redirecting(device: Path, root: Path) -> tuple[str, ...] | None:
 
 
 def acs_redirects(config: bytes) -> bool:
-    """Whether a PCI configuration space has the ACS control bits for redirection of peer-to-peer requests (2) or
-    completions (3) set (PCI Express base specification, Access Control Services, capability 0x000D)."""
+    """Returns whether a PCI configuration space has the ACS control bits for redirection of peer-to-peer requests (2)
+    or completions (3) set (PCI Express base specification, Access Control Services, capability 0x000D)."""
     at, seen = 256, set()
     while at and at not in seen and at + 8 <= len(config):
         seen.add(at)

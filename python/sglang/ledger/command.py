@@ -113,7 +113,8 @@ def sample(rows: Sequence[RowKey], size: int, turn: int) -> list[RowKey]:
 
 
 def _commits() -> int:
-    """How many led to this version, so that every commit has a turn of its own; 0 outside a whole clone."""
+    """Returns the number of commits that led to this version, so that every commit has a turn of its own; 0 outside a
+    whole clone."""
 
     def git(*command: str) -> str:
         done = subprocess.run(

@@ -38,7 +38,7 @@ class CompileFailed(RuntimeError):
 
 
 SHARED_PTX = {"sm_121": "sm_120"}
-"""From Triton 3.8 on these get the same PTX but for the name of the target (a test holds that)."""
+"""Targets that from Triton 3.8 on get the same PTX as another one, but for the target's name (a test holds that)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def assemble_for(variant: Variant, compiled: Compiled, source: str, target: str)
 
 
 def shares_ptx(target: str) -> bool:
-    """Whether this Triton makes the same PTX for `target` as for SHARED_PTX[target]."""
+    """Returns whether this Triton makes the same PTX for `target` as for SHARED_PTX[target]."""
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -211,7 +211,8 @@ def variant_hash(variant: Variant) -> str:
 
 
 def measure_cached(variant: Variant, targets: tuple[str, ...], cache_dir: Path) -> dict[str, Measurement]:
-    """For each target, remembered under the variant's hash and the Triton version. Raises CompileFailed."""
+    """Measures a variant for each target; results are kept on disk under the variant's hash and the Triton version.
+    Raises CompileFailed."""
     import triton
 
     directory, name = cache_dir / triton.__version__, f"{variant_hash(variant)}.json"

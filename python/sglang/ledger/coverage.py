@@ -1,4 +1,4 @@
-"""Which launches the ledger's rows stand for: every form that Triton would compile must have a row that costs as much.
+"""Matches launches with the ledger's rows: every form that Triton would compile must have a row that costs as much.
 
 A row covers a launch of the same kernel with the same tile, if everything that its compilation assumed is so in the
 launch: types (float16 counts as bfloat16), constants, numbers that are 1, and multiples of 16 among pointers and
@@ -42,7 +42,7 @@ class UncoveredLaunch(RuntimeError):
 
 @functools.cache
 def form_rules() -> Mapping[str, FormRule]:
-    """By kernel ("norm.rmsnorm_kernel"), of every module that describes launches."""
+    """Returns the form rules by kernel ("norm.rmsnorm_kernel") of every module that describes launches."""
     rules: dict[str, FormRule] = {}
     for name in VARIANT_MODULES:
         rules |= importlib.import_module(name).FORM_RULES
@@ -77,7 +77,7 @@ class Coverage:
         return None
 
     def problem(self, form: Form) -> str:
-        """Why no row covers it: what the most similar one has that the launch does not."""
+        """Returns why no row covers the form: the differences from the most similar row."""
         rows = self._candidates(form)
         if not rows:
             return f"{form}: the ledger has no row of this kernel with {form.num_warps} warps, {form.num_stages} stages"
@@ -98,7 +98,7 @@ def coverage(lock: str) -> Coverage:
 
 
 def check_launches(arch: ArchTraits) -> None:
-    """From now on every form that Triton compiles in this process must have a row, or the launch raises
+    """Checks from now on that every form that Triton compiles in this process has a row; a launch without one raises
     UncoveredLaunch. On a GPU whose lock file is not complete it is logged instead."""
     import triton
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class FormRule:
-    """Which launches of one kernel cost no more than a row: how forms of launches are reduced (`coverage.py`).
+    """The rule by which forms of launches of one kernel are reduced to those that cost as much as a row
+    (`coverage.py`).
 
     A row covers a launch with the same types, constants, alignments and tile. Beyond that:
     """

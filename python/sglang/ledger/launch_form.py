@@ -48,7 +48,8 @@ def kernel_name(fn: Any) -> str:
 
 
 def form_of(fn: Any, compile: Mapping[str, Any]) -> Form:
-    """From what Triton hands to `knobs.runtime.jit_cache_hook`: the kernel, and what it would compile."""
+    """Returns the form of a launch from the arguments of `knobs.runtime.jit_cache_hook`: the kernel, and what Triton
+    would compile."""
     names = fn.arg_names
     constants = {names[path[0]]: value for path, value in compile["constants"].items()}
     declared = {parameter.name for parameter in fn.params if parameter.is_constexpr}

@@ -46,7 +46,8 @@ def row_key(variant: Variant) -> RowKey:
 
 @functools.cache
 def variant_table(lock: str) -> dict[RowKey, Variant]:
-    """By row. Of tiles that the compiler cannot tell apart the first stays: it is the preferred one."""
+    """Returns the variants by row key. Of tiles that the compiler cannot tell apart the first stays: it is the
+    preferred one."""
     table: dict[RowKey, Variant] = {}
     for variant in variants_of(lock):
         table.setdefault(row_key(variant), variant)

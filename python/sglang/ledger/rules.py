@@ -37,6 +37,7 @@ _IN_PIECES = (
     " layers of DeepSeek-V2-Lite and GLM-4.5-Air, and Qwen2.5-72B and Nemotron-3-Nano, on eight ranks"
 )
 _FASTEST = "measured as the fastest with Triton 3.6, under which it spills nothing; under 3.9 it does"
+_FASTEST_PROMPTS = "blocks of 32 and 64 heads, the fastest of the tiles for prompts on an H200 (benchmark/results)"
 _LONG_ROWS = "rows of 53,248 elements: the MLP of Llama 3.1 405B whole, on one rank, which has no room for it"
 _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
@@ -104,6 +105,9 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         888,
         "outside the loop, or with the widest blocks; the fastest of the tiles on an H200 (benchmark/results)",
     ),
+    AcceptedSpill("sm90", "sparse_attention", "576x512/", 1052, _FASTEST_PROMPTS),
+    AcceptedSpill("sm90", "sparse_attention", "512x512/", 1488, _FASTEST_PROMPTS),
+    AcceptedSpill("sm90", "hyper_connection", "mix/", 456, "the tile of SM120, which spills nothing there"),
 )
 
 ARCHS_WITH_TILES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")

@@ -247,7 +247,7 @@ def _predictions(result: Survey) -> list[str]:
 
 
 def reasons(result: Survey) -> list[str]:
-    """Why the recommended layout, or why none."""
+    """Returns the reasons for the recommended layout, or why there is none."""
     best = result.best()
     if best is None:
         if result.prospects and not any(prospect.starts for prospect in result.prospects):

@@ -193,7 +193,7 @@ class StepFloors:
 
 
 def _entries(length: int, reach: float, rate: float) -> float:
-    """That the last of `length` tokens sees."""
+    """Returns the number of cache entries that the last of `length` tokens attends to."""
     return reach * rate
 
 
@@ -203,7 +203,8 @@ def _entries_of_all(length: int, reach: float, rate: float) -> float:
 
 
 def nccl_seconds(ranks: int, message: float) -> float:
-    """By straight lines between the measured sizes, and beyond them; between numbers of ranks the next larger one's."""
+    """Returns the seconds of a collective, by straight lines between the measured sizes, and beyond them; between
+    numbers of ranks the next larger one's."""
     table = NCCL_SECONDS[next((n for n in NCCL_SECONDS if n >= ranks), max(NCCL_SECONDS))]
     if message <= table[0][0]:
         return table[0][1]

@@ -169,8 +169,8 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
 
 
 def _layouts(gpus: int, most: int) -> Iterator[Layout]:
-    """With every number of GPUs a server, `most` of one machine, whose experts are shared by their dims, or whole; and
-    one server of all GPUs in stages, for models that fewer GPUs have no room for."""
+    """Yields layouts with every number of GPUs a server, `most` of one machine, whose experts are shared by their dims,
+    or whole; then one server of all GPUs in stages, for models that fewer GPUs have no room for."""
     for tp_size in range(1, min(gpus, most) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:

@@ -22,7 +22,7 @@ from sglang.srt.layers.quantization.reference import E2M1_MAX, E4M3_MAX, Quantiz
 from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint, some
 
 InputScales = Callable[[Collection[str]], Mapping[str, float]]
-"""For modules with these names, the input_scale of those that have one."""
+"""A function that returns, of the modules with the given names, the input_scale of those that have one."""
 NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router", "*norm")
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
@@ -34,7 +34,7 @@ precision."""
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which modules are quantized: those that match `include` and none of `ignore`. Patterns as in a shell."""
+    """The modules to quantize: those that match `include` and none of `ignore`. Patterns as in a shell."""
 
     include: tuple[str, ...] = ("*",)
     ignore: tuple[str, ...] = ()

@@ -167,7 +167,7 @@ REFUSED_VALUES: Mapping[str, RefusedValues] = {
 
 
 def refusal(field: str, value: Any) -> str | None:
-    """Why the option `field` does not take a value that other releases have; None for any other value."""
+    """Returns why the option `field` does not take a value that other releases have; None for any other value."""
     refused = REFUSED_VALUES.get(field)
     return refused.reason.format(value) if refused is not None and value in refused.values else None
 

@@ -35,7 +35,8 @@ class FlagGroup:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Why a field is refused, and which values besides the empty ones are what the server does anyway."""
+    """A field that is refused, with the reason, and the values besides the empty ones that ask for what the server does
+    anyway."""
 
     reason: str
     neutral: tuple[Any, ...] = ()

@@ -1,5 +1,5 @@
-"""How long attention kernels take on an SM120 card: an estimate without a GPU. Times in microseconds inside, seconds
-from the public functions.
+"""Estimate of the time that attention kernels take on an SM120 card, without a GPU. Times in microseconds inside,
+seconds from the public functions.
 
 Decoding: programs walk over the keys of their piece in steps that depend on each other. A step of a lonely program
 takes `step`, and `cold` more when keys come from memory and not from the L2; on a full SM it takes `busy` for each

@@ -1,4 +1,4 @@
-"""How long a grouped product of tokens with their experts' weights takes with a tile: an estimate without a GPU.
+"""Estimate of the time that a grouped product of tokens with their experts' weights takes with a tile, without a GPU.
 
 A program computes BLOCK_M pairs x BLOCK_N columns in depth / BLOCK_K steps. Programs run in waves over the SMs, which
 `occupancy` of them share. The estimate is the largest of three times, rounded off where two are close:
@@ -34,7 +34,7 @@ SHARED_RESERVED = 1024
 LANES_PER_SM = 128
 SHARED_BYTES_PER_CLOCK = 128.0
 FULL_WARPS = 8
-"""So many warps keep an SM's four matrix units busy."""
+"""Number of warps that keep an SM's four matrix units busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Constants:
     spill_penalty: float = 0.002  # per spilled byte, of the chain; not fitted: tiles that spill are not measured
 
     def replaced(self, values: Mapping[str, float]) -> Constants:
-        """With some of them changed, by name."""
+        """Returns the constants with some of them changed, by name."""
         return Constants(**{field.name: values.get(field.name, getattr(self, field.name)) for field in fields(self)})
 
 
@@ -74,9 +74,10 @@ SM120 = Constants(
     step_overhead=80e-9,
     prologue=1.95e-6,
 )
-"""For times of SGLang's Triton experts measured on an RTX PRO 6000 Server; benchmark/kernels/card/fit_experts.py says
-how well. They tell the short rows, the matrix unit's share and the prologue; latency, loads on their way and a step's
-overhead could be half or twice that. What they do not tell at all is as on the H200."""
+"""Constants fitted to times of SGLang's Triton experts measured on an RTX PRO 6000 Server;
+benchmark/kernels/card/fit_experts.py says how well. They tell the short rows, the matrix unit's share and the prologue;
+latency, loads on their way and a step's overhead could be half or twice that. What they do not tell at all is as on the
+H200."""
 
 
 def constants_of(arch: ArchTraits) -> Constants:
@@ -143,7 +144,8 @@ def estimate_blocks(
     blocks: float,
     constants: Constants | None = None,
 ) -> Estimate | None:
-    """As `estimate`, for a routing that gives `experts` experts a token and makes `blocks` blocks of BLOCK_M rows."""
+    """Estimates a product like `estimate`, for a routing that gives `experts` experts a token and makes `blocks` blocks
+    of BLOCK_M rows."""
     rates, constants = rates_of(arch), constants or constants_of(arch)
     occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates)
     if occupancy == 0:
@@ -155,7 +157,7 @@ def estimate_blocks(
 
 
 def blocks_per_sm(record: TileRecord, num_warps: int, arch: ArchTraits, rates: Rates) -> int:
-    """How many programs share an SM."""
+    """Returns the number of programs that share an SM."""
     if record.smem > arch.smem_per_block:
         return 0
     per_warp = -(-max(record.registers, 1) * 32 // REGISTER_UNIT) * REGISTER_UNIT
@@ -258,7 +260,7 @@ class _Launch:
         return 2.0 * m * n * k / matrix_rate + (widened + scaled) / (LANES_PER_SM * self.rates.clock)
 
     def _widening_instructions(self) -> float:
-        """For a weight, of all warps that widen it."""
+        """Returns the number of instructions that widen a weight, of all warps that do so."""
         widening, tile = self.product.widening, self.tile
         if widening is None:
             return 0.0
@@ -267,7 +269,7 @@ class _Launch:
         return self._copies() * widening.each if counted is None else counted
 
     def _copies(self) -> int:
-        """How many warps hold, and widen, the same weights.
+        """Returns the number of warps that hold, and widen, the same weights.
 
         `wgmma` takes 64 rows or more of weights from the registers of as many warps as there are 16 rows, fewer rows
         from shared memory. Otherwise Triton, as the strips of a step add to the same sums, lines all warps up along the

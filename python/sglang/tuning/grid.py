@@ -36,9 +36,9 @@ class Grid:
         return Grid(tuple(table["axes"]), axes, codes)
 
     def seconds(self, *sizes: float, base: Base | None = None) -> float:
-        """At these sizes, one for each axis. With `base` what lies between are multiples of it, and beyond the ends of
-        the axes times grow as it does. Without one they grow in proportion beyond the end, and before the start they
-        stay, because a launch takes its time however little there is to do."""
+        """Returns the seconds at the given sizes, one for each axis. With `base` what lies between are multiples of it,
+        and beyond the ends of the axes times grow as it does. Without one they grow in proportion beyond the end, and
+        before the start they stay, because a launch takes its time however little there is to do."""
         places = [_place(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
         log = 0.0
         for corner in itertools.product((0, 1), repeat=len(places)):
@@ -56,11 +56,11 @@ class Grid:
         return math.pow(2.0, log) * 1e-6 * beyond
 
     def covers(self, *sizes: float) -> bool:
-        """Whether the table says anything of these sizes: an axis with one size is of that size only."""
+        """Returns whether the table says anything of these sizes: an axis with one size is of that size only."""
         return all(len(axis) > 1 or size == axis[0] for axis, size in zip(self.axes, sizes, strict=True))
 
     def holds(self, *sizes: float) -> bool:
-        """Whether a time of exactly these sizes is in the table."""
+        """Returns whether a time of exactly these sizes is in the table."""
         return all(size in axis for axis, size in zip(self.axes, sizes, strict=True))
 
 

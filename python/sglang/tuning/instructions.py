@@ -38,7 +38,7 @@ class Streamed:
 
 
 def tile_form(scheme: str, features: Collection[str]) -> str:
-    """As GPUs with these features multiply it."""
+    """Returns the form in which GPUs with these features multiply a scheme."""
     to_e4m3 = SCHEMES[scheme].activation == "mxfp8" and "block_scaled_mma" in features
     return _form(scheme, "e4m3" if to_e4m3 else "wgmma" if "wgmma" in features else "mma")
 

@@ -24,7 +24,7 @@ class Op(Protocol):
 
     @property
     def num_bytes(self) -> float:
-        """That must come from or go to memory."""
+        """The bytes that must come from or go to memory."""
 
     @property
     def operations(self) -> float: ...
@@ -250,7 +250,8 @@ class CompressedAttention:
 
     @property
     def entries(self) -> int:
-        """That a token attends to: a window, and of the kept ones at most 512 where an indexer chooses."""
+        """The number of entries that a token attends to: a window, and of the kept ones at most 512 where an indexer
+        chooses."""
         kept = self.context // self.rate
         return min(self.context, 128) + (min(kept, 512) if self.rate == 4 else kept)
 

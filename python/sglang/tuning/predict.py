@@ -83,7 +83,8 @@ def best_pair(point: Point, kept: Mapping[str, Kept], palette: Palette | None = 
 
 
 def small_palette(points: Iterable[Point], most: int, tolerance: float = 0.001) -> Palette:
-    """At most `most` tiles (an even number or one less) that together serve the points nearly as well as all of them.
+    """Returns at most `most` tiles (an even number or one less) that together serve the points nearly as well as all of
+    them.
 
     Greedy: the tile, or the pair of tiles of one BLOCK_M, that lowers the mean loss most; until it is below
     `tolerance`. Every tile of a palette is one more to compile and to verify.

@@ -1,4 +1,4 @@
-"""How long this project's kernels are predicted to take on a card, op by op, and how far off that may be.
+"""Predicted times of this project's kernels on a card, op by op, and how far off they may be.
 
 Kernels of ours follow the cost models and the records of their compiled tiles; where a library serves (16-bit products
 of several tokens, NCCL) the times that others measured stand in. Weights and caches come from memory, as they do when a
@@ -165,7 +165,8 @@ IN_PIECES = frozenset({"odd", "odd_rows"})
 
 @functools.cache
 def _linear_records(scheme: str, arch_name: str, widened: bool, in_pieces: bool) -> Mapping[str, TileRecord]:
-    """By tile, of the newest Triton on record; `widened`: as GPUs compute it that do not multiply with block scales."""
+    """Returns the records by tile, of the newest Triton on record; `widened`: those of GPUs that do not multiply with
+    block scales."""
     choice: dict[str, TileRecord] = {}
     for (op, key, tile), row in Ledger.load().rows.items():
         parts = key.split("/")

@@ -1,4 +1,4 @@
-"""How fast a GPU's units are, for the cost model: dense matrix rates by instruction, clock, L2. Data only.
+"""Rates of a GPU's units, for the cost model: dense matrix rates by instruction, clock, L2. Data only.
 
 Matrix rates are those of data sheets with fp32 accumulation, but for the ones marked as measured. GeForce parts run
 plain products with fp32 accumulation at half the rate of the block-scaled forms.
@@ -62,7 +62,7 @@ class Rates:
 
 
 def _matrix(half: float, fp8: float, fp4: float = 0.0, mxfp8: float = 0.0, int8: float = 0.0) -> dict[str, float]:
-    """In units of 10**12 a second."""
+    """Returns operations per second by type, from rates in units of 10**12 a second."""
     rates = {"half": half, "tf32": half / 2, "fp8": fp8, "int8": int8 or fp8, "mxfp8": mxfp8, "fp4": fp4}
     return {name: rate * TERA for name, rate in rates.items() if rate}
 

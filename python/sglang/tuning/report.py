@@ -126,7 +126,7 @@ def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
 
 
 def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> dict[str, Any]:
-    """For each step: seconds, and its ops. Raises UserError."""
+    """Returns the seconds of each step, and of its ops. Raises UserError."""
     steps = {}
     for step in steps_of(context):
         rows = time_step(model, serving, step, arch)

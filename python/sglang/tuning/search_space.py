@@ -33,8 +33,8 @@ MAX_ACCUMULATORS = 128
 """fp32 sums a thread may hold: with twice as many, nothing is left of its 255 registers for operands."""
 MIN_ACCUMULATORS = 4
 GROUP_M = {16: 1, 32: 1, 64: 8, 128: 8}
-"""By BLOCK_M: small blocks are for few tokens, of which an expert has one block; large ones come in groups that share
-its weights while they are cached."""
+"""GROUP_M by BLOCK_M: small blocks are for few tokens, of which an expert has one block; large ones come in groups that
+share its weights while they are cached."""
 TUNED_GROUP_M = (1, 8, 16, 32, 64)
 """The values that tuning tries on the fastest tile of each BLOCK_M: the order of programs changes neither registers
 nor memory."""
@@ -109,7 +109,8 @@ def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -
 
 
 def widens(scheme: str | None, arch: ArchTraits) -> bool:
-    """Whether four-bit weights are widened to 16 bits there (as `scaled_dot.product_of` says, without importing it)."""
+    """Returns whether four-bit weights are widened to 16 bits there (as `scaled_dot.product_of` says, without importing
+    it)."""
     if scheme is None or SCHEMES[scheme].bits != 4:
         return False
     return SCHEMES[scheme].activation is None or "block_scaled_mma" not in arch.features
@@ -164,8 +165,8 @@ def unfit(record: TileRecord | str, arch: ArchTraits) -> str | None:
 
 
 def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
-    """How a product widens its weights, as the instructions of the compiled tile show; None: it multiplies them as they
-    are."""
+    """Returns how a product widens its weights, as the instructions of the compiled tile show; None if it multiplies
+    them as they are."""
     if scheme is None:
         return None
     widened = in_half(record)
@@ -175,12 +176,12 @@ def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
 
 
 def in_half(record: TileRecord) -> bool:
-    """Whether a tile multiplies in 16 bits."""
+    """Returns whether a tile multiplies in 16 bits."""
     return all(name.split()[-1] in ("bf16", "f16") for name in record.mma)
 
 
 def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedProduct:
-    """For the cost model."""
+    """Returns the shape of a product for the cost model."""
     scheme = SCHEMES[shape.scheme] if shape.scheme else None
     widened = scheme is not None and in_half(record)
     if scheme is None or widened:

@@ -1,5 +1,5 @@
-"""How long this project's attention and recurrence kernels take: by their tiles, the ledger's records and counted
-instructions. No torch; times in microseconds inside, seconds from the public functions.
+"""Estimate of the time that this project's attention and recurrence kernels take, by their tiles, the ledger's records
+and counted instructions. No torch; times in microseconds inside, seconds from the public functions.
 
 Prompts: a step takes what the matrix unit and the counted instructions need and, with one buffer, the time until its
 keys are there. One number of it is fitted. SGLang's kernels, which wait for both in turn, take on an RTX PRO 6000
@@ -37,7 +37,7 @@ from sglang.tuning.streaming import ISSUED
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 SHORT_PIECE = 512
-"""As decode_attention's; a test holds the two together."""
+"""Shortest piece in tokens, equal to that of decode_attention; a test holds the two together."""
 SERVED_CONTEXT = 131_072
 """Tokens that a server lets a request have: decode attention launches programs for so many."""
 MERGE = 1.2
@@ -54,7 +54,8 @@ def merged_at_once(keys: Keys) -> int:
 
 
 def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
-    """As `plan_kernel` cuts requests of equal length. `parts`: rounds in which the pieces of one are merged."""
+    """Returns the pieces into which `plan_kernel` cuts requests of equal length. `parts`: rounds in which the pieces of
+    one are merged."""
     tiles = keys.kv_heads * -(-keys.group // tile["BLOCK_H"])
     slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
     n = tile["BLOCK_N"]

@@ -100,7 +100,8 @@ def _experts(op: Experts, tables: Tables, arch: ArchTraits) -> Known:
 
 
 def _layer(table: Grid, form: str, op: Experts, arch: ArchTraits) -> float:
-    """Between timed shards in multiples of what the model of its Triton kernels says, where those serve."""
+    """Returns the seconds of a layer of experts; between timed shards, in multiples of what the model of its Triton
+    kernels says, where those serve."""
 
     def modelled(inter: float, tokens: float) -> float:
         scheme = None if form == "bf16" else "fp8_block"
@@ -114,8 +115,8 @@ def _layer(table: Grid, form: str, op: Experts, arch: ArchTraits) -> float:
 
 
 def _like_others(op: Experts, form: str, tables: Tables, arch: ArchTraits) -> Known:
-    """In multiples of the least possible, what experts of other models take with as many tokens each: a mean in which
-    models of similar sizes count most."""
+    """Returns a time from what experts of other models take, in multiples of the least possible, with as many tokens
+    each: a mean in which models of similar sizes count most."""
     total, logs = 0.0, 0.0
     for name, table in tables.items():
         if not name.startswith(f"experts/{form}/") or not name.endswith("/sglang"):

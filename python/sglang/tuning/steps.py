@@ -152,7 +152,7 @@ def total(rows: list[TimedOp]) -> StepTime:
 
 
 def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
-    """In the order of a step."""
+    """Yields the ops of a step in their order, each with its name."""
     tokens, hidden = step.tokens, model.hidden_size
     rows, quant = expert_rows(model, serving.ranks), model.expert_quant
     scheme = quant.scheme if quant else None
@@ -284,7 +284,8 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> I
 def _feed_forward(
     model: ModelDescription, ffn: FeedForward, serving: Serving, tokens: int, rows: int, expert_scheme: str | None
 ) -> Iterator[tuple[str, Op]]:
-    """With experts by rank each has its share of the pairs, as if of fewer tokens that all choose here."""
+    """Yields the ops of a feed-forward block. With whole experts by rank, each rank has its share of the pairs, as if
+    of fewer tokens that all choose here."""
     tp = serving.tp_size
     if isinstance(ffn, Dense):
         yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.padded_rows(tp))

@@ -1,4 +1,4 @@
-"""How long weights take that are streamed without matrix instructions: by few pairs of experts or few rows. No torch.
+"""Times of weights that are streamed without matrix instructions: by few pairs of experts or few rows. No torch.
 
 The larger of reading them and of the instructions that multiply them (counted, `instructions.py`). The lanes issue 0.9
 of what they can, and as if 16 more warps ran on each SM: programs come in waves, and the last ones run alone. Both
@@ -79,7 +79,7 @@ def of_rows(op: Linear, arch: ArchTraits) -> tuple[Stream]:
 
 
 def pair_kind(scheme: str | None, features: Collection[str]) -> str:
-    """As `ScaledProduct.pair_kind` says, without importing it."""
+    """Returns the kind that `ScaledProduct.pair_kind` returns, without importing it."""
     if scheme is None:
         return "16-bit"
     form, packed = SCHEMES[scheme], "block_scaled_mma" in features

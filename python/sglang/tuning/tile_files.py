@@ -19,13 +19,14 @@ def directory_name(triton_version: str) -> str:
 
 
 def own_name(num_experts: int, intermediate: int, hidden: int, scheme: str | None, arch: ArchTraits) -> FileName:
-    """By architecture and SM count: every edition of a card finds it."""
+    """Returns the file's name by architecture and SM count: every edition of a card finds it."""
     assert scheme is None or scheme in SCHEMES
     return FileName(num_experts, intermediate, (scheme, None, False), hidden, arch=arch.name, num_sms=arch.num_sms)
 
 
 def upstream_name(num_experts: int, intermediate: int, scheme: str | None, device_name: str) -> FileName:
-    """By the driver's name of the GPU, as upstream's tuner writes it; with our scheme's name where it has none."""
+    """Returns the file's name by the driver's name of the GPU, as upstream's tuner writes it; with our scheme's name
+    where it has none."""
     selectors = UPSTREAM_SELECTORS.get(scheme, ((scheme, None, False),))
     return FileName(num_experts, intermediate, selectors[0], device=device_name.replace(" ", "_"))
 
@@ -41,7 +42,7 @@ def write_content(path: Path, content: Content) -> None:
 
 
 def to_entry(pair: TilePair) -> dict[str, Any]:
-    """With upstream's keys, and "down" where its tile differs."""
+    """Returns an entry with upstream's keys, and "down" where its tile differs."""
     up = _to_keys(pair.gate_up, 2)
     down = _to_keys(pair.down, 1)
     del down["BLOCK_SIZE_M"]

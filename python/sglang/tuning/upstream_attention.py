@@ -44,7 +44,8 @@ DECODE: Mapping[str, Compiled] = {
     "512/alone": Compiled(4096, 251, 4), "512/alone/fp8": Compiled(8192, 166, 4),
     "576": Compiled(63488, 194, 4), "576/alone": Compiled(4096, 255, 4),
 }  # fmt: skip
-"""By head dim; "alone": query heads that share no kv head have another kernel; "fp8": the cache's type."""
+"""Compiled decode kernels by head dim; "alone": query heads that share no kv head have another kernel; "fp8": the
+cache's type."""
 PROMPT: Mapping[int, tuple[int, int, Compiled]] = {
     64: (64, 128, Compiled(24576, 255, 4)),
     128: (64, 128, Compiled(65536, 255, 8)),
@@ -65,7 +66,8 @@ def decode_key(keys: Keys) -> str:
 
 
 def decode_pieces(keys: Keys) -> Pieces:
-    """As release 0.5.14 splits requests of equal length. Raises KeyError for a head dim that is not on record."""
+    """Returns the pieces into which release 0.5.14 splits requests of equal length. Raises KeyError for a head dim that
+    is not on record."""
     compiled = DECODE[decode_key(keys)]
     most = MOST_LATENT_PIECES if keys.latent else MOST_PIECES
     tiles = keys.heads if keys.group == 1 else math.ceil(keys.heads / min(16, keys.group))

@@ -117,7 +117,7 @@ def test_status_does_not_write_to_the_release(pristine: Path) -> None:
     assert trees.snapshot(pristine) == before
     text = status.table({"1.0": results, "2.0": results})
     assert "| change | 1.0 | 2.0 |" in text and "| extend-tiles | applied | applied |" in text
-    assert f"1.0: {len(ALL)} applied; 2.0: {len(ALL)} applied." in text
+    assert f"- 1.0: {len(ALL)} applied.\n- 2.0: {len(ALL)} applied.\n" in text
     for change in ALL:
         assert f"### {change.name}" in text
 
@@ -126,6 +126,9 @@ def test_status_gives_reasons(tmp_path: Path) -> None:
     files = {path: text for path, text in trees.FILES.items() if "inkling" not in path}
     results = rebase.probe(resolve(str(trees.write(tmp_path, files))), ALL)
     assert "- 9: not applicable: the release has no Inkling." in status.table({"9": results})
+    assert "- 9 to 11: not applicable: the release has no Inkling." in status.table(
+        {"9": results, "10": results, "11": results}
+    )
 
 
 def test_output_inside_the_release_is_refused(tmp_path: Path) -> None:

@@ -256,6 +256,28 @@ def test_the_kv_cache_of_compressed_tensors(scheme: Any, expected: str | None) -
     assert found is not None and found.kv_cache == expected
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+@pytest.mark.parametrize(
+    ("config", "storage"),
+    [
+        (AWQ | {"modules_to_not_convert": ["k_proj"]}, "awq"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "modules_to_not_convert": ["k_proj"]}, "awq"),
+        (
+            compressed("pack-quantized", INT4_G32 | {"group_size": 128, "symmetric": False}, None, ["re:.*k_proj"]),
+            "compressed-tensors",
+        ),
+    ],
+)
+def test_zero_points(config: dict[str, Any], storage: str) -> None:
+    found = detect({"quantization_config": config}, HERE)
+    assert found is not None
+    assert found.of("model.layers.0.self_attn.q_proj") == ModuleQuant("int4_g128", storage, zero_points=True)
+    assert found.of("model.layers.0.self_attn.k_proj") is None
+    assert "(int4_g128 with zero points)" in found.describe()
+
+
 def _weights(**change: Any) -> dict[str, Any]:
     return compressed("pack-quantized", INT4_G32 | change, None, [])
 
@@ -271,7 +293,10 @@ def _weights(**change: Any) -> dict[str, Any]:
         (FP8_BLOCK | {"activation_scheme": "static"}, "activation_scheme 'static' with weight_block_size"),
         (FP8_BLOCK | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         (FP8_BLOCK | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of module names"),
-        (_weights(symmetric=False), r"int4 per group of 32, activations in 16 bits: asymmetric weights"),
+        (
+            compressed("mxfp4-pack-quantized", INT4_G32 | {"type": "float", "symmetric": False}, None, []),
+            r"float4 per group of 32, activations in 16 bits: asymmetric weights",
+        ),
         (_weights(actorder="group"), "weights in activation order"),
         (_weights(actorder="dynamic"), "weights in activation order"),
         (
@@ -296,7 +321,10 @@ def _weights(**change: Any) -> dict[str, Any]:
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
             "kv_cache_quant_algo 'NVFP4'",
         ),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, r"awq \(bits 4, .*zero points"),
+        (AWQ | {"bits": 8}, "awq with bits 8, group_size 128, zero_point True, version gemm is not supported"),
+        (AWQ | {"group_size": 64}, "awq with bits 4, group_size 64"),
+        (AWQ | {"zero_point": False}, "zero_point False"),
+        (AWQ | {"version": "gemv"}, "version gemv"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act True is not supported"),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}, "gptq with bits 8"),
     ],
@@ -323,6 +351,9 @@ def test_a_text_part_that_is_no_object_is_no_crash() -> None:
         ("modelopt_fp4", NEW_MODELOPT),
         ("mxfp4", GPT_OSS),
         ("moe_wna16", KIMI_K25),
+        ("moe_wna16", AWQ),
+        ("awq", AWQ),
+        ("awq_marlin", AWQ),
         ("gptq_marlin", {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}),
     ],
 )

@@ -93,6 +93,28 @@ def test_latent_attention_runs_on_a_tile_that_fits(model_dir: str, capsys: pytes
     assert "linear/int4_g32" not in found, "the routed experts alone are quantized"
 
 
+def _as_awq(model_dir: str) -> None:
+    file = Path(model_dir) / "config.json"
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize("model_dir", ["qwen3"], indirect=True)
+def test_a_dense_model_with_zero_points(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _as_awq(model_dir)
+    for spelling in ("awq", "awq_marlin", "moe_wna16"):
+        found = ops(capsys, "--arch", "sm_120", "--model-path", model_dir, "--quantization", spelling)
+        assert found["linear/int4_g128"]["kernel"] == "triton_quantized"
+
+
+@pytest.mark.parametrize("model_dir", ["qwen3_moe"], indirect=True)
+def test_experts_with_zero_points_are_refused(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _as_awq(model_dir)
+    argv = ("--arch", "sm_120", "--model-path", model_dir, "--quantization", "moe_wna16")
+    assert explain.main(argv) == explain.WOULD_NOT_START
+    assert "experts with zero points (awq int4_g128) are not supported" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(("model_dir", "name"), [(name, name) for name in LATENT], indirect=["model_dir"])
 def test_models_of_latent_attention_are_served_without_spills(
     model_dir: str, name: str, capsys: pytest.CaptureFixture[str]

@@ -61,7 +61,9 @@ def check(given: dict[str, torch.Tensor], rounds: int = ROUNDS) -> None:
         want = exact(given | {"streams": streams, "out": None, "placement": None}, rounds)
     # What a sum in fp32 is off by grows with the root of its length; `scale` multiplies it, and then it is an exponent.
     terms = given["streams"][0].numel() if len(streams) else 1
-    rtol = 5e-5 * max(1.0, float(given["scale"].abs().max()) * (terms / 4096) ** 0.5)
+    # Hopper's matrix unit cuts digits off, which adds up where a part of the columns has more than one block.
+    unit = 5e-5 if len(streams) <= kernels.FEW_TOKENS else 1e-4
+    rtol = unit * max(1.0, float(given["scale"].abs().max()) * (terms / 4096) ** 0.5)
     torch.testing.assert_close(placement.double(), want[2].double(), rtol=rtol, atol=rtol / 10)
     torch.testing.assert_close(x.double(), want[1], rtol=2**-7, atol=2**-8)
     if placement.shape[1]:
@@ -95,9 +97,11 @@ def test_the_first_join_and_the_last(num_tokens: int, last: bool, small_steps: N
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("streams", "rounds"), [(2, 2), (8, 20), (4, 1)])
-def test_other_streams_and_rounds(streams: int, rounds: int) -> None:
-    given = problem(5, streams, 48)
+@pytest.mark.parametrize(
+    ("num_tokens", "streams", "rounds"), [(5, 2, 2), (5, 8, 20), (5, 4, 1), (41, 2, 1), (44, 8, 2)]
+)
+def test_other_streams_and_rounds(num_tokens: int, streams: int, rounds: int, small_steps: None) -> None:
+    given = problem(num_tokens, streams, 48)
     streams_out, x, placement = joined(kernels.hyper_connection, given, rounds)
     want = exact(given | {"streams": streams_out, "out": None, "placement": None}, rounds)
     torch.testing.assert_close(placement.double(), want[2], rtol=2e-5, atol=2e-6)
@@ -132,7 +136,7 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 512, 513, 2048, 2049, 8192])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 256, 257, 8192])
 @pytest.mark.parametrize("size", [4096, 7168])
 @pytest.mark.parametrize("last", [False, True])
 def test_published_widths(num_tokens: int, size: int, last: bool) -> None:

@@ -81,6 +81,55 @@ def gptq(group: int) -> Write:
     return write
 
 
+def _with_zero_points(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [N, K] and zero points [N, K / group] of 0 to 15, scales [N, K / group]. Far from all zero points are 8."""
+    groups = weight.unflatten(-1, (-1, group))
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    low = low * (1 + torch.arange(weight.shape[0])[:, None] % 3)
+    scale = ((high - low) / 15).bfloat16().float()
+    zeros = (-low / scale).round().clamp(0, 15)
+    codes = ((groups / scale[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    return codes.flatten(-2).long(), zeros.long(), scale
+
+
+def _stand_for(codes: torch.Tensor, zeros: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
+    return ((codes.unflatten(-1, (-1, group)) - zeros[..., None]) * scale[..., None]).flatten(-2)
+
+
+def _words(codes: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
+    """[..., 8 n] of 0 to 15 -> int32 [..., n]: nibble i, from the low bits on, holds column `columns[i]` of eight."""
+    eights = codes.unflatten(-1, (-1, 8))
+    words = sum(eights[..., column] << 4 * i for i, column in enumerate(columns))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.uint32).view(torch.int32)
+
+
+def awq(group: int) -> Write:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, zeros, scale = _with_zero_points(weight, group)
+        tensors = {"qweight": _words(codes.T, order), "qzeros": _words(zeros.T, order), "scales": scale.T.half()}
+        return tensors, _stand_for(codes, zeros, scale, group)
+
+    return write
+
+
+def asymmetric_int4(group: int) -> Write:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, zeros, scale = _with_zero_points(weight, group)
+        natural = tuple(range(8))
+        tensors = {
+            "weight_packed": _words(codes, natural),
+            "weight_scale": scale.bfloat16(),
+            "weight_zero_point": _words(zeros.T, natural).T.contiguous(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        return tensors, _stand_for(codes, zeros, scale, group)
+
+    return write
+
+
 def nvfp4_compressed(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     made, stands_for = _quantize(weight, "nvfp4")
     assert made.global_scale is not None
@@ -104,7 +153,7 @@ def packed_mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _values(kind: str, bits: int, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
-    return {"type": kind, "num_bits": bits, "strategy": strategy, "group_size": size, "symmetric": True, **more}
+    return {"type": kind, "num_bits": bits, "strategy": strategy, "group_size": size, "symmetric": True} | more
 
 
 def compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
@@ -183,6 +232,16 @@ FORMS: dict[str, Form] = {
     ),
     "gptq_g32": Form(gptq(32), {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
 }
+
+_AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+ZERO_POINT_FORMS: dict[str, Form] = {
+    "awq_g32": Form(awq(32), _AWQ | {"group_size": 32}),
+    "awq_g128": Form(awq(128), _AWQ | {"group_size": 128}),
+    "compressed_int4_g32_asymmetric": Form(
+        asymmetric_int4(32), compressed("pack-quantized", _values("int", 4, "group", 32, symmetric=False), None)
+    ),
+}
+"""Of linear layers only."""
 
 
 def split_experts(tensors: Tensors) -> None:

@@ -25,7 +25,7 @@ from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 
 from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
-from .quantized_checkpoints import FORMS, Tensors, save_quantized
+from .quantized_checkpoints import FORMS, ZERO_POINT_FORMS, Tensors, save_quantized
 
 TOKENS = random_tokens(23, seed=1)
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
@@ -41,9 +41,9 @@ def wanted(reference: Path) -> torch.Tensor:
     return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | ZERO_POINT_FORMS)
 def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> None:
-    reference = save_quantized("qwen3_wide", FORMS[form], tmp_path)
+    reference = save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
     plan = plan_for(tmp_path / "quantized")
     runner = TinyRunner(plan)
     want = wanted(reference)
@@ -64,6 +64,34 @@ def test_every_form_with_experts(form: str, tmp_path: Path) -> None:
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
     assert held == plan.weight_bytes(), "the plan counts other bytes than are allocated"
+
+
+def test_experts_with_zero_points_are_refused(tmp_path: Path) -> None:
+    form = ZERO_POINT_FORMS["awq_g32"]
+    save_quantized("qwen3_moe_wide", form, tmp_path)
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path / "quantized"), quantization="moe_wna16")
+    with pytest.raises(UserError, match=r"experts with zero points \(awq int4_g32\) .* symmetric 4-bit groups"):
+        make_plan(args, ModelConfig.from_server_args(args), CPU, 4 << 30)
+
+
+def test_zero_points_beside_experts_of_16_bits(tmp_path: Path) -> None:
+    form = ZERO_POINT_FORMS["awq_g32"]
+    form = replace(form, config=dict(form.config) | {"modules_to_not_convert": ["mlp"]})
+    reference = save_quantized("qwen3_moe_wide", form, tmp_path, keep=("mlp",))
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+
+
+def test_zero_points_are_spelled_and_planned_in_bfloat16(tmp_path: Path) -> None:
+    reference = save_quantized("qwen3_wide", ZERO_POINT_FORMS["awq_g128"], tmp_path)
+    for spelling in ("awq", "awq_marlin", "moe_wna16"):
+        options = {"quantization": spelling, "dtype": "bfloat16"}
+        args = ServerArgs.from_kwargs(model_path=str(tmp_path / "quantized"), **options)
+        plan = make_plan(args, ModelConfig.from_server_args(args), CPU, 4 << 30)
+    got, want = steps(TinyRunner(plan)), wanted(reference)
+    assert (got - want).norm() < 0.05 * want.norm()
 
 
 def test_a_planned_server_runs_it(tmp_path: Path) -> None:
@@ -114,9 +142,9 @@ def test_16_bit_weights_quantized_while_loading(tmp_path: Path) -> None:
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | ZERO_POINT_FORMS)
 def test_dummy_weights_are_sane(form: str, tmp_path: Path) -> None:
-    save_quantized("qwen3_wide", FORMS[form], tmp_path)
+    save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
     plan = plan_for(tmp_path / "quantized", load_format="dummy")
     weights: dict[str, torch.Tensor] = {}
     original = QuantizedLinear.finish
@@ -143,6 +171,7 @@ SPLIT = (
     "modelopt_nvfp4",
     "gptq_g32",
     "mxfp8",
+    *ZERO_POINT_FORMS,
 )
 
 
@@ -162,7 +191,7 @@ def test_ranks_hold_parts_of_weights_and_scales(size: int, tmp_path: Path) -> No
     """Of three ranks two share a kv head, and of four blocks of intermediate dims the first has two."""
     for form in SPLIT:
         (tmp_path / form).mkdir()
-        save_quantized("qwen3_wide", FORMS[form], tmp_path / form)
+        save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path / form)
     mp.spawn(_rank, (size, tmp_path), nprocs=size)
     for form in SPLIT:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))

@@ -14,14 +14,15 @@ OPS = ("hyper_connection", "shared_kv_norm_rope_store", "tail_rotation", "kv_com
 
 STREAMS = 4
 HIDDEN_SIZES = (4096, 7168)
-"""Of V4-Flash and V4-Pro."""
+"""Hidden sizes of DeepSeek-V4-Flash and V4-Pro."""
 LONGEST_STEP = 1 << 20
 HEAD_DIM, INDEX_DIM, ROTARY_DIM = 512, 128, 64
 RUNS = ((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM))
 """(rate, runs that an entry is made of, dims of an entry)."""
 
 FORM_RULES = {
-    "hyper_connection.mix_streams_kernel": FormRule(
+    "hyper_connection.mix_streams_kernel": FormRule(at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens"})),
+    "hyper_connection.mix_all_streams_kernel": FormRule(
         at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens", "steps"})
     ),
     "hyper_connection.join_streams_kernel": FormRule(
@@ -42,7 +43,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _connections() -> Iterator[Variant]:
-    """Between blocks, and behind the last one."""
+    """Yields the variants of hyper-connections between blocks, and behind the last one."""
     pointers = dict.fromkeys(("streams", "out", "mixed", "weight", "x"), "*bf16")
     pointers |= dict.fromkeys(("placement", "matrix", "sums", "base", "scale"), "*fp32")
     types = pointers | dict.fromkeys(("num_tokens", "size", "steps", "num_splits", "rounds"), "i32")
@@ -51,9 +52,9 @@ def _connections() -> Iterator[Variant]:
         shape = {"STREAMS": STREAMS, "OUTPUTS": outputs, "COLS": hyper_connection.columns_of_sums(outputs)}
         for tokens in (1, LONGEST_STEP):
             few = tokens <= hyper_connection.FEW_TOKENS
-            key, ones = (f"mix/{name}/few", ("steps",)) if few else (f"mix/{name}/many", ())
-            kernel, tile = hyper_connection.mix_streams_kernel, hyper_connection.mix_tile(tokens)
-            yield _of("hyper_connection", key, kernel, types, shape | {"HAS_OUT": True}, tile, ("size",), ones)
+            kernel = hyper_connection.mix_streams_kernel if few else hyper_connection.mix_all_streams_kernel
+            key, tile = f"mix/{name}/{'few' if few else 'many'}", hyper_connection.mix_tile(tokens)
+            yield _of("hyper_connection", key, kernel, types, shape | {"HAS_OUT": True}, tile, ("size",))
         for size in HIDDEN_SIZES:
             for tokens in (1, *(most for most, _ in hyper_connection.SPLITS_UP_TO)):
                 splits, _ = hyper_connection.split_counts(tokens, STREAMS, size)
@@ -104,11 +105,11 @@ def _compressors() -> Iterator[Variant]:
 
 def _of(
     op: str, key: str, fn: Any, types: dict[str, str], constants: dict[str, Any], launch: dict[str, int],
-    divisible: tuple[str, ...], ones: tuple[str, ...] = (),
+    divisible: tuple[str, ...],
 ) -> Variant:  # fmt: skip
-    """With the parameters that the kernel has."""
+    """Returns a variant with those of the types that are parameters of the kernel."""
     arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
-    return describe(op, key, fn, arguments, constants, launch, divisible, ones)
+    return describe(op, key, fn, arguments, constants, launch, divisible)
 
 
 _VARIANTS = {

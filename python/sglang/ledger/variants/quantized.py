@@ -40,7 +40,7 @@ ROW_SIZES = tuple(1 << power for power in range(6, 17))
 ODD = 1368
 """Columns of a share that 16 does not divide: of DeepSeek-V2-Lite's and GLM-4.5-Air's MLP on eight ranks."""
 ODD_SHARES = (ODD, 264)
-"""And of Gemma 4's of 26 billion parameters."""
+"""Columns of shares that 16 does not divide; 264 are those of Gemma 4 with 26 billion parameters."""
 ODD_BYTES = 3696
 """Columns of a share that 16 divides, and whose bytes of packed four-bit elements it does not: Qwen2.5-72B on eight."""
 COLUMNS = (1024, 1536, 768, 384, 192, 128, 96, 64, 11_552)
@@ -95,7 +95,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def recorded_schemes() -> tuple[Scheme, ...]:
-    """Those that have rows of their own."""
+    """Returns the schemes that have rows of their own."""
     return tuple(scheme for name, scheme in SCHEMES.items() if name not in SAME_LAUNCHES)
 
 
@@ -110,8 +110,8 @@ def _outputs(scheme: Scheme, product: ScaledProduct) -> Iterator[tuple[str, str]
 
 
 def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple[ScaledProduct, str]]:
-    """How GPUs with these features multiply a scheme, and the end of its rows' keys. Where they have packed
-    instructions, also how it is done without: other GPUs are judged by these rows."""
+    """Yields the product by which GPUs with these features multiply a scheme, and the end of its rows' keys. Where they
+    have packed instructions, the product without them follows: other GPUs are judged by these rows."""
     native = product_of(scheme, features)
     yield native, ""
     if product_of(scheme, ()).kind != native.kind:
@@ -167,7 +167,8 @@ def _tiles(
     out: str,
     end: str,
 ) -> Iterator[Variant]:
-    """With a bias and with columns that no block divides; for "mx" also with scales that lie in multiples of 16."""
+    """Yields the variants of a tile with a bias and with columns that no block divides; for "mx" also with scales that
+    lie in multiples of 16."""
     kind = product.activation
     data = "*bf16" if kind is None else "*u8" if kind == "nvfp4" else "*i8" if scheme.element == "int8" else "*fp8e4nv"
     factor = kind == "nvfp4"
@@ -269,7 +270,7 @@ def _norm_quantize() -> Iterator[Variant]:
 
 
 def _may_split(kind: str, features: Collection[str], more_than: float) -> bool:
-    """Whether the tile for more than so many rows is launched with K split. Where SMs would idle, NARROW_KINDS take the
-    tile of fewer columns instead of the one for up to NARROW_ROWS."""
+    """Returns whether the tile for more than so many rows is launched with K split. Where SMs would idle, NARROW_KINDS
+    take the tile of fewer columns instead of the one for up to NARROW_ROWS."""
     narrow = kind in NARROW_KINDS or "wgmma" in features
     return more_than < (SPLIT_ROWS if narrow else NARROW_ROWS)

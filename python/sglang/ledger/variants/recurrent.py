@@ -134,7 +134,8 @@ def _described(
     launch: Mapping[str, int],
     aligned: tuple[str, ...],
 ) -> Variant:
-    """With the parameters that the kernel has, and without the alignments that it does not look at."""
+    """Returns a variant with the parameters that the kernel has, and without the alignments that it does not look
+    at."""
     arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
     constants = {name: value for name, value in constants.items() if name in fn.arg_names}
     described = describe(

@@ -20,7 +20,7 @@ OPS = (
 )
 
 INDEX_HEADS = (64, 32)
-"""Of DeepSeek's indexers, and of GLM's."""
+"""Heads of DeepSeek's indexers and of GLM's."""
 INDEX_DIM = 128
 FEW_LINES = 64
 """Heads of as many tokens as a block of four warps has."""
@@ -143,7 +143,7 @@ def _queries() -> Iterator[Variant]:
 
 
 def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
-    """As many tokens at a time as a block has room for: fewer cost less."""
+    """Yields the variants of the indexer's scores for as many tokens as a block has room for: fewer cost less."""
     kernel = index_logits.index_logits_kernel
     for head_dims, kv_dtype, tile in _tiles("sparse_indexer", features):
         for heads in INDEX_HEADS:
@@ -183,7 +183,8 @@ def _index_types(kernel: Any) -> dict[str, str]:
 
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
-    """With everything that a launch may have: two caches where keys are values, sinks, and log-sum-exps."""
+    """Yields the variants of attention to selected tokens, with everything that a launch may have: two caches where
+    keys are values, sinks, and log-sum-exps."""
     for head_dims, kv_dtype, tile in _tiles("sparse_attention", features):
         packed = kv_dtype == "fp8_e4m3"
         kernel = packed_attention_kernel if packed else sparse_attention.sparse_attention_kernel

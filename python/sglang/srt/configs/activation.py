@@ -27,7 +27,7 @@ class Activation:
 
     @property
     def linear_in_up(self) -> bool:
-        """Whether a factor of up is one of the result."""
+        """Returns whether a factor of up is one of the result."""
         return self.gated and self.up_offset == 0.0 and self.limit is None
 
     @property

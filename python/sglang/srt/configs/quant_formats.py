@@ -151,16 +151,17 @@ def _group_quant(group: Config, layout: str | None, source: str) -> ModuleQuant:
     kind = f"{weights.get('type')}{weights.get('num_bits')} per {weights.get('strategy')}"
     size = weights.get("group_size")
     described = f"format {layout}: weights {kind}{f' of {size}' if size else ''}, activations {_describe(inputs)}"
-    if weights.get("symmetric") is False:
-        raise unsupported(source, f"{described}: asymmetric weights (zero points)")
+    zero_points = weights.get("symmetric") is False
     if weights.get("actorder") in ("group", "dynamic", True):  # two names of one order
         raise unsupported(source, f"{described}: weights in activation order (actorder)")
     for match, scheme in _COMPRESSED_SCHEMES:
         if match(weights, inputs, layout):
+            if zero_points and not scheme.startswith("int4"):
+                raise unsupported(source, f"{described}: asymmetric weights (zero points)")
             if scheme == "fp8_block" and weights.get("block_structure") != [128, 128]:
                 raise unsupported(source, f"{described}, block_structure {weights.get('block_structure')!r}")
             static = scheme in ("fp8_tensor", "nvfp4") and inputs is not None and _is_static(inputs, scheme)
-            return ModuleQuant(scheme, "compressed-tensors", static)
+            return ModuleQuant(scheme, "compressed-tensors", static, zero_points)
     raise unsupported(source, described)
 
 
@@ -312,8 +313,13 @@ def read_gptq(config: Config, source: str) -> QuantConfig:
 
 
 def read_awq(config: Config, source: str) -> QuantConfig:
-    bits, size, zero = (config.get(key) for key in ("bits", "group_size", "zero_point"))
-    raise unsupported(source, f"awq (bits {bits}, group_size {size}, zero_point {zero}): weights with zero points")
+    """Reads AWQ's form: 4-bit groups of 32 or 128, each with a zero point, in the order of its "gemm" kernels."""
+    bits, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+    zero, form = config.get("zero_point", True), str(config.get("version") or "gemm").lower()
+    if bits != 4 or size not in (32, 128) or zero is not True or form != "gemm":
+        raise unsupported(source, f"awq with bits {bits}, group_size {size}, zero_point {zero}, version {form}")
+    quant = ModuleQuant(f"int4_g{size}", "awq", zero_points=True)
+    return QuantConfig("awq", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
 
 
 READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {

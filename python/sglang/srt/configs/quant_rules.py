@@ -14,13 +14,14 @@ from sglang.srt.errors import UserError
 @dataclass(frozen=True, slots=True)
 class ModuleQuant:
     """The form in which the weight of one linear module is stored. `storage` says under which tensor names, types and
-    packing: "fp8", "deepseek_v4", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", or "online" for 16-bit
-    weights that are quantized while they are loaded. With `static_input` the checkpoint holds the scale (or the global
-    factor) of activations."""
+    packing: "fp8", "deepseek_v4", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", "awq", or "online" for
+    16-bit weights that are quantized while they are loaded. With `static_input` the checkpoint holds the scale (or the
+    global factor) of activations; with `zero_points` the code of int4 that stands for 0 is each group's own, not 8."""
 
     scheme: str
     storage: str
     static_input: bool = False
+    zero_points: bool = False
 
     @property
     def format(self) -> Scheme:
@@ -88,7 +89,8 @@ class QuantConfig:
     def describe(self) -> str:
         """Describes the quantization and its origin for people."""
         cache = f", {self.kv_cache} KV cache" if self.kv_cache else ""
-        return f"{self.method} ({', '.join(sorted(self.schemes()))}){cache} according to {self.source}"
+        zeros = " with zero points" if any(rule.quant and rule.quant.zero_points for rule in self.rules) else ""
+        return f"{self.method} ({', '.join(sorted(self.schemes()))}{zeros}){cache} according to {self.source}"
 
     def schemes(self) -> frozenset[str]:
         """Returns the names of all schemes that some module may have."""

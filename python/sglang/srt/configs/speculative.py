@@ -125,7 +125,7 @@ class SpeculativeSettings:
 
     @property
     def has_own_layers(self) -> bool:
-        """Whether the model's own layers for multi-token prediction draft."""
+        """Returns whether the model's own layers for multi-token prediction draft."""
         return self.algorithm == EAGLE and self.draft_path is None
 
 

@@ -47,7 +47,8 @@ _PR_SET_PDEATHSIG = 1
 class CompileLimits(msgspec.Struct, frozen=True):
     seconds: float = 30.0
     contended_seconds: float = 5.0
-    """While others wait for a place: nobody can keep them waiting with grammars that never end."""
+    """Seconds that a grammar may take while others wait for a place: nobody can keep them waiting with grammars that
+    never end."""
     memory_bytes: int = 1024 * MIB
     """Address space that compiling one grammar may take, beyond that of the process."""
     result_bytes: int = 64 * MIB
@@ -143,7 +144,7 @@ class CompileServer:
         gc.freeze()  # children share these pages as long as no collection writes to them
 
     def serve(self) -> None:
-        """Until the other end of the control pipe is closed."""
+        """Serves requests until the other end of the control pipe is closed."""
         while True:
             try:
                 for ready in multiprocessing.connection.wait([self._control, *self._children], self._next_limit_s()):

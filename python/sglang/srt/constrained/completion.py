@@ -1,4 +1,4 @@
-"""Whether every rule of a grammar can come to an end.
+"""Checks that every rule of a grammar can come to an end.
 
 `root ::= root`, `root ::= "a" root` and schemas that require themselves are grammars that no finite text satisfies:
 they would fail in the middle of an answer, or run until the length limit.

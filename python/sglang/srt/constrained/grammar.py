@@ -57,13 +57,13 @@ def grammar_key(params: SamplingParams) -> GrammarKey | None:
 
 
 class Matcher(Protocol):
-    """Where one output stands in its grammar; each library has one."""
+    """The position of one output in its grammar; each library has a class for it."""
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """Like Grammar.fill_mask; not called once the grammar has terminated."""
+        """Fills a row of the mask like Grammar.fill_mask; not called once the grammar has terminated."""
 
     def accept(self, token_id: int) -> bool:
-        """Not called once the grammar has terminated."""
+        """Moves on by a token; returns False if the grammar forbids it. Not called once the grammar has terminated."""
 
     def is_terminated(self) -> bool: ...
 
@@ -129,7 +129,7 @@ class Grammar:
         return self._matcher.is_terminated()
 
     def is_stuck(self) -> bool:
-        """Whether no token may come next, although the grammar has not terminated."""
+        """Returns whether no token may come next, although the grammar has not terminated."""
         if self._matcher.is_terminated():
             return False
         import numpy as np  # the front needs this module's names only

@@ -141,7 +141,8 @@ class GrammarManager:
         return check
 
     def has_news(self, oldest: PendingGrammar) -> bool:
-        """Whether `verdict` may have changed for any request since this was last asked. oldest: of those that wait."""
+        """Returns whether `verdict` may have changed for any request since this was last asked. oldest: the grammar
+        that has waited longest."""
         news, self._news = self._news, False
         return news or self._clock() >= oldest.deadline
 
@@ -198,7 +199,8 @@ class GrammarManager:
         return pending.build.result().fresh()
 
     def failure(self, pending: PendingGrammar) -> Verdict:
-        """Why a build failed on some rank: verified before, so it is never the grammar's fault."""
+        """Returns the verdict on a build that failed on some rank; the grammar was verified before, so it is never at
+        fault."""
         assert pending.build is not None
         if not pending.build.done():
             return _TOO_LATE

@@ -45,7 +45,7 @@ _SCHEMA_OPTIONS = {
     "key_separator": ":",
     "coerce_one_of": False,
 }
-"""Not for the client to choose, who may write `x-guidance` into a schema."""
+"""Options of the library for JSON schemas. Clients may not choose them by writing `x-guidance` into a schema."""
 _INEXPRESSIBLE = re.compile(r"^(Unimplemented keys: |oneOf constraints )")
 
 
@@ -88,8 +88,8 @@ class LLGuidance:
 
 
 class LLGuidanceMatcher:
-    """Where one output stands. The library takes the end as a token of the output only where more could follow: here
-    it is always one."""
+    """The position of one output in its grammar. The library takes the end as a token of the output only where more
+    could follow: here it is always one."""
 
     def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], ended: bool = False) -> None:
         self._matcher = matcher
@@ -106,7 +106,8 @@ class LLGuidanceMatcher:
         return self._matcher
 
     def is_at_dead_end(self) -> bool:
-        """Or at one of the library's limits. It offers the end of the output there."""
+        """Returns whether nothing can follow: at a dead end of the grammar, or at one of the library's limits. The
+        library offers the end of the output there."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_accepting())
 
     def accept(self, token_id: int) -> bool:

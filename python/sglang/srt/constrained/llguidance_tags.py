@@ -157,7 +157,7 @@ _WRITERS: Mapping[str, tuple[frozenset[str], _Writer]] = {
         TagWriter._triggered,
     ),
 }
-"""For every type of part its keys, and the function that writes it. Keys that are left out here change what is
+"""The keys of every type of part, and the function that writes it. Keys that are left out here change what is
 allowed."""
 
 

@@ -42,8 +42,8 @@ class MaskFiller:
         """Steps that are still to be metered."""
 
     def fill(self, grammars: list[Grammar], mask: npt.NDArray[np.int32], rows: list[int]) -> None:
-        """Like Grammar.fill_mask for the row of each; mask [R, ceil(vocab / 32)], contiguous, all tokens allowed so
-        far. The grammars are of one library."""
+        """Fills the mask's row of each grammar, as Grammar.fill_mask does; mask [R, ceil(vocab / 32)], contiguous, all
+        tokens allowed so far. The grammars are of one library."""
         if self._num_metered or len(grammars) == 1:
             self._num_metered = max(0, self._num_metered - 1)
             for grammar, row in zip(grammars, rows, strict=True):

@@ -105,7 +105,7 @@ COMBINED: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda first, second: [kind for kind in first if kind in second],
     "enum": _common_values,
 }
-"""For each keyword the function that combines two of its values into one that says the same."""
+"""The functions that combine values, by keyword: each combines two of its values into one that says the same."""
 
 
 # --- what is left of a schema that no value of some type satisfies ----------------------------------------------------

@@ -39,7 +39,7 @@ _BEYOND: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "minProperties": ("maxProperties", -1, ("object",)),
     "maxProperties": ("minProperties", 1, ("object",)),
 }
-"""For each bound the values beyond it: the keyword, how far away, and the types of which it speaks."""
+"""The values beyond each bound: the keyword, how far away, and the types of which it speaks."""
 
 
 def _beyond(keyword: str, bound: Any) -> list[Schema]:

@@ -17,7 +17,7 @@ from sglang.srt.constrained.plain_schemas import (
 from sglang.srt.constrained.schema_keywords import ANNOTATIONS, names_all
 
 MAX_FRACTION_RANGES = 16
-"""Between neighbouring integers, that numbers which are no integers are written as."""
+"""Most ranges between neighbouring integers that numbers other than integers are written as."""
 
 
 def emitted(leaf: Schema) -> list[Schema]:

@@ -1,4 +1,5 @@
-"""Whether something is a JSON schema at all: keywords whose values mean nothing, as a type that does not exist.
+"""Checks that something is a JSON schema at all, and finds keywords whose values mean nothing, such as a type that does
+not exist.
 
 Says nothing about what a grammar could enforce, nor about annotations and keywords that nobody knows.
 """

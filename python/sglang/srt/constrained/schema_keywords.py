@@ -72,7 +72,7 @@ def _parts(place: str, schema: Schema) -> Iterator[tuple[str, Any]]:
 
 
 def is_inexpressible(schema: Schema) -> bool:
-    """Whether xgrammar would leave out something of this part."""
+    """Returns whether xgrammar would leave out something of this part."""
     return next(_reasons(schema), None) is not None
 
 
@@ -187,7 +187,7 @@ def _names(schema: Schema) -> Iterator[str]:
 
 
 def exclusive(branches: Any) -> bool:
-    """Whether no value can be valid under two of these schemas."""
+    """Returns whether no value can be valid under two of these schemas."""
     return isinstance(branches, list) and all(
         _apart(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
     )
@@ -230,7 +230,7 @@ _UNKNOWN_TO_LLGUIDANCE = (*_NEVER, "propertyNames", "unevaluatedProperties")
 
 
 def is_unknown_to_llguidance(schema: Schema) -> bool:
-    """Whether the library refuses a keyword of this part, or of one that is joined with it."""
+    """Returns whether the library refuses a keyword of this part, or of one that is joined with it."""
     pending: list[Any] = [schema]
     while pending:
         part = pending.pop()
@@ -293,12 +293,12 @@ def _all_parts(schema: Any) -> Iterator[Schema]:
 
 
 def _is_joined(part: Schema) -> bool:
-    """Whether one object must satisfy several schemas, which may name other properties each."""
+    """Returns whether one object must satisfy several schemas, which may name other properties each."""
     return next(_company(part), None) is not None or len(part.get("allOf") or ()) > 1
 
 
 def names_all(part: Schema) -> bool:
-    """Whether the schema names properties, all that it requires, and says nothing of others."""
+    """Returns whether the schema names properties, all that it requires, and says nothing of others."""
     if not isinstance(part.get("properties"), dict) or any(name in part for name in _OTHER_PROPERTIES):
         return False
     return all(name in part["properties"] for name in part.get("required") or ())

@@ -109,7 +109,7 @@ def _without_impossible(schema: Any) -> Any:
 
 
 def _is_local(schema: Any) -> bool:
-    """Whether every reference names a definition at the root, so that others may move."""
+    """Returns whether every reference names a definition at the root, so that others may move."""
     pending = [schema]
     while pending:
         part = pending.pop()
@@ -318,7 +318,7 @@ class Rewriter:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def _allows(self, leaf: Schema, value: Any) -> bool:
-        """Whether a value is valid under a plain schema."""
+        """Returns whether a value is valid under a plain schema."""
         kind = atom_of(value)
         if kind not in leaf["type"]:
             return False

@@ -58,7 +58,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    """Where one output stands."""
+    """The position of one output in its grammar."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher

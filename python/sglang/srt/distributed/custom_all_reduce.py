@@ -154,7 +154,7 @@ class CustomAllReduce:
         return self.algorithm_for(nbytes) is not None
 
     def can_serve_tensor(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce` may be called with `x`; the same on every rank for the same shape and type."""
+        """Returns whether `all_reduce` may be called with `x`; the same on every rank for the same shape and type."""
         return (
             self._dtype_name(x) in self._library.DTYPES
             and x.is_contiguous()
@@ -163,7 +163,7 @@ class CustomAllReduce:
         )
 
     def can_norm(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce_add_rms_norm` may be called with `x`, and is worth it."""
+        """Returns whether `all_reduce_add_rms_norm` may be called with `x`, and is worth it."""
         row_bytes = x.shape[-1] * x.element_size()
         worth_it = x.dim() == 2 and len(x) <= NORMED_ROWS and row_bytes <= NORMED_ROW_BYTES
         return worth_it and row_bytes % VECTOR_BYTES == 0 and self.can_serve_tensor(x)

@@ -97,7 +97,7 @@ def create_fusion(
 
 
 def _missing() -> str:
-    """Why the installed FlashInfer has no such kernel for all GPUs; "" where it has."""
+    """Returns why the installed FlashInfer has no such kernel for all GPUs; "" if it has."""
     for name in ("flashinfer-python", "flashinfer_python"):
         try:
             version = importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""How the ranks of several machines meet (--nnodes), and what these must agree on.
+"""The meeting of the ranks of several machines (--nnodes), and the facts that these must agree on.
 
 The ranks meet in a store of torch.distributed at --dist-init-addr, on machine 0. Then the leader sends what all must be
 started with, and each rank compares. What travels is tensors, JSON and MessagePack, never pickle. With a secret

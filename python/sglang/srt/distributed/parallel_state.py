@@ -86,7 +86,8 @@ class Group:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Like Reducer's, where there is one that serves `x`; None: nothing was done."""
+        """Reduces and normalizes in one kernel, if a Reducer is there that serves `x`; returns None if nothing was
+        done."""
         reducer = self._reducer
         if reducer is None or not reducer.can_norm(x) or not (residual is None or residual.is_contiguous()):
             return None
@@ -98,7 +99,7 @@ class Group:
             self._reducer.raise_if_stalled()
 
     def library_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Like `all_reduce`, by NCCL or gloo."""
+        """Sums over the ranks like `all_reduce`, always by NCCL or gloo."""
         dist.all_reduce(x, group=self.communicator())
         return x
 
@@ -205,7 +206,7 @@ class _State:
     beat_group: dist.ProcessGroup | None = None
     """All ranks of several machines, with the time limit of collectives over tensors."""
     secret: bytes = b""
-    """Of ranks on several machines: what the leader broadcasts is signed with it."""
+    """Secret of the ranks on several machines; the leader signs with it what it broadcasts."""
 
 
 _ONE_PROCESS = _State(Groups(), None)
@@ -335,7 +336,7 @@ def rank() -> int:
 
 
 def is_leader() -> bool:
-    """Whether this process answers requests and decides what a clock decides."""
+    """Returns whether this process answers requests and decides what a clock decides."""
     return _state.rank == _state.ranks.leader
 
 
@@ -403,7 +404,8 @@ def _signature(key: bytes, number: int, data: bytes) -> bytes:
 
 
 def _broadcast(data: bytes | None) -> bytes:
-    """What is short travels with its length, in one message: every step waits for this."""
+    """Sends the leader's bytes to all ranks. Short data travels with its length in one message: every step waits for
+    this."""
     head = np.zeros(_HEAD_BYTES, np.uint8)
     if data is not None:
         head[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)

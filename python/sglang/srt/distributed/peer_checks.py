@@ -53,7 +53,7 @@ class Links(Protocol):
         """Wait for the hosts of all ranks: writes before it are visible to all behind it."""
 
     def agree(self, ok: bool) -> bool:
-        """Whether all ranks say so."""
+        """Returns whether `ok` holds on all ranks."""
 
 
 def pattern(writer: int, reader: int, turn: int) -> torch.Tensor:

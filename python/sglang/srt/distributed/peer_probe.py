@@ -64,8 +64,8 @@ CAUSES = (
 
 
 def probe(group: dist.ProcessGroup, device: int, links: str = LINKS, limits: Limits | None = None) -> str | None:
-    """Why peers' memory must not be relied on, for a person; None: everything arrived. The same on every rank;
-    collective. Raises UserError if the library's own all-reduce is wrong or hangs."""
+    """Returns why peers' memory must not be relied on, as a message for a person, or None if everything arrived. The
+    result is the same on every rank; collective. Raises UserError if the library's own all-reduce is wrong or hangs."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     folder = tempfile.mkdtemp(prefix="sglang-probe-") if rank == 0 else ""
     store = Path(exchange(group, folder.encode())[0].decode()) / "store"

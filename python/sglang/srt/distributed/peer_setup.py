@@ -67,7 +67,7 @@ def connect(
 
 
 def _library_problem(group: dist.ProcessGroup, load_library: Callable[[], Collectives]) -> str:
-    """Why some rank cannot load the library."""
+    """Returns why some rank cannot load the library; "" if all can."""
     problem = ""
     try:
         load_library()

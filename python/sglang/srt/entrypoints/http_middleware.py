@@ -94,8 +94,9 @@ class RequestGate:
                 self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._trim)
 
     def _trim(self) -> None:
-        """Of a busy server only after a large body, and without a collection: a trim stops allocations for
-        milliseconds, a collection everything. What bodies leave in cycles (errors with their tracebacks) would stay."""
+        """Returns free memory to the system. While requests run, this waits for a large body and goes without a
+        collection: a trim stops allocations for milliseconds, a collection everything. What bodies leave in cycles
+        (errors with their tracebacks) would stay."""
         self._trimming = None
         if self._had_large_body or not self._num_requests:
             self._had_large_body = False

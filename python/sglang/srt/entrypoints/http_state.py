@@ -22,7 +22,7 @@ class ServerState:
         self.args = args
         self.engine: OpenAIService | None = None
         self.failure: str | None = None
-        """Why the server is about to exit."""
+        """Reason why the server is about to exit; None while it runs."""
         self.responses = ResponseStore()
         self.sessions = SessionStore()
         self._own_source = None if args.chat_template is None else read_template_file(args.chat_template)
@@ -50,7 +50,7 @@ class ServerState:
         )
 
     def unavailable(self) -> str | None:
-        """Why requests are refused now, or None."""
+        """Returns why requests are refused now, or None."""
         if self.failure is not None:
             return self.failure
         if self.engine is None or self.engine.manager.status is ServerStatus.STARTING:

@@ -151,7 +151,7 @@ minicpm5, pythonic and step3."""
 
 
 def may_think(reasoning: ReasoningFormat | Harmony | None, prompt: str) -> bool:
-    """Whether an output that follows `prompt` may begin with thoughts."""
+    """Returns whether an output that follows `prompt` may begin with thoughts."""
     if isinstance(reasoning, ReasoningFormat):
         return reasoning.starts_inside(prompt) or not prompt.rstrip().endswith(reasoning.end)
     return reasoning is not None

@@ -45,7 +45,8 @@ class ModelFormats:
 
 
 def has_hidden(markers: tuple[str, ...], shown: Callable[[str], str]) -> bool:
-    """Whether one of the markers is not there any more in what a detokenizer that skips special tokens shows of it."""
+    """Returns whether one of the markers is not there any more in what a detokenizer that skips special tokens shows of
+    it."""
     return any(marker not in shown(marker) for marker in markers)
 
 

@@ -109,7 +109,7 @@ def _leaf(text: str, types: Types) -> str:
 
 
 def _is_array(schema: Mapping[str, Any]) -> bool:
-    """Whether entries may be those of an array. An object may have a property of the same name."""
+    """Returns whether entries may be those of an array. An object may have a property of the same name."""
     properties = schema.get("properties")
     return not (isinstance(properties, dict) and _ITEM in properties)
 

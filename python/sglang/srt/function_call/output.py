@@ -187,12 +187,12 @@ class Output:
 
 
 def is_object(text: str) -> bool:
-    """Whether `text` is a JSON object."""
+    """Returns whether `text` is a JSON object."""
     return is_container(text) and text.lstrip().startswith("{")
 
 
 def is_container(text: str) -> bool:
-    """Whether `text` is a JSON object or array."""
+    """Returns whether `text` is a JSON object or array."""
     try:
         return isinstance(msgspec.json.decode(text), dict | list)
     except (msgspec.DecodeError, RecursionError):

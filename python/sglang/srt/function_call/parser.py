@@ -51,7 +51,7 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends within thoughts."""
+        """Returns whether the text so far ends within thoughts."""
         return self._output.in_reasoning
 
     @property

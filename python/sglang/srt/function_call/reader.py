@@ -44,14 +44,15 @@ class Markers:
         return self._pattern.match(text, start, end) if self._pattern is not None else None
 
     def certain_end(self, text: str, start: int, end: int) -> int:
-        """Where the longest end of the text begins that may be the beginning of a marker."""
+        """Returns the index at which the longest end of the text begins that may be the beginning of a marker; `end` if
+        there is none."""
         for cut in range(max(start, end - self._longest), end):
             if text[cut] in self._firsts and text[cut:end] in self._beginnings:
                 return cut
         return end
 
     def may_begin(self, text: str, start: int, end: int) -> bool:
-        """Whether the rest of the text is nothing or the beginning of a marker."""
+        """Returns whether the rest of the text is nothing or the beginning of a marker."""
         return end - start <= self._longest and (start == end or text[start:end] in self._beginnings)
 
 
@@ -64,7 +65,7 @@ class Reader:
         self._text = ""
         self._position = 0
         self._end = 0
-        """Where the text ends for now."""
+        """Index at which the text ends for now."""
         self._offset = 0
         self._ended = False
         self._whole = False
@@ -91,7 +92,7 @@ class Reader:
     # --- a part of the text -------------------------------------------------------------------------------------------
 
     def fence(self, markers: Markers) -> None:
-        """Until `lift_fence`, the text ends before the first of the markers, which are the same in every call."""
+        """Ends the text before the first of the markers until `lift_fence`; they are the same in every call."""
         self._fence = markers
         self._find_end()
 

@@ -34,7 +34,7 @@ class ReasoningFormat:
         return (self.begin, self.end)
 
     def starts_inside(self, prompt: str) -> bool:
-        """Whether an output that follows `prompt` begins with thoughts."""
+        """Returns whether an output that follows `prompt` begins with thoughts."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.begin):
             return True

@@ -124,8 +124,8 @@ _TILE_ERRORS = frozenset({"OutOfResources", "CompilationError", "PTXASError"})
 
 
 def _is_for_the_tile(error: BaseException) -> bool:
-    """Whether Triton refuses the kernel with this tile: it needs more shared memory or registers than the GPU has, or
-    does not compile."""
+    """Returns whether Triton refuses the kernel with this tile: it needs more shared memory or registers than the GPU
+    has, or does not compile."""
     return any(kind.__name__ in _TILE_ERRORS for kind in type(error).__mro__)
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
-from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.kernels.tiles import LEAST_TOKENS, attention_tiles
 
 LOCK_DIR = Path(__file__).parent
 LOCKS: Mapping[str, tuple[str, ...]] = {"sm120": ("sm_120", "sm_121"), "sm90": ("sm_90",)}
 """Lock file -> the architectures that it verifies. Any other is judged by sm_120's rows, whose limit is the lowest."""
 PROXY_ARCH = "sm_120"
 
-_LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
+_LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves", LEAST_TOKENS})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
 _PLAIN = ("plain", "causal", "bidirectional", "chunk")
 _FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -125,8 +125,9 @@ _BLOCK_COLS = {"linear": 128, "fused_moe": 256}
 
 
 def _launches(need: Need, pieces: Sequence[str]) -> bool:
-    """Whether weights of the need's shapes can be launched as a row with these pieces of a key describes: with columns
-    that no block divides ("ragged"), or rows and columns that 16 does not ("odd", "odd_rows"), and with its biases."""
+    """Returns whether weights of the need's shapes can be launched as a row with these pieces of a key describes: with
+    columns that no block divides ("ragged"), or rows and columns that 16 does not ("odd", "odd_rows"), and with its
+    biases."""
     shapes, product = need.shapes, pieces[0]
     if not shapes:
         return True

@@ -14,7 +14,7 @@ OPTIONAL_PACKAGES = ("flashinfer", "sm120_sgl_kernel", "triton")
 
 
 def installed_packages() -> frozenset[str]:
-    """Those of OPTIONAL_PACKAGES that this Python can import; looks, does not import."""
+    """Returns those of OPTIONAL_PACKAGES that this Python can import; looks, does not import."""
     return frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None)
 
 

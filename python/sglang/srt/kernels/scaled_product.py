@@ -31,7 +31,7 @@ class ScaledProduct:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether planes hold pairs of columns (see ExpertWeights)."""
+        """Returns whether planes hold pairs of columns (see ExpertWeights)."""
         return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_GROUP
 
     @property

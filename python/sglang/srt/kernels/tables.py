@@ -103,8 +103,8 @@ HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], tuple[str, str]],
     ("tcgen05", ("hybrid_gdn",), ("triton", "trtllm_mha")),
     ("mma_sync_block_scale", tuple(HYBRIDS), ("triton", "flashinfer")),
 )
-"""For GPUs with a feature: the backends of the full-attention layers of models with such recurrent layers. The first
-row counts; others take what every model may have. torch_native serves everywhere."""
+"""Backends of the full-attention layers of models with recurrent layers, for GPUs with a feature. The first row counts;
+others take what every model may have. torch_native serves everywhere."""
 
 
 def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
@@ -314,7 +314,7 @@ def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, .
 
 
 def _indexer(op: str, graph_safe: bool = True) -> tuple[KernelSpec, ...]:
-    """What prepares the indexer's keys and queries; `graph_safe`: in plain torch."""
+    """Returns the kernels that prepare the indexer's keys and queries; `graph_safe` is that of plain torch."""
     refuse = all_of(_HALF, e4m3_or_16_bits, no_e4m3_conversion)
     return (
         KernelSpec("triton", f"{_TRITON}.index_store:{op}", CP_ASYNC, "triton", refuse=refuse),

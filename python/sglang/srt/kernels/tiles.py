@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 AttentionTile = dict[str, int]
 
+LEAST_TOKENS = "least_tokens"
+"""Key of a tile that steps of fewer tokens do not take: they take the next one of its row."""
+
 HEAD_DIMS: tuple[tuple[int, int], ...] = (
     (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256), (288, 256),
     (512, 512), (576, 512),
@@ -49,9 +52,10 @@ def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int
     return tile | {"ctas_per_sm": ctas_per_sm, "waves": waves}
 
 
-def _gather(h: int, n: int, warps: int, stages: int, ctas_per_sm: int) -> AttentionTile:
-    """BLOCK_N selected entries at a time."""
-    return {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm}
+def _gather(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, least_tokens: int = 1) -> AttentionTile:
+    """BLOCK_N selected entries at a time, in steps of `least_tokens` tokens and more."""
+    tile = {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm}
+    return tile | ({LEAST_TOKENS: least_tokens} if least_tokens > 1 else {})
 
 
 def _scores(m: int, n: int, warps: int, stages: int, ctas_per_sm: int) -> AttentionTile:
@@ -146,22 +150,23 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", (MLA_LATENT,), _FP8, (_split(16, 64, 8, 3, 1, 2), _split(16, 32, 4, 3, 1, 2)),
         {"wgmma": (_split(64, 64, 8, 3, 1, 2), _split(32, 32, 4, 3, 2, 2), _split(16, 128, 8, 3, 1, 2))},
     ),
-    # Blocks of 32 heads where a rank has as many: entries are read half as often. On an H200 two blocks of 16 took 0.84
-    # to 0.89 of the time. Float8 means packed latents.
+    # Blocks of 32 or 64 heads where a rank has as many read entries less often, which pays where a step has tokens for
+    # all SMs: on an H200 0.53 of the time of blocks of 16 with 64 heads and latents, 0.74 with 32; 1.1 to 1.7 in steps
+    # of 64 tokens. With one block an SM, as SM120's shared memory allows, 0.88 to 0.92. Float8 means packed latents.
     TileRow(
         "sparse_attention", (MLA_LATENT,), _HALF,
-        (_gather(32, 16, 8, 3, 1), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
-        {"wgmma": (_gather(16, 32, 4, 3, 2),)},
+        (_gather(32, 32, 8, 2, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
+        {"wgmma": (_gather(64, 64, 8, 2, 1, 16), _gather(32, 32, 4, 2, 1, 128), _gather(16, 32, 4, 3, 2))},
     ),
     TileRow(
         "sparse_attention", (MLA_LATENT,), _FP8,
-        (_gather(32, 32, 8, 3, 1), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
-        {"wgmma": (_gather(32, 64, 8, 3, 1), _gather(16, 32, 4, 3, 2))},
+        (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
+        {"wgmma": (_gather(32, 32, 4, 2, 1, 128), _gather(16, 32, 4, 3, 2))},
     ),
     TileRow(
         "sparse_attention", ((512, 512),), _HALF,
-        (_gather(32, 32, 8, 3, 1), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
-        {"wgmma": (_gather(16, 32, 4, 3, 2),)},
+        (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
+        {"wgmma": (_gather(64, 64, 8, 2, 1, 128), _gather(32, 32, 4, 2, 1, 128), _gather(16, 32, 4, 3, 2))},
     ),
     TileRow("sparse_indexer", ((128, 128),), _FP8, (_scores(256, 64, 8, 3, 2), _scores(128, 32, 4, 2, 2))),
     # Of such keys larger tiles spill, or take more memory than SM120 has with Triton 3.6.

@@ -146,7 +146,8 @@ class SumResidual:
         return SumStream(embedded)
 
     def add_rows(self, stream: SumStream, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """What the last block made may still be a summand of each rank; the sum before it is the same on all."""
+        """Adds rows to the stream. The last block's output may still be a summand of each rank; the sum before it is
+        the same on all."""
         target = stream.added if stream.total is None else stream.total
         target.index_add_(0, index, rows)
 

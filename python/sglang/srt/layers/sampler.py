@@ -27,7 +27,7 @@ from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTa
 
 BITS = 32
 TOPK_LIMIT = 1024
-"""Up to this k `torch.topk` beats a full sort."""
+"""Largest k for which `torch.topk` beats a full sort."""
 
 
 @dataclass(slots=True)

@@ -144,7 +144,7 @@ class EngineHandle:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is dead, or None."""
+        """Returns why the engine is dead, or None."""
         return None if self._failure is None else str(self._failure)
 
     @property

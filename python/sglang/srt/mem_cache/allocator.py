@@ -113,6 +113,6 @@ class TokenAllocator:
         return distinct
 
     def is_free(self, slots: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Whether the page of each slot is free; for invariant checks."""
+        """Returns whether the page of each slot is free; for invariant checks."""
         free: npt.NDArray[np.bool_] = self._is_free[np.asarray(slots, np.int64) // self.page_size]
         return free

@@ -22,8 +22,9 @@ from sglang.srt.plan.pool_sizes import PoolSizes
 Lengths = npt.NDArray[np.int32]
 NO_ROWS: Rows = np.empty(0, np.int64)
 PAUSE_UNIT, PAUSE_LEAST = 64, 512
-"""With pages of one token: long prompts pause at a multiple of so many tokens, if so many were computed before. What
-follows a conversation often differs from it in its last few tokens: a template's opening of thoughts, or nothing."""
+"""Multiple of tokens at which long prompts pause with pages of one token, and the fewest tokens to compute before a
+pause. What follows a conversation often differs from it in its last few tokens: a template's opening of thoughts, or
+nothing."""
 
 
 class CachedRequest(Protocol):
@@ -37,14 +38,14 @@ class CachedRequest(Protocol):
     reserved_len: int
     """Leading positions that have a cache slot, if those are more than `kv_len`."""
     state_is_exact: bool
-    """Whether its recurrent states are those of `kv_len` tokens."""
+    """True if its recurrent states are those of `kv_len` tokens."""
     num_cached: int
     """The number of these tokens whose entries belong to the tree, locked through `node`."""
     node: Node | None
-    """Where the cached prefix ends: locked while the request has a row; while it waits, as last matched."""
+    """The node at which the cached prefix ends: locked while the request has a row; while it waits, as last matched."""
 
     def cache_keys(self, length: int) -> Keys:
-        """What stands for the first `length` tokens in the cache."""
+        """Returns the cache's keys of the first `length` tokens."""
 
     def matchable_len(self) -> int:
         """The number of leading tokens that may come from the cache."""
@@ -132,10 +133,10 @@ class KVTable:
         return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))
 
     def chunk_end(self, begin: int, end: int) -> int:
-        """How far a prompt of `end` tokens, of which `begin` are computed, is computed in its next step: to the end,
-        or, where a state would be kept only there, up to the last whole page before its last token. The rest is a step
-        of its own, with less than a page of it. Where every token is a page, the end of a prompt has a state anyway,
-        and only long computations are worth another one."""
+        """Returns the position up to which the next step computes a prompt of `end` tokens, of which `begin` are
+        computed: to the end, or, where a state would be kept only there, up to the last whole page before its last
+        token. The rest is a step of its own, with less than a page of it. Where every token is a page, the end of a
+        prompt has a state anyway, and only long computations are worth another one."""
         if self.checkpoints is None or not self.checkpoints.size or not self.tree.enabled:
             return end
         unit, least = (self.page_size, 1) if self.page_size > 1 else (PAUSE_UNIT, PAUSE_LEAST)

@@ -53,7 +53,7 @@ class CacheStore:
 
     @property
     def quantized(self) -> bool:
-        """Whether each entry has a scale."""
+        """Returns whether each entry has a scale."""
         return "scale" in self._tensors
 
     def bind(self, tensors: dict[str, torch.Tensor], table: int) -> None:

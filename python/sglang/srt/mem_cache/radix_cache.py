@@ -32,7 +32,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Where a request stands after a commit: its slots (the tree's own where the tree had the tokens already), the node
+    """The state of a request after a commit: its slots (the tree's own where the tree had the tokens already), the node
     that it holds locked, how many leading tokens belong to the tree, and its slots in each window table."""
 
     indices: Slots
@@ -330,7 +330,8 @@ class RadixCache:
         return Commit(indices, deepest, int(tokens.size), windows)
 
     def _share_window(self, nodes: list[Node], window: WindowTable, slots: Slots, start: int) -> Slots:
-        """Between the tree and a request whose tokens from `start` on are those of `nodes`. Returns its slots then."""
+        """Shares a window's slots between the tree and a request whose tokens from `start` on are those of `nodes`.
+        Returns the request's slots."""
         slots = slots.copy()
         for node in nodes:
             part = slice(start, start + node.key.size)

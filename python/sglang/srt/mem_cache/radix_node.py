@@ -8,7 +8,7 @@ import numpy.typing as npt
 from sglang.srt.mem_cache.allocator import Slots
 
 Keys = npt.NDArray[np.int64]
-"""What stands for tokens in the prefix cache: their ids, and for those of images and videos numbers that no two of them
+"""Keys of tokens in the prefix cache: their ids, and for those of images and videos numbers that no two of them
 share."""
 Edge = bytes | tuple[str, bytes]
 """The key by which a parent finds a child: the bytes of its first page; below the root with the namespace, if it has

@@ -75,7 +75,7 @@ class WindowTable:
         return self.size - int(most) - (int(self._users.sum()) * page - int(kept))
 
     def first_kept(self, lens: Lengths) -> Lengths:
-        """For requests of these lengths: the first position that they must keep."""
+        """Returns the first position that requests of these lengths must keep."""
         page = self.page_size
         first: Lengths = np.maximum(lens // page * page - (self.window - 1), 0) // page * page
         return first
@@ -110,7 +110,7 @@ class WindowTable:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths) -> Slots:
-        """Like `KVTable.grow`; there is room."""
+        """Allocates slots like `KVTable.grow`; the caller has made sure that there is room."""
         locs = self.allocator.alloc(old_lens, new_lens, self.rows[slots, np.maximum(old_lens - 1, 0)])
         assert locs is not None, "slots of a window were promised that are not there"
         self._users[locs // self.page_size] = 1  # a page that is not full belongs to one request

@@ -66,7 +66,7 @@ class StepInput:
     reserved_lens: np.ndarray | None = None
     """[B] int32, positions of each request that have a cache slot. Only where steps bring guesses."""
     reads_guesses: bool = False
-    """Whether the host wants to know the guesses that are made behind the step."""
+    """True if the host wants to know the guesses that are made behind the step."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
     hidden_rows: np.ndarray | None = None
     """[N] int64, tokens (of T, or of B * width with `widths`) whose final hidden states are wanted."""

@@ -58,8 +58,9 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
         return 0
     total = min(INDEX_LOGIT_BYTES, sizes.index_logits)
     if attention.tile is not None:
-        programs = sizes.num_sms * attention.tile["ctas_per_sm"] * SPARSE_ROUNDS
-        total += programs * attention.tile["BLOCK_H"] * (sizes.value_dim + 1) * 4
+        tiles = (attention.tile, *attention.smaller_tiles)
+        heads_at_once = max(tile["ctas_per_sm"] * tile["BLOCK_H"] for tile in tiles)
+        total += sizes.num_sms * SPARSE_ROUNDS * heads_at_once * (sizes.value_dim + 1) * 4
     return total * (2 if sizes.graph_batch_sizes else 1)
 
 

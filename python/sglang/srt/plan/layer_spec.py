@@ -353,7 +353,7 @@ class LayerSpec:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another stage of a pipeline has the layer."""
+        """Returns whether another stage of a pipeline has the layer."""
         return self.mixer == ABSENT and self.ffn == ABSENT
 
     @property

@@ -199,7 +199,7 @@ def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA, tp_siz
 
 
 def _cuts(shares: HeadShares, part: HeadDims, rank: int, group: int) -> bool:
-    """Whether what a rank has of a matrix begins or ends within `group` rows or columns."""
+    """Returns whether what a rank has of a matrix begins or ends within `group` rows or columns."""
     share = (shares.kv_heads(rank) if part.of_kv else shares.heads(rank)).of_dims(part.dims)
     ends = {share.run.start, share.run.stop} - {share.total}
     return any(end % group for end in ends)

@@ -1,4 +1,4 @@
-"""What a model that reads images and videos says of them in its config.json."""
+"""The description of images and videos in the config.json of a model that reads them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FEATURE_BYTES = 1 << 29
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """How the config of one `model_type` describes its images."""
+    """The reader of what the config of one `model_type` says of its images."""
 
     describe: Callable[[ConfigReader, ConfigReader], Tower]
     """Called with the whole config and its vision_config."""
@@ -62,7 +62,7 @@ ENCODERS: Mapping[str, _Reader] = {
     "qwen3_5_moe": _SECTIONED,
     "kimi_k25": _COUNTED,  # images only: its encoder averages over the frames of a video
 }
-"""Those whose image encoder is here, by `model_type`; others are served for text alone."""
+"""Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
 
 
 def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:

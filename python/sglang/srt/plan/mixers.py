@@ -217,7 +217,7 @@ class MLA:
 
     @property
     def takes_selection(self) -> bool:
-        """Whether the layer takes the selection of an earlier layer."""
+        """Returns whether the layer takes the selection of an earlier layer."""
         return self.sparse and self.indexer is None
 
     @property
@@ -239,8 +239,9 @@ class MLA:
         return float(self.qk_dim**-0.5 * (1.0 + growth) ** 2)
 
     def expanding_pays(self, prefix_lens: Sequence[int], new_lens: Sequence[int]) -> bool:
-        """Whether prompts, new_lens tokens each over prefix_lens cached ones, take fewer multiplications over keys and
-        values that are made of latents. Those of the new tokens cost what absorbing their queries and outputs would.
+        """Returns whether prompts, new_lens tokens each over prefix_lens cached ones, take fewer multiplications over
+        keys and values that are made of latents. Those of the new tokens cost what absorbing their queries and outputs
+        would.
 
         Example: DeepSeek-V3 with one request: from 171 new tokens on, over a long prefix.
         """
@@ -264,7 +265,7 @@ class MLA:
         return replace(serving, kv_dtype="fp8_e4m3" if KV_DTYPE_BYTES[serving.dtype] == 2 else serving.dtype)
 
     def packed(self, kv_dtype: str) -> bool:
-        """Whether entries are bytes of several types: those of sparse layers in a cache of float8 are."""
+        """Returns whether entries are bytes of several types: those of sparse layers in a cache of float8 are."""
         return self.sparse and KV_DTYPE_BYTES[kv_dtype] == 1
 
     @property

@@ -53,22 +53,24 @@ class ModelDescription:
     logit_cap: float = 0.0  # logits are bent to within +-that; 0: they are not
     first_stage: bool = True
     last_stage: bool = True
-    """Whether the stage of a pipeline that this describes begins with the embedding, and ends with the output head."""
+    """`first_stage` and `last_stage` tell whether the described stage of a pipeline begins with the embedding and ends
+    with the output head."""
     media: MediaDescription | None = None
     """Its images and videos; None: it reads text, or these are not served."""
     shared_apart: str | None = None
-    """Why a shared expert is not held as one more of the routed ones, where there is one."""
+    """Reason for which a shared expert is not held as one more of the routed ones; None if it is, or if there is
+    none."""
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the stage has the embedding; of a pipeline's stages the last one has a copy where the output head is
-        tied to it."""
+        """Returns whether the stage has the embedding; of a pipeline's stages the last one has a copy where the output
+        head is tied to it."""
         return self.first_stage or (self.last_stage and self.tie_embeddings)
 
     @property
     def encodes_media(self) -> bool:
-        """Whether the stage has an image encoder: the first one, and those with a layer behind which features are
-        added."""
+        """Returns whether the stage has an image encoder: the first one, and those with a layer behind which features
+        are added."""
         return self.media is not None and not all(
             layer.elsewhere for layer in self.layers[: max(1, self.media.deepstack_levels)]
         )
@@ -100,7 +102,15 @@ class ModelDescription:
             raise UserError(
                 f"{self.quantization.source}: experts that are quantized in several ways are not supported: {schemes}."
             )
-        return next(iter(quants), None)
+        quant = next(iter(quants), None)
+        if quant is not None and quant.zero_points:
+            assert self.quantization is not None
+            raise UserError(
+                f"{self.quantization.source}: experts with zero points ({quant.storage} {quant.scheme}) are not"
+                " supported, linear layers with them are. Take a checkpoint of this model whose experts are in FP8,"
+                " NVFP4 or symmetric 4-bit groups (compressed-tensors, GPTQ)."
+            )
+        return quant
 
     @property
     def head_quant(self) -> ModuleQuant | None:

@@ -118,8 +118,8 @@ class Plan:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether what one request computed can serve another that begins alike: a state stands for all tokens before
-        it, so there must be room for copies of it."""
+        """Returns whether what one request computed can serve another that begins alike: a state stands for all tokens
+        before it, so there must be room for copies of it."""
         return not self.has_states or self.state_checkpoints > 0
 
     @property

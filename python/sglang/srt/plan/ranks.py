@@ -90,7 +90,7 @@ class Node:
 
     @property
     def answers(self) -> bool:
-        """Whether clients are answered here."""
+        """Returns whether clients are answered here."""
         return self.rank == 0
 
     def device(self, rank: int) -> int:

@@ -42,7 +42,7 @@ class Planner(Protocol):
 
     @property
     def advises(self) -> bool:
-        """Whether to look for what helps, which takes many trials."""
+        """Returns whether to look for what helps, which takes many trials."""
         ...
 
     @property

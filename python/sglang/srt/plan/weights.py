@@ -98,6 +98,8 @@ def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features:
     if quant is None:
         return max(1, matrix.experts) * rows * cols * item
     scheme = quant.format
+    # One for each group, in the model's type.
+    zeros = math.prod(scheme.scale_shape(rows, cols)) * item if quant.zero_points else 0
     if features is not None and wants_planes(scheme, features):
         cols = -(-cols // PLANE_COLUMNS) * PLANE_COLUMNS
     if matrix.experts:
@@ -106,5 +108,5 @@ def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features:
     else:
         # One scale a matrix is repeated for every row.
         scales = rows if scheme.group[1] == 0 else math.prod(scheme.scale_shape(rows, cols))
-        singles = (4 * rows if scheme.global_scale else 0) + (4 * modules if quant.static_input else 0)
+        singles = (4 * rows if scheme.global_scale else 0) + (4 * modules if quant.static_input else 0) + zeros
     return max(1, matrix.experts) * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)

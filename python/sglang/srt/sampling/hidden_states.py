@@ -23,7 +23,7 @@ def num_states(prompt_len: int, length: int) -> int:
 
 
 class HiddenStates:
-    """Those of one request as steps bring them, one position after the other."""
+    """The hidden states of one request as steps bring them, one position after the other."""
 
     def __init__(self, start: int) -> None:
         """start: the first position that is wanted."""

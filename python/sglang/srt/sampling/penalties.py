@@ -89,8 +89,8 @@ class PenaltyState:
 
 
 def count_guesses(guesses: torch.Tensor) -> torch.Tensor:
-    """How often each guess [D, k - 1] is among the first j guesses of its request, for the rows j of k: [D, k, k - 1]
-    int32.
+    """Counts how often each guess [D, k - 1] is among the first j guesses of its request, for the rows j of k:
+    [D, k, k - 1] int32.
 
     >>> count_guesses(torch.tensor([[7, 9, 7]]))[0].tolist()
     [[0, 0, 0], [1, 0, 1], [1, 1, 1], [2, 1, 2]]

@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a sample depends on how often tokens came before."""
+        """Returns whether a sample depends on how often tokens came before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def verify(self, vocab_size: int) -> None:

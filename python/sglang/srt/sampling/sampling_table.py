@@ -69,7 +69,7 @@ class SamplingBatch:
 
     @property
     def only_largest(self) -> bool:
-        """Whether the largest of the logits as they are is all that is wanted."""
+        """Returns whether the largest of the logits as they are is all that is wanted."""
         return self.all_greedy and self.penalties is None and self.sparse is None
 
     @property
@@ -82,8 +82,8 @@ class SamplingBatch:
 
 
 class SamplingTable:
-    """Per-slot sampling state. `set` and `clear` touch host memory only; the device rows are written by the next
-    `view`, on the stream that is current there, and nothing ever waits for the device."""
+    """The sampling state of every request slot. `set` and `clear` touch host memory only; the device rows are
+    written by the next `view`, on the stream that is current there, and nothing ever waits for the device."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
         """`num_slots` includes the padding slot 0, which stays greedy."""
@@ -189,7 +189,7 @@ class SamplingTable:
         )
 
     def has_penalties(self, slots: np.ndarray) -> bool:
-        """Whether any of these requests has penalties that count tokens."""
+        """Returns whether any of these requests has penalties that count tokens."""
         return bool(self._flags[slots, Flag.PENALTY].any())
 
     def _flush(self) -> None:

@@ -11,7 +11,7 @@ from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
 class Thoughts:
-    """Where one output stands. Tokens alone decide, so that all ranks decide alike."""
+    """The position of one output in its thoughts. Tokens alone decide, so that all ranks decide alike."""
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
@@ -21,7 +21,7 @@ class Thoughts:
         self.over = False
 
     def __copy__(self) -> Thoughts:
-        """That goes on by itself."""
+        """Returns a copy that goes on independently."""
         other = Thoughts(self._budget)
         other._num_tokens, other._begun, other.over = self._num_tokens, self._begun, self.over
         other._last.extend(self._last)
@@ -41,7 +41,7 @@ class Thoughts:
             self._num_tokens += 1
 
     def may_end_within(self, num_tokens: int) -> bool:
-        """Whether the token after `num_tokens` unknown ones may have to be part of the end."""
+        """Returns whether the token after `num_tokens` unknown ones may have to be part of the end."""
         return not self.over and self._num_tokens + num_tokens >= self._budget.tokens
 
     def restrict(self, row: npt.NDArray[np.int32]) -> None:
@@ -61,8 +61,8 @@ class Thoughts:
         return next(n for n in range(min(len(mark), len(last)), -1, -1) if last[len(last) - n :] == mark[:n])
 
     def _ends_with(self, token: int) -> bool:
-        """Whether the thoughts end with `token`. The last token of a mark of three and more may be another than the
-        mark's: one that has the line break behind it, too."""
+        """Returns whether the thoughts end with `token`. The last token of a mark of three and more may be another than
+        the mark's: one that has the line break behind it, too."""
         end = self._budget.end
         if len(end) < 3:
             return self._spelled(end) == len(end)

@@ -87,7 +87,7 @@ class Drafter(Protocol):
     """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own; 0:
     none."""
     reads_next_token: bool
-    """Whether the drafter's keys and values of a position depend on the token behind it, too."""
+    """True if the drafter's keys and values of a position depend on the token behind it, too."""
 
     caches: tuple[CacheStore, ...]
     """Caches of the drafter's layers, which the pools fill in."""

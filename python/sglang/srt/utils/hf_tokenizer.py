@@ -153,7 +153,7 @@ def _read_tokenizer_json(files: TokenizerFiles) -> tokenizers.Tokenizer:
 
 
 def _mismatch(files: TokenizerFiles, rust: tokenizers.Tokenizer) -> str | None:
-    """Why tokenizer.json alone is not what tokenizer_config.json describes; None: it is."""
+    """Returns how tokenizer.json alone differs from what tokenizer_config.json describes; None if it does not."""
     added = rust.get_added_tokens_decoder()
     for key, wanted in files.config.get("added_tokens_decoder", {}).items():
         token = added.get(int(key))
@@ -189,7 +189,7 @@ def _special_ids(rust: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _is_byte_level(rust: tokenizers.Tokenizer) -> bool:
-    """Whether decoding is nothing but joining the tokens' bytes."""
+    """Returns whether decoding is nothing but joining the tokens' bytes."""
     if rust.decoder is None:
         return False
     decoder = json.loads(rust.decoder.__getstate__())

@@ -34,7 +34,7 @@ class SharedArray(msgspec.Struct):
 
 
 class SharedArrayError(ValueError):
-    """What a message says of an array is wrong, or does not fit its file."""
+    """A message's description of an array is wrong, or does not fit its file."""
 
 
 def write(directory: Path, array: np.ndarray, prefix: str = "array") -> SharedArray:

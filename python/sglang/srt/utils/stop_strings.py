@@ -26,8 +26,8 @@ MAX_REGEX_HOLD = 256
 
 
 def compile_pattern(pattern: str) -> regex.Pattern[str]:
-    """Not kept in the library's cache, which would hold hundreds of clients' patterns. Raises ValueError for what the
-    check of the request, which knows Python's own syntax, let pass."""
+    """Compiles a stop pattern. It is not kept in the library's cache, which would hold hundreds of clients' patterns.
+    Raises ValueError for what the check of the request, which knows Python's own syntax, let pass."""
     try:
         return regex.compile(pattern, cache_pattern=False)
     except (regex.error, RecursionError) as error:

@@ -24,7 +24,7 @@ class TokenizerFiles:
 
     @property
     def has_own_code(self) -> bool:
-        """Whether the tokenizer is a Python class that comes with the model."""
+        """Returns whether the tokenizer is a Python class that comes with the model."""
         return "AutoTokenizer" in (self.config.get("auto_map") or {})
 
     @property

@@ -15,6 +15,7 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.bands import band_of
 from sglang.srt.layers.ops import QuantizedProduct
 from sglang.srt.layers.quantization import reference
+from sglang.srt.layers.quantization.dense import shifted
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
 from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack, quantized_linear
@@ -110,6 +111,29 @@ def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
     exact = expected(x, weight, held, rounded=False)
     limit = {"nvfp4": 0.15, "mxfp4_mxfp8": 0.05}.get(name, 0.04)
     assert_close(many_rows(x, held, tile_for(held, rows)), exact, limit)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g128"])
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_zero_points(name: str, rows: int, mean: float) -> None:
+    """With inputs of one sign, products and their corrections are larger than their sum."""
+    weight = weight_of(name, (32, 32), 384)
+    generator = torch.Generator().manual_seed(5)
+    shift = torch.randint(-7, 9, weight.scale.shape, generator=generator).bfloat16().to(DEVICE)
+    weight, x = dataclasses.replace(weight, shift=shift), activations(rows, 384) + mean
+    bias = torch.randn(64, generator=generator).bfloat16().to(DEVICE)
+    # Codes of 0 to 15 around zero points of 0 to 15.
+    group = weight.scheme.group[1]
+    zeros = (8 - shift.double()).repeat_interleave(group, -1)
+    by_hand = (reference.unpack_nibbles(weight.data) - zeros) * weight.scale.double().repeat_interleave(group, -1)
+    assert torch.equal(weight.dequantized().double(), by_hand)
+    product = linear_of(dataclasses.replace(weight, shift=None), NATIVE)
+    want = x.double() @ by_hand.T + bias.double()
+    assert_close(shifted(product, shift * weight.scale * group, group)(x, bias), want)
+    several = shifted(product, shift * weight.scale * group, group)(x.view(1, *x.shape), bias)
+    assert_close(several, want[None])
 
 
 @interpreter.kernel_test

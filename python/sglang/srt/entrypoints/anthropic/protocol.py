@@ -28,7 +28,7 @@ class TextBlock(Block, tag="text"):
 
 
 class ImageSource(msgspec.Struct, tag_field="type"):
-    """Where an image is, told apart by its `type`."""
+    """The source of an image, told apart by its `type`."""
 
 
 class Base64Source(ImageSource, tag="base64"):

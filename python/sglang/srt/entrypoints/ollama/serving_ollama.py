@@ -132,7 +132,7 @@ def tags(service: OpenAIService, created: int) -> dict[str, Any]:
 
 
 def running(service: OpenAIService) -> dict[str, Any]:
-    """Like `tags`: the model is always loaded."""
+    """Returns the loaded models, which are those of `tags`: the model is always loaded."""
     context_len = service.manager.model_config.context_len
     return {"models": [_card(service) | {"expires_at": _time(2**33), "size_vram": 0, "context_length": context_len}]}
 

@@ -52,7 +52,7 @@ class ChatFormats:
         self._calls_before = _num_calls(body.messages)
         self._inside = isinstance(reasoning, ReasoningFormat) and reasoning.starts_inside(prompt)
         self.thinks_first = False
-        """Whether thoughts may come before an answer that a grammar asks for; set by `constrain`."""
+        """True if thoughts may come before an answer that a grammar asks for; set by `constrain`."""
 
     @property
     def parses(self) -> bool:
@@ -172,7 +172,7 @@ def _arguments_schema(parameters: Format | None) -> Format:
 
 
 def constrained_answer(kind: str, source: str) -> Format | None:
-    """Like `answer_format`, for a client's request. Raises ApiError 400."""
+    """Returns the format of an answer like `answer_format`, from a client's request. Raises ApiError 400."""
     if source == ANY_JSON:
         return answer_format(kind, _ANY_OBJECT)
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)

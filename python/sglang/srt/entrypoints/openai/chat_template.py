@@ -148,7 +148,8 @@ class ChatTemplate:
     def render_probe(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> str:
-        """Like `render`, with other variables. Raises ValueError if the template refuses."""
+        """Renders messages like `render`, without the variables that the server's flags and a request set. Raises
+        ValueError if the template refuses."""
         try:
             name = self._pick(tools)
             return self._plainly(name, self._messages(name, messages), tools, add_generation_prompt)

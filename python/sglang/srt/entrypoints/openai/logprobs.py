@@ -49,7 +49,8 @@ class CompletionLogprobs:
         return self._piece(list(logprobs.output), list(tops))
 
     def prompt_and_output(self, logprobs: OutputLogprobs) -> dict[str, Any]:
-        """Like `output`, behind the prompt's own tokens (`echo`), of which the first has no log probability."""
+        """Returns log probabilities of the prompt's tokens and then of the output's (`echo`); the first token has
+        none."""
         prompt = list(logprobs.input or [])
         prompt_tops = list(logprobs.input_top or [None] * len(prompt))
         tops = logprobs.output_top or [[] for _ in logprobs.output]

@@ -53,9 +53,9 @@ class ExtendMetadata(Protocol):
 
 class DecodeBuilder(Protocol):
     plans_on_host: bool
-    """Whether the metadata depends on lengths on the host: then `refresh` is called before every replay."""
+    """True if the metadata depends on lengths on the host: then `refresh` is called before every replay."""
     in_graphs: bool
-    """Whether a CUDA graph may contain the attention kernels of this builder."""
+    """True if a CUDA graph may contain the attention kernels of this builder."""
 
     def build(self, rows: DecodeRows) -> DecodeMetadata:
         """Builds the metadata of a step that is not replayed. Must leave the metadata of a prompt builder of the same

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.kernels.bands import band_of
+from sglang.srt.kernels.launch import ladder_of
 from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.attention.triton_ops import sparse_attention
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
@@ -79,10 +81,11 @@ def rows_at_once(num_rows: int, columns: int) -> int:
 
 
 class TritonSparseAttention:
-    """Implements SparseAttentionOp, with the planned tile or the next smaller one that a launch steps down to."""
+    """Implements SparseAttentionOp, with the planned tile for as many tokens or the next smaller one that a launch
+    steps down to."""
 
     def __init__(self, plan: Plan) -> None:
-        self._ladder = plan.ladder("sparse_attention")
+        self._bands = plan.tiles("sparse_attention")
         self._num_sms = plan.arch.num_sms
 
     def __call__(
@@ -95,8 +98,8 @@ class TritonSparseAttention:
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        self._ladder.run(
-            lambda tile: sparse_attention_fwd(
-                q, sources, out, scale=scale, tile=tile, num_sms=self._num_sms, sinks=sinks, lse=lse
+        ladder_of("sparse_attention", band_of(self._bands, len(q)), sparse_attention.__name__).run(
+            lambda tiles: sparse_attention.sparse_attention_fwd(
+                q, sources, out, scale=scale, tile=tiles[0], num_sms=self._num_sms, sinks=sinks, lse=lse
             )
         )

@@ -165,7 +165,7 @@ def _bytes_of(scale: torch.Tensor) -> torch.dtype:
 
 
 def _in_pairs(scheme: Scheme) -> bool:
-    """Like `scaled_dot.in_pairs`."""
+    """Returns whether planes hold pairs of columns, like `scaled_dot.in_pairs`."""
     return scheme.element == "e2m1" and scheme.group == (1, 32)
 
 

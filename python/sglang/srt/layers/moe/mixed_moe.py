@@ -41,8 +41,8 @@ def fused_moe(
     bands: Bands,
     features: Collection[str] = (),
 ) -> torch.Tensor:
-    """Like `fused_moe_triton.fused_moe`, for weights with the scheme mxfp4_mxfp8 as published. Steps that the bands do
-    not give to sgl-kernel are Triton's."""
+    """Computes the experts like `fused_moe_triton.fused_moe`, for weights with the scheme mxfp4_mxfp8 as published.
+    Steps that the bands do not give to sgl-kernel are Triton's."""
     band = band_of(bands, len(topk_ids))
     if band.way != MIXED:
         return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, bands, features)

@@ -7,7 +7,7 @@ scales for the activation the largest serves all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,7 +32,7 @@ from sglang.srt.layers.parameter import (
 )
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.quantization.quantized_rows import Rows, row_format
+from sglang.srt.layers.quantization.quantized_rows import Rows, row_format, values_of
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     dummy_scale,
@@ -97,12 +97,30 @@ class QuantizedLinear:
         assert self.weight is not None
         if self.weight.input_scale is not None:
             self.weight.input_scale[:] = largest_usable(self.name, self.weight.input_scale)
-        self.run = self.bind(self.weight, self.arch, self.bands)
-        self.weight = None  # the kernel's now
+        shift = self.weight.shift
+        product = self.bind(replace(self.weight, shift=None), self.arch, self.bands)
+        if shift is not None:
+            group = self.weight.scheme.group[1]
+            product = shifted(product, shift.mul_(self.weight.scale).mul_(group), group)
+        self.run, self.weight = product, None  # the kernel's now
 
     def __call__(self, x: Rows) -> torch.Tensor:
         assert self.run is not None, "the weights are not loaded"
         return self.run(x, self.bias, self.out_dtype)
+
+
+def shifted(product: QuantizedProduct, offset: torch.Tensor, group: int) -> QuantizedProduct:
+    """`product` with `offset` [N, K / group] divided by `group` added to all weights of a group: the mean of a group's
+    inputs is multiplied by its offset. So zero points need no kernels of their own."""
+
+    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        out = product(x, bias, out_dtype)
+        # Means: sums of large inputs would be infinite in float16.
+        means = values_of(x).unflatten(-1, (-1, group)).mean(-1)
+        out.view(-1, out.shape[-1]).addmm_(means.flatten(0, -2), offset.t())
+        return out
+
+    return run
 
 
 class UnpackedWeight:
@@ -152,14 +170,14 @@ class _Stack:
         dtype: torch.dtype,
         fill: Fill,
     ) -> torch.Tensor:
-        """A parameter [held] of tensors with one element for `per` = (rows, columns)."""
+        """A parameter [held] with one element for `per` = (rows, columns), of which stored ones may hold several."""
         parts: dict[PartKey, Part] = {}
-        begin = 0
+        begin, stored = 0, (per[0] * leaf.rows, per[1])
         for shard in self.shards:
-            self._check_split(shard, per)
+            self._check_split(shard, stored)
             width = -(-shard.cols.count * shape[1] // shard.cols.padded_count)
             dest = (slice(begin, begin - (-shard.rows.count // per[0])), slice(0, width))
-            parts[shard.key] = matrix_part(leaf, shard, per, dest)
+            parts[shard.key] = matrix_part(leaf, shard, stored, dest)
             begin -= -shard.rows.padded_count // per[0]
         return zeroed_behind(self.shards, self.scope.param(leaf.name, shape, parts, fill, dtype))
 
@@ -212,7 +230,11 @@ def _as_stored(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearW
         factor = stack.by_row(layout.global_scale, True, constant(_DUMMY_FACTOR))
     if layout.input_scale is not None:
         input_scale = stack.by_part(layout.input_scale, constant(DUMMY_INPUT_SCALE))
-    return LinearWeight(data, scheme, scale, factor, input_scale)
+    shift = None
+    if layout.zeros is not None:
+        groups = scheme.scale_shape(stack.rows, stack.cols)
+        shift = stack.matrix(layout.zeros, scheme.group, groups, scope.dtype, constant(0.0))
+    return LinearWeight(data, scheme, scale, factor, input_scale, shift)
 
 
 def _scales(stack: _Stack, leaf: Leaf, quant: ModuleQuant, scheme: Scheme) -> torch.Tensor:

@@ -7,7 +7,7 @@ ModelOpt, which write most of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import FLOATS, Convert
+from sglang.srt.layers.quantization.reference import pack_nibbles, unpack_nibbles
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,24 +36,51 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.T
 
 
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ keeps the code of each of eight neighbouring rows: the number of the nibble in their word, from the low
+bits on."""
+
+
+def codes_of_rows(words: torch.Tensor, nibbles: Sequence[int]) -> torch.Tensor:
+    """int32 [..., n], each the codes of eight rows -> uint8 [..., 8 n]; row i of eight lies in nibble `nibbles[i]`."""
+    codes = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    return unpack_nibbles(codes)[..., list(nibbles)].flatten(-2)
+
+
+def awq_bytes(words: torch.Tensor) -> torch.Tensor:
+    """AWQ's words [K, N / 8] -> bytes [N, K / 2]."""
+    return pack_nibbles(codes_of_rows(words, AWQ_NIBBLES).T)
+
+
+def awq_shifts(words: torch.Tensor) -> torch.Tensor:
+    """AWQ's zero points, words [K / group, N / 8] -> int8 [N, K / group]: 8 less each."""
+    return 8 - codes_of_rows(words, AWQ_NIBBLES).T.to(torch.int8)
+
+
+def row_shifts(words: torch.Tensor) -> torch.Tensor:
+    """The same of words [N / 8, K / group] in the order of the rows."""
+    return 8 - codes_of_rows(words.T, range(8)).T.to(torch.int8)
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One tensor of a matrix: the last piece of its name, the types it may be stored in, and what makes ours of it.
 
-    `columns` of the matrix lie in one stored element. With `transposed` it is stored [K, N].
+    `columns`, or `rows`, of the matrix lie in one stored element. With `transposed` it is stored [K, N].
     """
 
     name: str
     dtypes: tuple[str, ...] = FLOATS
     convert: Convert | None = None
     columns: int = 1
+    rows: int = 1
     transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of one matrix [N, K]. `ignore`: names of tensors that repeat what is known otherwise, or that the
-    scheme does not read.
+    """The tensors of one matrix [N, K]. `zeros`: the zero points of groups, from which 8 less each is made. `ignore`:
+    names of tensors that repeat what is known otherwise, or that the scheme does not read.
 
     Experts that are one tensor have forms of their own: `experts_fused`.
     """
@@ -61,6 +89,7 @@ class Layout:
     scale: Leaf
     global_scale: Leaf | None = None
     input_scale: Leaf | None = None
+    zeros: Leaf | None = None
     ignore: tuple[str, ...] = ()
 
 
@@ -74,13 +103,21 @@ _EXPONENTS = replace(_SCALE, dtypes=_E8M0, convert=as_bytes)
 _BLOCKS = Leaf("weight_scale_inv", (*FLOATS, "F8_E8M0"), torch.Tensor.float)
 _INPUT = Leaf("input_scale")
 _INT4 = Layout(
-    Leaf("weight_packed", ("I32",), as_bytes, columns=8), _SCALE, ignore=("weight_shape",)
-)  # codes plus 8, as ours
+    Leaf("weight_packed", ("I32",), as_bytes, columns=8),
+    _SCALE,
+    zeros=Leaf("weight_zero_point", ("I32",), row_shifts, rows=8),
+    ignore=("weight_shape",),
+)  # codes and zero points plus 8, as ours
 _GPTQ = Layout(
     Leaf("qweight", ("I32",), transposed_bytes, columns=8, transposed=True),
     Leaf("scales", convert=transposed, transposed=True),
     # Symmetric and in natural order, which detection has made sure of: all zero points are 8, all groups consecutive.
     ignore=("qzeros", "g_idx"),
+)
+_AWQ = Layout(
+    Leaf("qweight", ("I32",), awq_bytes, rows=8, transposed=True),
+    Leaf("scales", convert=transposed, transposed=True),
+    zeros=Leaf("qzeros", ("I32",), awq_shifts, rows=8, transposed=True),
 )
 
 LAYOUTS: Mapping[tuple[str, str], Layout] = {
@@ -122,6 +159,8 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("modelopt", "mxfp8"): Layout(_E4M3, _EXPONENTS),
     ("gptq", "int4_g32"): _GPTQ,
     ("gptq", "int4_g128"): _GPTQ,
+    ("awq", "int4_g32"): _AWQ,
+    ("awq", "int4_g128"): _AWQ,
 }
 
 
@@ -132,11 +171,13 @@ def layout_of(quant: ModuleQuant) -> Layout:
         known = sorted(scheme for storage, scheme in LAYOUTS if storage == quant.storage)
         has = ", ".join(known) or "none"
         raise UserError(f"{quant.scheme} weights in a {quant.storage} checkpoint are not supported (has {has})")
-    return layout if quant.static_input else replace(layout, input_scale=None)
+    layout = layout if quant.static_input else replace(layout, input_scale=None)
+    return layout if quant.zero_points else replace(layout, zeros=None)
 
 
 def is_redundant(config: QuantConfig | None, name: str) -> bool:
-    """Whether the checkpoint tensor `name` repeats what is known otherwise, or is not read by its module's scheme."""
+    """Returns whether the checkpoint tensor `name` repeats what is known otherwise, or is not read by its module's
+    scheme."""
     module, _, leaf = name.rpartition(".")
     quant = config.of(module) if config is not None else None
     layout = LAYOUTS.get((quant.storage, quant.scheme)) if quant is not None else None

@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import Scheme
-from sglang.srt.layers.quantization.reference import Quantized, dequantize
+from sglang.srt.layers.quantization.reference import Quantized, dequantize, expand_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class LinearWeight:
 
     `data` [N, K], or uint8 [N, K / 2] with even columns in the low bits; `scale` as `scheme.scale_shape(N, K)` (e8m0 as
     uint8, int4's in 16 bits); `row_factor` [N] fp32: NVFP4's factor of the matrix that a row is from; `input_scale`
-    [parts] fp32, all equal once loaded: the static scale of activations, or NVFP4's factor for them.
+    [parts] fp32, all equal once loaded: the static scale of activations, or NVFP4's factor for them. `shift`, of the
+    scale's shape in the model's type: what int4 codes less 8 lack to codes less their group's zero point.
     """
 
     data: torch.Tensor
@@ -26,6 +27,7 @@ class LinearWeight:
     scale: torch.Tensor
     row_factor: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -36,6 +38,8 @@ class LinearWeight:
     def dequantized(self) -> torch.Tensor:
         """[N, K] fp32, exact."""
         values = dequantize(Quantized(self.data, self.scale), self.scheme)
+        if self.shift is not None:
+            values += expand_scale(self.shift.float() * self.scale.float(), self.scheme, *self.shape)
         return values if self.row_factor is None else values * self.row_factor[:, None]
 
 

@@ -77,8 +77,8 @@ def scaled_product(
 
 
 def quantized_linear(weight: LinearWeight, arch: ArchTraits, bands: Bands) -> Apply:
-    """Like `quant_linear.quantized_linear`, whose kernels compute the steps that the bands do not give to torch, and
-    what is wanted in another type than x's."""
+    """Returns a linear layer like `quant_linear.quantized_linear`, whose kernels compute the steps that the bands do
+    not give to torch, and what is wanted in another type than x's."""
     matrix = pack(weight, arch)
     by_triton = packed_linear(matrix, tuple(band for band in bands if band.way != LIBRARY))
     if bands[-1].way != LIBRARY:

@@ -1,8 +1,10 @@
 """Hyper-connections from one block of a model to the next, in two launches. Reference: `hyper_native.hyper_connection`.
 
 The first one mixes the streams and multiplies them by the connection's matrix, in parts of a token's columns, each of
-which leaves its sums in fp32. The second one adds the parts in a fixed order and makes the next block's input of them,
-while other programs of it make the placement: the rounds of the normalization are a chain that nobody waits for.
+which leaves its sums in fp32. Of few tokens a program has one block of one stream, for which it reads all streams; of
+many it has all streams of its columns, so that each number is read once. The second one adds the parts in a fixed order
+and makes the next block's input of them, while other programs of it make the placement: the rounds of the normalization
+are a chain that nobody waits for.
 Streams of 16 bits are multiplied by fp32 numbers without losing digits: a number of the matrix is the sum of three in
 bfloat16, whose products the matrix unit adds in fp32.
 """
@@ -16,19 +18,39 @@ import triton.language as tl
 from sglang.srt.layers.triton_ops import pdl
 
 FEW_TOKENS = 64
-"""Tokens up to which each program has one part of one stream, so that the matrix is read by as many as can be."""
+"""Tokens up to which each program has one block of one stream, so that the matrix is read by as many as can be."""
 FEW_TILE = {"BLOCK_T": 16, "BLOCK_H": 64, "num_warps": 4}
-MANY_TILE = {"BLOCK_T": 64, "BLOCK_H": 64, "num_warps": 8, "num_stages": 2}
-SPLITS_UP_TO = ((512, 64), (2048, 16), (1 << 62, 8))
-"""Of more than FEW_TOKENS: (tokens of a step, parts of a token's columns)."""
+MANY_TILE = {"BLOCK_T": 64, "BLOCK_H": 32, "num_warps": 8, "num_stages": 3}
+SPLITS_UP_TO = ((256, 32), (1 << 62, 16))
+"""Of more than FEW_TOKENS: (tokens of a step, parts of a token's columns). Hopper's matrix unit cuts digits off with
+every addition: fewer parts would be as fast, but less exact."""
 
 
 @triton.jit
-def _matrix_part(matrix, outputs, block, size, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """[len(outputs), BLOCK_H]: the columns of block `block`. Neighbouring blocks are of the same columns of streams."""
-    h = (block // STREAMS) * BLOCK_H + tl.arange(0, BLOCK_H)
-    at = outputs[:, None].to(tl.int64) * (STREAMS * size) + (block % STREAMS) * size + h[None, :]
+def _matrix_part(matrix, outputs, stream, h, size, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """[len(outputs), len(h)]: the columns h of a stream."""
+    at = outputs[:, None].to(tl.int64) * (STREAMS * size) + stream * size + h[None, :]
     return tl.load(matrix + at, mask=(outputs < OUTPUTS)[:, None] & (h < size)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_products(products, x, weight):
+    """products + x @ weight^T, where a number of `weight` is the sum of three in bfloat16."""
+    high = weight.to(tl.bfloat16)
+    rest = weight - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    products = tl.dot(x, tl.trans(high), products)
+    products = tl.dot(x, tl.trans(middle), products)
+    return tl.dot(x, tl.trans(low), products)
+
+
+@triton.jit
+def _store_sums(sums, products, squares, token, split, splits, is_token, outputs, OUTPUTS: tl.constexpr):
+    square = tl.sum(squares, axis=1)
+    all_sums = tl.where((outputs == OUTPUTS)[None, :], square[:, None], products)
+    rows = sums + (token * splits + split)[:, None] * outputs.shape[0]
+    tl.store(rows + outputs[None, :], all_sums, mask=is_token[:, None])
 
 
 @triton.jit
@@ -41,7 +63,6 @@ def mix_streams_kernel(
     sums,  # [T, splits, COLS] fp32: products with the rows of the matrix, then squares
     num_tokens,
     size,
-    steps,  # blocks of a program
     HAS_OUT: tl.constexpr,  # False: the streams stay as they are
     STREAMS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -50,53 +71,81 @@ def mix_streams_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tokens, split)."""
+    """For few tokens: program (tokens, block of columns of one stream)."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    block = tl.program_id(1)
+    is_token = token < num_tokens
+    outputs = tl.arange(0, COLS)
+    stream = block % STREAMS
+    h = (block // STREAMS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    # The matrix does not wait for the streams, so its load is issued first.
+    weight = _matrix_part(matrix, outputs, stream, h, size, STREAMS, OUTPUTS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    mask = is_token[:, None] & (h < size)[None, :]
+    source = streams + token[:, None] * (STREAMS * size) + h[None, :]
+    if HAS_OUT:
+        place = placement + token * (STREAMS + STREAMS * STREAMS)
+        share = tl.load(place + stream, mask=is_token, other=0.0)
+        output = tl.load(out + token[:, None] * size + h[None, :], mask=mask, other=0.0).to(tl.float32)
+        total = share[:, None] * output
+        for other in tl.static_range(STREAMS):
+            share = tl.load(place + STREAMS + other * STREAMS + stream, mask=is_token, other=0.0)
+            total += share[:, None] * tl.load(source + other * size, mask=mask, other=0.0).to(tl.float32)
+        x = total.to(streams.dtype.element_ty)
+        tl.store(mixed + token[:, None] * (STREAMS * size) + stream * size + h[None, :], x, mask=mask)
+    else:
+        x = tl.load(source + stream * size, mask=mask, other=0.0)
+    products = _add_products(tl.zeros((BLOCK_T, COLS), tl.float32), x, weight)
+    squares = x.to(tl.float32) * x.to(tl.float32)
+    _store_sums(sums, products, squares, token, block, tl.num_programs(1), is_token, outputs, OUTPUTS)
+
+
+@triton.jit
+def mix_all_streams_kernel(
+    streams, out, placement, matrix, mixed, sums, num_tokens, size, steps, HAS_OUT: tl.constexpr, STREAMS: tl.constexpr,
+    OUTPUTS: tl.constexpr, COLS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `mix_streams_kernel`, for many tokens: program (tokens, split) walks over `steps` blocks of columns, with all
+    streams of a block at once, so that each number is read once."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(1)
     is_token = token < num_tokens
     outputs = tl.arange(0, COLS)
-    first = split * steps
-    # The matrix does not wait for the streams, so its load is issued first.
-    weight = _matrix_part(matrix, outputs, first, size, STREAMS, OUTPUTS, BLOCK_H)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     products = tl.zeros((BLOCK_T, COLS), tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
-    place = placement + token * (STREAMS + STREAMS * STREAMS)
+    shares = ()
+    if HAS_OUT:
+        place = placement + token * (STREAMS + STREAMS * STREAMS)
+        for at in tl.static_range(STREAMS + STREAMS * STREAMS):
+            shares = shares + (tl.load(place + at, mask=is_token, other=0.0),)  # type: ignore[assignment]
     for step in range(steps):
-        block = first + step
-        stream = block % STREAMS
-        h = (block // STREAMS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        h = (split * steps + step) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = is_token[:, None] & (h < size)[None, :]
         source = streams + token[:, None] * (STREAMS * size) + h[None, :]
-        next_weight = weight
-        if step + 1 < steps:
-            next_weight = _matrix_part(matrix, outputs, block + 1, size, STREAMS, OUTPUTS, BLOCK_H)
+        target = mixed + token[:, None] * (STREAMS * size) + h[None, :]
+        tiles = ()
+        for stream in tl.static_range(STREAMS):
+            tiles = tiles + (tl.load(source + stream * size, mask=mask, other=0.0),)  # type: ignore[assignment]
         if HAS_OUT:
-            share = tl.load(place + stream, mask=is_token, other=0.0)
             output = tl.load(out + token[:, None] * size + h[None, :], mask=mask, other=0.0).to(tl.float32)
-            total = share[:, None] * output
-            for other in tl.static_range(STREAMS):
-                share = tl.load(place + STREAMS + other * STREAMS + stream, mask=is_token, other=0.0)
-                total += share[:, None] * tl.load(source + other * size, mask=mask, other=0.0).to(tl.float32)
-            x = total.to(streams.dtype.element_ty)
-            tl.store(mixed + token[:, None] * (STREAMS * size) + stream * size + h[None, :], x, mask=mask)
-        else:
-            x = tl.load(source + stream * size, mask=mask, other=0.0)
-        squares += x.to(tl.float32) * x.to(tl.float32)
-        high = weight.to(tl.bfloat16)
-        rest = weight - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        products = tl.dot(x, tl.trans(high), products)
-        products = tl.dot(x, tl.trans(middle), products)
-        products = tl.dot(x, tl.trans(low), products)
-        weight = next_weight
-    square = tl.sum(squares, axis=1)
-    all_sums = tl.where((outputs == OUTPUTS)[None, :], square[:, None], products)
-    rows = sums + (token * tl.num_programs(1) + split)[:, None] * COLS
-    tl.store(rows + outputs[None, :], all_sums, mask=is_token[:, None])
+        for stream in tl.static_range(STREAMS):
+            if HAS_OUT:
+                total = shares[stream][:, None] * output
+                for other in tl.static_range(STREAMS):
+                    total += shares[STREAMS + other * STREAMS + stream][:, None] * tiles[other].to(tl.float32)
+                x = total.to(streams.dtype.element_ty)
+                tl.store(target + stream * size, x, mask=mask)
+            else:
+                x = tiles[stream]
+            squares += x.to(tl.float32) * x.to(tl.float32)
+            weight = _matrix_part(matrix, outputs, stream, h, size, STREAMS, OUTPUTS)
+            products = _add_products(products, x, weight)
+    _store_sums(sums, products, squares, token, split, tl.num_programs(1), is_token, outputs, OUTPUTS)
 
 
 @triton.jit
@@ -219,13 +268,13 @@ def columns_of_sums(outputs: int) -> int:
 
 
 def split_counts(num_tokens: int, streams: int, size: int) -> tuple[int, int]:
-    """Returns (parts of a token's columns, blocks of a part)."""
-    blocks = streams * triton.cdiv(size, mix_tile(num_tokens)["BLOCK_H"])
+    """Returns (parts of a token's columns, blocks of a part). The only block of a part of few tokens is of one stream;
+    those of many tokens are of all streams."""
+    blocks = triton.cdiv(size, mix_tile(num_tokens)["BLOCK_H"])
     if num_tokens <= FEW_TOKENS:
-        return blocks, 1
+        return streams * blocks, 1
     splits = next(splits for most, splits in SPLITS_UP_TO if num_tokens <= most)
-    # A part has all streams of its columns, which it then reads once.
-    steps = triton.cdiv(triton.cdiv(blocks, splits), streams) * streams
+    steps = triton.cdiv(blocks, splits)
     return triton.cdiv(blocks, steps), steps
 
 
@@ -261,11 +310,16 @@ def hyper_connection(
     splits, steps = split_counts(num_tokens, num, size)
     tile, cols = mix_tile(num_tokens), columns_of_sums(outputs)
     sums = torch.empty((num_tokens, splits, cols), dtype=torch.float32, device=streams.device)
-    mix_streams_kernel[(triton.cdiv(num_tokens, tile["BLOCK_T"]), splits)](
+    args = (
         streams, streams if out is None else out, sums if placement is None else placement, matrix, mixed, sums,
-        num_tokens, size, steps, HAS_OUT=out is not None, STREAMS=num, OUTPUTS=outputs, COLS=cols,
-        **tile, **pdl.options(),
+        num_tokens, size,
     )  # fmt: skip
+    constants = {"HAS_OUT": out is not None, "STREAMS": num, "OUTPUTS": outputs, "COLS": cols} | tile | pdl.options()
+    grid = (triton.cdiv(num_tokens, tile["BLOCK_T"]), splits)
+    if num_tokens <= FEW_TOKENS:
+        mix_streams_kernel[grid](*args, **constants)
+    else:
+        mix_all_streams_kernel[grid](*args, steps, **constants)
     launch = join_launch(splits, size)
     num_mixing = triton.cdiv(num_tokens, launch["TOKENS"]) if mix else 0
     join_streams_kernel[(num_mixing + num_tokens,)](

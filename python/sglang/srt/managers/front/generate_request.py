@@ -61,20 +61,20 @@ class GenerateRequest:
     thinking_share: float = 1.0
     """Thoughts may take this share of the longest output at most; `thinking` says what thoughts are."""
     counts_thoughts: bool = False
-    """Whether `reasoning_tokens` are counted, as `thinking` says."""
+    """True if `reasoning_tokens` are counted, as `thinking` says."""
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""
     media: list[list[MediaSource]] | None = None
     """Images and videos of each prompt, in the order of their placeholders."""
     media_items: list[MediaItem] = field(default_factory=list)
-    """Of a single prompt of `input_ids`, instead of `media`: those that are in its place already."""
+    """Items of a single prompt of `input_ids` whose placeholders are in place already; given instead of `media`."""
     add_special_tokens: bool = True
-    """Whether tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
+    """True if tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
 
     @property
     def is_batch(self) -> bool:
-        """Whether the caller gave a list of prompts (and gets a list of results)."""
+        """Returns whether the caller gave a list of prompts (and gets a list of results)."""
         if self.text is not None:
             return not isinstance(self.text, str)
         return isinstance(self.input_ids, list) and bool(self.input_ids) and not isinstance(self.input_ids[0], int)

@@ -88,7 +88,7 @@ class SessionStore:
         self._num_turns = 0
         self._num_media_bytes = 0
         self.media_files: MediaFiles | None = None
-        """Where the images of the turns are held."""
+        """The files that hold the images of the turns."""
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:

@@ -119,7 +119,7 @@ class TokenizerManager:
         self._outbox = ipc.tokenizer_outbox(ports)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self.media: MediaLoader | None = None
-        """What reads images and videos; None where the model does not."""
+        """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
             tokens, files = served_media.tokens, served_media.files
             self.media = MediaLoader(args, tokens, files, ports.shared_arrays, self.encode)

@@ -28,7 +28,7 @@ class MediaSteps:
     def __init__(self, features: MediaFeatures | None) -> None:
         self.features = features
         self._was_busy = False
-        """Whether an encoder step comes before the step that is chosen, and requests wait for it."""
+        """True if an encoder step comes before the step that is chosen, and requests wait for it."""
         self._in_step: dict[bytes, int] = {}
         """Bytes of the items that the step which is chosen takes features of, by digest."""
 

@@ -78,7 +78,7 @@ class Req:
         self.slack = 0
         self.reserved_len = 0
         self.state_is_exact = True
-        """Whether its recurrent states are those of `kv_len` tokens."""
+        """True if its recurrent states are those of `kv_len` tokens."""
         self.num_guesses = 0
         """Number of guesses made behind its last launched step."""
         self.guesses: list[int] = []
@@ -177,7 +177,7 @@ class Req:
         return count if count > 1 else 0
 
     def cache_keys(self, length: int) -> Keys:
-        """What stands for the first `length` tokens in the prefix cache. Each is converted once: lists of 100,000
+        """Returns the prefix cache's keys of the first `length` tokens. Each is converted once: lists of 100,000
         numbers take milliseconds."""
         done = len(self._cache_keys)
         if done < length:

@@ -126,7 +126,7 @@ class PrefillBudget:
         self.alone = len(running) == 0
         self.first = True
         self.short = False
-        """Whether the request that was looked at last got less than it could use."""
+        """True if the request that was looked at last got less than it could use."""
 
     def free(self) -> int:
         """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""

@@ -99,7 +99,7 @@ class Scheduler:
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         self._prompts_turn = False
-        """Whether it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
+        """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
         self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm)
 

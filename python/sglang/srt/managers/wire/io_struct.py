@@ -20,7 +20,7 @@ from sglang.srt.utils.media_item import MediaItem
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
-    """Why a request ended. `type` is stop, length or abort; `matched` the stop token id or string;
+    """The reason for which a request ended. `type` is stop, length or abort; `matched` the stop token id or string;
     `status_code` and `message` belong to abort."""
 
     type: str

@@ -1,4 +1,4 @@
-"""What the encoders of images and videos share: weights by the checkpoint's names, and layers over patches."""
+"""The common part of the encoders of images and videos: weights by the checkpoint's names, and layers over patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the patches of images and videos lie, in the order in which processors give them: row by row, or with the
+"""The places of the patches of images and videos, in the order in which processors give them: row by row, or with the
 patches that become one token together."""
 
 from __future__ import annotations

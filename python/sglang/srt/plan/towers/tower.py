@@ -1,4 +1,5 @@
-"""What every encoder of images and videos has: a transformer over patches, whose outputs are merged to tokens."""
+"""The form that every encoder of images and videos has: a transformer over patches, whose outputs are merged to
+tokens."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ProductTile:
 
     @property
     def even(self) -> bool:
-        """Whether BLOCK_K divides what is summed over: the kernel then needs no masks."""
+        """Returns whether BLOCK_K divides what is summed over: the kernel then needs no masks."""
         depth = self.hidden if self.kind == "gate_up" else self.intermediate
         return depth % self.tile["BLOCK_K"] == 0
 

@@ -26,7 +26,7 @@ class MoeTiles:
     gate_up: GroupedTile
     down: GroupedTile
     whole: int = 1
-    """Only for experts whose intermediate dims are a multiple of this: otherwise too much of a block would be empty."""
+    """Divisor that the experts' intermediate dims must have: otherwise too much of a block would be empty."""
 
 
 def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedTile:
@@ -34,8 +34,8 @@ def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Grouped
 
 
 def swaps(tile: GroupedTile, kind: str, features: Collection[str]) -> bool:
-    """Whether the weights are the tall operand of the matrix instruction. wgmma takes 64 rows of that at a time and as
-    few as 8 of the other, so that few tokens waste little of it; and it takes that operand from registers, where
+    """Returns whether the weights are the tall operand of the matrix instruction. wgmma takes 64 rows of that at a time
+    and as few as 8 of the other, so that few tokens waste little of it; and it takes that operand from registers, where
     planes are widened."""
     return "wgmma" in features and tile["BLOCK_N"] >= 64 and (tile["BLOCK_M"] < 64 or kind == "planes")
 
@@ -171,9 +171,9 @@ and many small programs have more loads on their way than few large ones. Measur
 """
 
 EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
-"""For each kind of product: how many tiles of 256 columns the second product of few pairs loads before the first one
-has
-ended. With a scale for each row as well they would spill; weights of four bits are loaded where they are multiplied."""
+"""Number of tiles of 256 columns, by kind of product, that the second product of few pairs loads before the first one
+has ended. With a scale for each row as well they would spill; weights of four bits are loaded where they are
+multiplied."""
 
 
 def early_tiles(kind: str, step: int, num_tiles: int) -> int:
@@ -216,5 +216,5 @@ in bf16 and fp8 128x128, and 0.4 without it in fp8 per channel."""
 
 
 def few_pairs(num_pairs: int, num_experts: int) -> bool:
-    """Whether so few pairs meet at one expert that grouping them would save little reading."""
+    """Returns whether so few pairs meet at one expert that grouping them would save little reading."""
     return num_pairs <= FEW_PAIRS * num_experts

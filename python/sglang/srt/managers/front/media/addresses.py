@@ -1,4 +1,4 @@
-"""Which network addresses a client may have the server connect to.
+"""The network addresses that a client may have the server connect to.
 
 A name is resolved once, and the connection goes to an address that was checked: a second answer of the name server
 cannot lead elsewhere.

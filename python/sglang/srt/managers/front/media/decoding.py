@@ -34,7 +34,7 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 class MediaError(ValueError):
-    """Why a file is refused."""
+    """A file that is refused; the message says why."""
 
 
 def file_bytes(data: bytes, is_base64: bool, max_bytes: int) -> bytes:

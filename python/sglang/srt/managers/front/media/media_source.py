@@ -1,4 +1,4 @@
-"""What a client sends as an image or a video, before anything of it is read."""
+"""The source of an image or a video as the client sends it, before anything of it is read."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class MediaJob(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Features(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What the encoder computes embeddings of, for `num_runs` runs of placeholders."""
+    """The encoder's input for `num_runs` runs of placeholders."""
 
     grid: tuple[int, int, int]
     pixels: SharedArray

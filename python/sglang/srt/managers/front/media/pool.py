@@ -75,7 +75,7 @@ class MediaPool:
         return reply
 
     def _discard(self, job: MediaJob, done: Future[Decoded | Refused]) -> None:
-        """What nobody waits for any more."""
+        """Removes the shared arrays of a job that nobody waits for any more."""
         if not done.cancelled():
             shared_array.remove_all(self._directory, job.name)
 

@@ -1,4 +1,4 @@
-"""Whether a model is served with images, and what the front must know of them."""
+"""Decides whether a model is served with images, and collects what the front must know of them."""
 
 from __future__ import annotations
 
