@@ -80,7 +80,7 @@ def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) ->
     assert tight.stats._cached - before >= len(prompts[3]), "the second one goes on from the first one's prefix"
 
 
-WINDOWED = ("mistral_windows", "gpt_oss", "gemma3", "gemma4", "gemma4_small")
+WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "gemma3", "gemma4", "gemma4_small")
 """Windows everywhere; with sinks; of every second layer or most; with caches that layers share."""
 
 

@@ -361,6 +361,21 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "head_dim": 64}
         | {"rope_parameters": GPT_OSS_ROPE},
     ),
+    "mimo_v2_wide": (
+        "MiMoV2FlashConfig",
+        WIDE
+        | {"head_dim": 192, "v_head_dim": 128, "sliding_window": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "n_group": 1, "topk_group": 1}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_hidden_layers": 3},
+    ),
+    "mimo_v2": (
+        "MiMoV2FlashConfig",
+        {"num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 16, "sliding_window": 12, "num_key_value_heads": 2}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}

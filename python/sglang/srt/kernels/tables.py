@@ -521,7 +521,16 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "gelu_and_mul": _elementwise("gelu_and_mul", "activation"),
     "relu2": _elementwise("relu2", "activation"),
-    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", only_equal_head_dims),
+    "qk_norm_rope_store": (
+        KernelSpec(
+            "triton",
+            f"{_TRITON}.rope_store:qk_norm_rope_store",
+            CP_ASYNC,
+            "triton",
+            refuse=all_of(no_e4m3_conversion, only_equal_head_dims),
+        ),
+        KernelSpec("torch_native", f"{_NATIVE}:qk_norm_rope_store"),
+    ),
     "qk_whole_norm": _elementwise("qk_whole_norm", "whole_norm"),
     "q_norm_rope": (KernelSpec("torch_native", f"{_NATIVE}:q_norm_rope"),),
     "value_norm": (KernelSpec("torch_native", f"{_NATIVE}:value_norm"),),

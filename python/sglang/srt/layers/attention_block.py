@@ -48,7 +48,7 @@ class GQAttention:
     op; attention; output projection."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.rope is not None and spec.v_head_dim == spec.head_dim
+        assert spec.rope is not None
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
         shares = spec.shares(group.size)
@@ -58,14 +58,17 @@ class GQAttention:
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
+        self.value_scale = spec.value_scale
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
-            projections.append(("v", kv_rows))
+            projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), spec.input_size or hidden_size, projections, spec.qkv_bias)
         self.row_format = self.qkv.row_format
-        self.o = RowParallelLinear(scope.sub("o"), q_rows, hidden_size, spec.o_bias, group=group)
+        self.o = RowParallelLinear(
+            scope.sub("o"), heads.of_dims(spec.v_head_dim), hidden_size, spec.o_bias, group=group
+        )
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
         if spec.qk_norm == "head":
@@ -101,6 +104,7 @@ class GQAttention:
             self.num_kv_heads,
             dim,
             spec.softmax_scale,
+            spec.v_head_dim,
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
@@ -116,6 +120,8 @@ class GQAttention:
         out = self.attention(q, k, v, batch)
         if self.output_gate is not None:
             out = self.output_gate(out, gates)
+        if self.value_scale != 1.0:
+            out.mul_(self.value_scale)  # attention is linear in v; here there is one tensor, of new tokens only
         return self.o(out)
 
     def _stored(self, x: Rows, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

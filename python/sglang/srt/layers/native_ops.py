@@ -139,11 +139,12 @@ def qk_norm_rope_store(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm of each q and k head (when weights are given), rotary embedding, and the store of k and v into the pool.
 
-    qkv [T, (Hq + 2 Hkv) D], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then sines),
-    weights [D], caches [slots, Hkv, D] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D].
+    qkv [T, (Hq + Hkv) D + Hkv Dv], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then
+    sines), weights [D], caches [slots, Hkv, D] and [slots, Hkv, Dv] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv].
     """
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    v_head_dim = v_cache.shape[-1]
+    parts = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_head_dim], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, (head_dim, head_dim, v_head_dim), strict=True))
     if q_weight is not None:
         q = rmsnorm(q, q_weight, eps)
     if k_weight is not None:

@@ -135,6 +135,10 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
 
 
 def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    listed = keys.values.get("hybrid_layer_pattern")
+    if keys.values.get("layer_types") is None and listed is not None:
+        windowed = _flags_by_layer(keys, "hybrid_layer_pattern", num_layers)
+        return ["sliding_attention" if window else "full_attention" for window in windowed]
     patterns = (
         ("sliding_window_pattern", family.window_pattern, "sliding_attention"),
         ("full_attention_interval", family.recurrent_pattern, "linear_attention"),
@@ -155,6 +159,14 @@ def _by_layer(keys: ConfigReader, key: str, num_layers: int, default: Any) -> li
     return values[:num_layers]
 
 
+def _flags_by_layer(keys: ConfigReader, key: str, num_layers: int) -> list[bool]:
+    """Returns whether the list of 0 and 1 under `key` has a 1 for each layer. Raises UserError."""
+    values = _by_layer(keys, key, num_layers, 0)
+    if any(type(value) is not int or value not in (0, 1) for value in values):
+        raise UserError(f"{keys.source}: {key!r} must be a list of 0 and 1; got {values!r}.")
+    return [value == 1 for value in values]
+
+
 class _Rotation:
     """The rotation of heads by the config; one that nobody computes is `unsupported`, and planned as the default."""
 
@@ -171,7 +183,22 @@ class _Rotation:
             return RopeSpec(head_dim, 0.0, 0)
 
 
+_WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+"""Keys that layers with a window may have a value of their own for, under "swa_" and the name."""
+
+
+def _window_keys(keys: ConfigReader, family: Family) -> ConfigReader:
+    """Returns the keys as layers with a window have them."""
+    stated = {key: keys.values.get(f"swa_{key}") for key in _WINDOW_KEYS}
+    if stated["num_key_value_heads"] is None and family.window_kv_factor > 1:
+        stated["num_key_value_heads"] = family.window_kv_factor * keys.positive("num_key_value_heads")
+    return ConfigReader(
+        {**keys.values, **{key: value for key, value in stated.items() if value is not None}}, keys.source
+    )
+
+
 def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotation) -> GQA:
+    keys = _window_keys(keys, family) if window else keys
     heads = keys.positive("num_attention_heads")
     default_dim = family.head_dim or max(1, keys.positive("hidden_size") // heads)
     values_from_keys = not window and keys.default("attention_k_eq_v", bool, False)
@@ -204,7 +231,8 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
-        sinks=family.sinks,
+        sinks=_sinks(keys, family, window),
+        value_scale=keys.default("attention_value_scale", float, 1.0),
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
         value_norm=family.value_norm,
@@ -212,9 +240,17 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     )
 
 
+def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
+    key = "add_swa_attention_sink_bias" if window else "add_full_attention_sink_bias"
+    return keys.default(key, bool, family.sinks or (family.window_sinks and window > 0))
+
+
+_WINDOW_THETAS = ("rope_local_base_freq", "swa_rope_theta")
+
+
 def _of_windows(keys: ConfigReader, window: int) -> dict[str, Any]:
     """Returns the keys that differ for layers with a window, in configs that do not say so by layer type."""
-    theta = keys.values.get("rope_local_base_freq")
+    theta = next((keys.values[key] for key in _WINDOW_THETAS if keys.values.get(key) is not None), None)
     return {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
 
 
@@ -363,10 +399,13 @@ def _mamba2(keys: ConfigReader) -> Mamba2:
 
 def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
     """Returns whether each layer has experts: every `decoder_sparse_step`-th from `first_k_dense_replace` on, but for
-    those of `mlp_only_layers`; or as `mlp_layer_types` says."""
+    those of `mlp_only_layers`; or as `mlp_layer_types`, or a list in `moe_layer_freq`, says."""
     step = keys.positive("decoder_sparse_step", 1) * keys.positive("interleave_moe_layer_step", 1)
     first, dense = keys.count("first_k_dense_replace"), keys.default("mlp_only_layers", list, [])
     kinds = _by_layer(keys, "mlp_layer_types", num_layers, "sparse")
+    if isinstance(keys.values.get("moe_layer_freq"), list):
+        listed = _flags_by_layer(keys, "moe_layer_freq", num_layers)
+        kinds = ["sparse" if has_experts else "dense" for has_experts in listed]
     return tuple(
         has_experts and kinds[i] != "dense" and i >= first and i not in dense and (i + 1) % step == 0
         for i in range(num_layers)

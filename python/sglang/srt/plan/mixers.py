@@ -45,7 +45,8 @@ class GQA:
 
     `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
     > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over all of
-    q and one over all of k; `value_norm`: over each head of v too, without weights. With `values_from_keys` k_proj
+    q and one over all of k; `value_norm`: over each head of v too, without weights;
+    `value_scale` multiplies v. With `values_from_keys` k_proj
     makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
     >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
@@ -68,6 +69,7 @@ class GQA:
     logit_cap: float = 0.0
     among_recurrent: str = ""  # the trait of models whose other layers have a recurrent state: kernels.tables.HYBRIDS
     value_norm: bool = False
+    value_scale: float = 1.0
     values_from_keys: bool = False
     cache_layer: int = -1
     cache_shared: bool = False

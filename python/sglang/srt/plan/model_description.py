@@ -197,6 +197,10 @@ def describe_as(
     if left_out:
         stated = {key: value for key, value in keys.values.items() if value is not None}
         keys = ConfigReader({**left_out, **stated}, source)
+    if family.spellings:
+        respelled = {usual: keys.values.get(written) for written, usual in family.spellings.items()}
+        stated = {key: value for key, value in respelled.items() if value is not None}
+        keys = ConfigReader({**keys.values, **stated}, source)
     if family.one_block_layers:
         num_layers = len(block_kinds(keys.values, source))
         keys = ConfigReader({**keys.values, "num_hidden_layers": num_layers}, source)

@@ -25,6 +25,9 @@ DECODERS = ("language_model.model.", "model.language_model.")
 """Beginnings of the decoder's names in multimodal checkpoints: as they were, and as newer transformers write them."""
 
 
+CACHE_SCALE_ALIASES = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
+
+
 @dataclass(frozen=True, slots=True)
 class WeightMap:
     """Names of modules in the checkpoint, keyed by ours. `{part}` and `{expert}` stand for the fields of a PartKey.
@@ -37,7 +40,7 @@ class WeightMap:
     layer: Mapping[str, str]
     layer_prefix: str = "model.layers.{layer}."
     ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-    aliases: tuple[tuple[str, str], ...] = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
+    aliases: tuple[tuple[str, str], ...] = CACHE_SCALE_ALIASES
     """Pairs of name endings: those of some checkpoints, and those that the others have in their place."""
     beginnings: tuple[tuple[str, str], ...] = ()
     """Pairs of name beginnings, likewise, which are replaced one after the other."""

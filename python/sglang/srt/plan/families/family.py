@@ -33,6 +33,7 @@ class Family:
     tie_embeddings: bool = False
     zero_centred_norms: bool = False  # weights of norms (but for gated ones) are stored minus 1
     norm_eps: str = "rms_norm_eps"  # the key that has it
+    spellings: Mapping[str, str] = field(default_factory=dict)  # keys of published configs, and the usual ones
     one_block_layers: bool = False  # a layer is a mixer or a feed-forward block
     scaled_embeddings: bool = False  # times the root of the hidden size
     residual: Residual = SUM
@@ -51,6 +52,8 @@ class Family:
     o_bias: bool | None = None
     output_gate: bool = False
     sinks: bool = False
+    window_sinks: bool = False  # sinks in layers with a window; `add_full_attention_sink_bias` says of the others
+    window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
     positions: bool = True  # False: attention does not rotate heads
     among_recurrent: str = ""  # as GQA.among_recurrent
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head

@@ -1,0 +1,33 @@
+"""MiMo-V2: window layers with other KV heads and sinks, values narrower than keys, a third of a head rotates."""
+
+from __future__ import annotations
+
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.weight_names import (
+    ATTENTION_NAMES,
+    CACHE_SCALE_ALIASES,
+    EXPERT_NAMES,
+    MLP_NAMES,
+    MODEL_NAMES,
+    WeightMap,
+)
+
+MIMO_V2 = Family(
+    model_types=("mimo_v2_flash",),
+    architectures=("MiMoV2FlashForCausalLM",),
+    names=WeightMap(
+        MODEL_NAMES,
+        {**ATTENTION_NAMES, **MLP_NAMES, **EXPERT_NAMES},
+        aliases=(*CACHE_SCALE_ALIASES, (".self_attn.attention_sink_bias", ".self_attn.sinks")),
+        unread=("model.mtp.",),
+    ),
+    # A fused projection is stored shard by shard in some checkpoints and in order in others: neither is read.
+    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "attention_projection_layout": ()},
+    spellings={"layernorm_epsilon": "rms_norm_eps"},
+    window_sinks=True,
+    window_kv_factor=2,
+    o_bias=False,
+    has_experts=True,
+    router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
+)

@@ -1,0 +1,87 @@
+"""MiMo-V2-Flash as published: keys and names of its own, FP8 in blocks, layers for drafts behind the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.errors import UserError
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.feed_forward import Dense
+from sglang.srt.plan.mixers import GQA
+
+from .harness import TinyRunner, plan_for
+from .quantized_checkpoints import FORMS, save_quantized
+from .test_quantized import TOLERANCE, steps, wanted
+
+PUBLISHED = Path(__file__).parents[1] / "kernels" / "published" / "MiMo-V2-Flash" / "config.json"
+
+
+def as_published(folder: Path) -> None:
+    """Writes the keys of published configs in place of those of transformers, and a tensor that only drafts use."""
+    config = json.loads((folder / "config.json").read_text())
+    kinds, dense = config.pop("layer_types"), config.pop("mlp_layer_types")
+    rope = config.pop("rope_parameters")
+    config |= {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
+        "moe_layer_freq": [int(kind == "sparse") for kind in dense],
+        "layernorm_epsilon": config.pop("rms_norm_eps"),
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "routed_scaling_factor": None,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    assert "model.layers.1.self_attn.attention_sink_bias" in tensors, "the name in published checkpoints"
+    save_file(tensors | {"model.mtp.layers.0.eh_proj.weight": torch.ones(4)}, folder / "model.safetensors")
+
+
+def test_the_published_form_computes_what_it_stands_for(tmp_path: Path) -> None:
+    reference = save_quantized("mimo_v2_wide", FORMS["fp8_block"], tmp_path)
+    as_published(tmp_path / "quantized")
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+
+
+def test_a_fused_projection_is_refused_by_name(tmp_path: Path) -> None:
+    save_quantized("mimo_v2_wide", FORMS["fp8_block"], tmp_path)
+    folder = tmp_path / "quantized"
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(4)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="weights that the model does not have: model.layers.0.self_attn.qkv_proj"):
+        load_model(plan_for(folder))
+    config = json.loads((folder / "config.json").read_text()) | {"attention_projection_layout": "fused_qkv"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="attention_projection_layout = 'fused_qkv' is not supported"):
+        plan_for(folder).description.require_served()
+
+
+def test_layers_of_the_published_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(PUBLISHED.read_text())
+    layers = plan_for(tmp_path).description.layers
+    full, window = layers[0].mixer, layers[1].mixer
+    assert isinstance(full, GQA) and isinstance(window, GQA) and full.rope is not None and window.rope is not None
+    assert (full.num_kv_heads, full.window, full.sinks, full.rope.theta) == (4, 0, False, 5e6)
+    assert (window.num_kv_heads, window.window, window.sinks, window.rope.theta) == (8, 128, True, 1e4)
+    assert {layer.mixer.head_dim for layer in layers if isinstance(layer.mixer, GQA)} == {192}
+    assert (full.v_head_dim, full.rope.rot_dim, full.value_scale) == (128, 64, 0.707)
+    assert [isinstance(layer.ffn, Dense) for layer in layers] == [True] + [False] * 47
+    assert sum(layer.mixer == full for layer in layers) == 9
+
+
+@pytest.mark.parametrize("pattern", [[2] * 48, [True] * 48, [0] * 47])
+def test_a_pattern_that_cannot_be_read_is_refused(pattern: list[int], tmp_path: Path) -> None:
+    config = json.loads(PUBLISHED.read_text()) | {"hybrid_layer_pattern": pattern}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="hybrid_layer_pattern"):
+        _ = plan_for(tmp_path).description
