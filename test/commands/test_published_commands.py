@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs
 COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
 NOT_YET = re.compile(
     r"--(speculative-algorithm DSPARK|speculative-dspark-block-size|enable-multi-layer-eagle"
-    r"|kv-cache-dtype nvfp4|(reasoning|tool-call)-parser (mimo|muse|gemma4|nemotron_3))"
+    r"|kv-cache-dtype nvfp4|(reasoning|tool-call)-parser muse)"
 )
 """What is refused by name as long as it does not exist."""
 NOT_SERVED = ("k3",)
