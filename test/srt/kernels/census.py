@@ -204,11 +204,11 @@ def _gate(function: Activation, inter: int) -> None:
 
 def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     shape = mixer.attention_shape(tp_size)
-    if mixer.caches_tokens:
+    if mixer.caches_tokens and shape.head_dim == shape.v_head_dim:  # the kernel refuses others, which torch serves
         _rope_store(shape, mixer)
     if mixer.qk_norm == "whole":
         _whole_norm(shape)
-    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch)
+    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, latent=False)
     if mixer.output_gate:
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
@@ -239,19 +239,23 @@ def _attention(
     cap: float,
     sinks: bool,
     arch: ArchTraits,
+    latent: bool,
 ) -> None:
+    """`latent`: the values are the first columns of the keys."""
     heads, kv_heads, dim, v_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim
-    latent = dim != v_dim
     sink = empty(heads, dtype=torch.float32) if sinks else None
     layer = {"logit_cap": cap, "sinks": sink, "sliding_window": window}
     for dtype in CACHES:
         k_cache = empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype])
-        v_cache = k_cache[..., :v_dim] if latent else empty(SLOTS, kv_heads, v_dim, dtype=STORAGE_DTYPES[dtype])
+        # Tensors without memory begin at the address 0: one that is no part of the keys begins behind it.
+        values = empty(SLOTS + 1, kv_heads, v_dim, dtype=STORAGE_DTYPES[dtype])[int(dim != v_dim) :]
+        v_cache = k_cache[..., :v_dim] if latent else values
         table = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32)
         slots, lens = empty(8, dtype=torch.int64), empty(8, dtype=torch.int32)
         # As the projection leaves them: three parts of one row.
-        q, k, v = empty(100, (heads + 2 * kv_heads) * dim).split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
-        q, k, v = (x.unflatten(-1, (-1, dim)) for x in (q, k, v))
+        widths = [heads * dim, kv_heads * dim, kv_heads * v_dim]
+        parts = empty(100, sum(widths)).split(widths, -1)
+        q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip(parts, (dim, dim, v_dim), strict=True))
         if latent:
             q, k = empty(100, heads, dim), empty(100, kv_heads, dim)
             v = k[..., :v_dim]
@@ -273,7 +277,7 @@ def _attention(
 def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
     """Absorbed attention, the store, and prompts over the prefixes of two requests in two chunks each."""
     shape = mixer.attention_shape(tp_size)
-    _attention(shape, 0, 0.0, False, arch)
+    _attention(shape, 0, 0.0, False, arch, latent=True)
     if mixer.sparse:
         for dtype, width, stored in (("bfloat16", shape.head_dim, BF16), ("fp8_e4m3", PACKED_BYTES, torch.uint8)):
             cache = empty(SLOTS, 1, width, dtype=stored)

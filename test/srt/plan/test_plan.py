@@ -339,7 +339,7 @@ SRT = Path(sglang.__file__).parent / "srt"
         ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
         ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
         ("layers/attention/sparse.py", "LOGIT_BYTES", INDEX_LOGIT_BYTES),
-        ("layers/attention/triton_ops/sparse_attention.py", "MOST_ROUNDS", SPARSE_ROUNDS),
+        ("layers/attention/entry_shares.py", "MOST_ROUNDS", SPARSE_ROUNDS),
         ("model_executor/graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )
