@@ -101,19 +101,23 @@ def _value(annotation: Any, spec: Option) -> str:
     return {int: "integer", float: "number", str: "text"}[kind]
 
 
+def _values(name: str, values: Iterable[str]) -> str:
+    """Returns the flag of a field, and some values of it."""
+    return f"`{flag(name)}` with {_code(sorted(values))}"
+
+
 def _other_spellings() -> str:
     flags = [(f"`--{old}`", f"`--{new}`") for old, new in compat.RENAMED_FLAGS.items()]
     values = [(f"`{flag(name)} {old}`", f"`{new}`") for (name, old), new in compat.VALUE_ALIASES.items()]
     tuning = [
-        (_code(f"{flag(name)} {value}" for value in sorted(row.values)), f"`{row.instead}`: {row.reason}")
-        for name, row in compat.TUNING_VALUES.items()
+        (_values(name, row.values), f"`{row.instead}`: {row.reason}") for name, row in compat.TUNING_VALUES.items()
     ]
     refused = [
-        (_code(f"{flag(name)} {value}" for value in sorted(row.values)), f"refused: {row.reason.format('NAME')}")
+        (_values(name, row.values), f"refused: {row.reason.format('NAME')}")
         for name, row in compat.REFUSED_VALUES.items()
     ]
     kernels = [
-        (_code(f"{flag(name)} {value}" for value in sorted(names)), "the kernel that the plan chooses, with a warning")
+        (_values(name, names), "the kernel that the plan chooses, with a warning")
         for name, names in compat.FOREIGN_KERNELS.items()
     ]
     others = [(f"`--{old}`", ours) for old, ours in compat.WORDS_OF_OTHERS.items()]

@@ -2,7 +2,7 @@
 
 The site does not have the files outside of docs/: a link to one becomes its text and the name of the file. Tables of
 few columns and long cells get the headings of the columns in every cell, so that a phone can show each row as a card;
-no line breaks behind the dashes of a flag.
+no line breaks behind the dashes of a flag, nor within one in a command.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _HEADING = re.compile(r"<th(?:\s[^>]*)?>(.*?)</th>", re.DOTALL)
 _CELL = re.compile(r"<td(?P<style>[^>]*)>(?P<content>.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
-_FLAG_IN_TEXT = re.compile(r"(?<![\w-])--\w+(?=[^<>]*<)")
+_COMMANDS = r"<pre>.*?</pre>"
+_FLAG_IN_TEXT = re.compile(_COMMANDS + r"|(?<![\w-])--\w+(?=[^<>]*<)", re.DOTALL)
+_FLAG_IN_COMMAND = re.compile(r"(?<![\w-])--\w[\w-]*(?=[^<>]*<)")
 _CARD_COLUMNS = range(2, 5)
 _CARD_CELL = 32
 """Characters of the longest cell from which a phone has too little room for the columns beside one another."""
@@ -41,7 +43,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    return _FLAG_IN_TEXT.sub(r'<span class="flag">\g<0></span>', _TABLE.sub(_cards, html))
+    return _FLAG_IN_TEXT.sub(_flag, _TABLE.sub(_cards, html))
+
+
+def _flag(match: re.Match[str]) -> str:
+    """Returns the flag, or all flags of commands, as what does not break. In texts only the first word does not."""
+    if match[0].startswith("<pre>"):
+        return _FLAG_IN_COMMAND.sub(r'<span class="flag">\g<0></span>', match[0])
+    return f'<span class="flag">{match[0]}</span>'
 
 
 def _cards(match: re.Match[str]) -> str:

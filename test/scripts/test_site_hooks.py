@@ -45,3 +45,5 @@ def test_flags_in_texts_are_kept_in_one_piece(hooks: ModuleType) -> None:
         "<p id='--a'>see <span class=\"flag\">--plain</span>"
         ' <code>x <span class="flag">--tp</span>-size 2</code> a--b</p>'
     )
+    command = "<pre><code>serve --tp-size 2</code></pre>"
+    assert hooks.on_page_content(command) == ('<pre><code>serve <span class="flag">--tp-size</span> 2</code></pre>')
