@@ -92,7 +92,7 @@ class Indexed:
         )  # fmt: skip
 
     def choose(self) -> None:
-        select_entries(self.logits, self.rows, self.top_k, self.slots, self.chosen, num_sms=num_sms())
+        select_entries(self.logits, self.rows, self.top_k, self.slots, self.chosen)
 
     @property
     def key_bytes(self) -> int:

@@ -4,8 +4,8 @@ microseconds inside, seconds from the public functions.
 Attention: programs of BLOCK_H heads of one token walk over a share of its entries. A step waits for gathered rows as a
 step of decode attention does, for which `carried_step_times` stands; with the clock of an H200 it says 0.72 to 1.0 of
 what the kernel took there (benchmark/results/2026-11-23-sparse-models-beside-sglang-h200.md), also where the shared
-memory was made so small that an SM ran one program. The indexer: clocks of an SM that one pair of a token and an entry
-took there.
+memory was made so small that an SM ran one program. The indexer: scores at the share of the best products that they
+reach there, and clocks of an SM that the choice took for each.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sglang.tuning.streaming import LAUNCH
 
 CARD_CLOCK = 2.43e9
 """Clocks a second of the card that the times of a step are from."""
-SCORE_CLOCKS = 13.0
-"""Clocks of an SM for the score of one pair of a token and an entry: 12.9 to 14.0, with 32 heads as with 64."""
-CHOICE_CLOCKS = 15.5
-"""Clocks of an SM for each score in the choice: four rounds of counting digits of 3.3, and gathering."""
-ROUND = 2e-5
-"""Seconds of one of the launches of the choice, which wait for each other, for few tokens: 10 to 31 us on an H200."""
-CHOICE_LAUNCHES = 5
+SCORE_SHARE = 0.57
+"""Share of the best measured e4m3 products that scores reach there: 0.57 to 0.6, with 32 heads as with 64."""
+CHOICE_CLOCKS = 2.6
+"""Clocks of an SM for each score in the choice: 2.4 to 2.8."""
+LEVEL = 1.7e-5
+"""Seconds of a level of the choice for few tokens, of up to LEVEL_ENTRIES each: 16 to 22 us there."""
+LEVEL_ENTRIES = 16384
 
 
 def attention_seconds(op: SelectedAttention, tile: Mapping[str, int], occupancy: int, arch: ArchTraits) -> float:
@@ -51,7 +51,8 @@ def attention_seconds(op: SelectedAttention, tile: Mapping[str, int], occupancy:
 
 def choice_seconds(op: EntryChoice, arch: ArchTraits) -> float:
     """Of contexts longer than what is chosen: the scores of shorter ones are not computed."""
-    pairs = float(op.tokens) * op.entries
-    clocks = arch.num_sms * rates_of(arch).clock
-    launched = LAUNCH + CHOICE_LAUNCHES * ROUND * min(1.0, 1.75e9 / rates_of(arch).clock)
-    return launched + max(pairs * (SCORE_CLOCKS + CHOICE_CLOCKS) / clocks, op.num_bytes / ceilings_of(arch).read)
+    clocks, ceilings = arch.num_sms * rates_of(arch).clock, ceilings_of(arch)
+    levels = 1 if op.entries <= LEVEL_ENTRIES else 2
+    launched = LAUNCH + levels * LEVEL * min(1.0, 1.75e9 / rates_of(arch).clock)
+    scores = ceilings.floor(op.num_bytes, op.operations / SCORE_SHARE, op.operand)
+    return launched + scores + float(op.tokens) * op.entries * CHOICE_CLOCKS / clocks

@@ -414,7 +414,7 @@ def _indexer(indexer: Indexer, rate: int, arch: ArchTraits) -> None:
             logits = empty(tokens, rows.max_count, dtype=torch.float32)
             for tile in attention_tiles("sparse_indexer", dim, dim, name, arch.features):
                 index_logits(q, weights, cache, scales, rows, indexer.top_k, logits, tile=tile, num_sms=arch.num_sms)
-            select_entries(logits, rows, indexer.top_k, slots, counts, num_sms=arch.num_sms)
+            select_entries(logits, rows, indexer.top_k, slots, counts)
 
 
 def _image_encoder(dim: int, arch: ArchTraits) -> None:

@@ -23,8 +23,6 @@ OPS = (
 INDEX_HEADS = (64, 32)
 """Heads of DeepSeek's indexers and of GLM's."""
 INDEX_DIM = 128
-FEW_LINES = 64
-"""Heads of as many tokens as a block of four warps has."""
 ROTARY_DIM = 64
 ELEMENTS: Mapping[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv"}
 
@@ -50,11 +48,8 @@ FORM_RULES = {
                          | {"req_pool_indices_ptr", "counts_ptr"}),
         absent={"QUANTIZED": ("scales_ptr",)},
     ),
-    "select_entries.count_digits_kernel": FormRule(
-        counts=frozenset({"num_parts", "top_k", "counts_ptr"})
-    ),
-    "select_entries.gather_entries_kernel": FormRule(
-        counts=frozenset({"num_parts", "top_k", "rate", "stride_rt"}
+    "select_entries.select_entries_kernel": FormRule(
+        counts=frozenset({"num_parts", "top_k", "rate", "stride_rt", "stride_kept", "stride_out"}
                          | {"counts_ptr", "req_pool_indices_ptr", "chosen_ptr"})
     ),
     "index_rope.index_norm_rope_kernel": FormRule(
@@ -153,28 +148,20 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
             types |= {"q_ptr": element, "keys_ptr": element, "weights_ptr": "*fp32", "scales_ptr": "*fp32"}
             types |= {"logits_ptr": "*fp32", "req_to_token_ptr": "*i32", "counts_ptr": "*i32"}
             types["req_pool_indices_ptr"] = "*i64"
-            for rows in (tile["BLOCK_M"] // heads, FEW_LINES // heads):
-                warps = index_logits.warps_for(rows * heads, tile)
-                if warps == tile["num_warps"] and rows * heads < tile["BLOCK_M"]:
-                    continue  # as the block that is full
-                constants = {"HEADS": heads, "DIM": INDEX_DIM, "ROWS": rows, "QUANTIZED": kv_dtype == "fp8_e4m3"}
-                name = "plain" if heads == INDEX_HEADS[0] else f"{heads} heads"
-                key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"
-                launch = {**tile, "num_warps": warps}
-                yield _of_tile(
-                    "sparse_indexer", key, kernel, types, constants, launch, ("stride_keys",), ("stride_scales",)
-                )
+            rows = tile["BLOCK_M"] // heads
+            constants = {"HEADS": heads, "DIM": INDEX_DIM, "ROWS": rows, "QUANTIZED": kv_dtype == "fp8_e4m3"}
+            name = "plain" if heads == INDEX_HEADS[0] else f"{heads} heads"
+            key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"
+            yield _of_tile("sparse_indexer", key, kernel, types, constants, tile, ("stride_keys",), ("stride_scales",))
 
 
 def _choices() -> Iterator[Variant]:
-    count, gather = select_entries.count_digits_kernel, select_entries.gather_entries_kernel
-    for number in range(select_entries.ROUNDS):
-        types = _index_types(count)
-        constants = {"ROUND": number}
-        key, strides = f"count/{number}", ("stride_round", "stride_logits")
-        yield describe("sparse_indexer", key, count, types, constants, select_entries.LAUNCH, strides)
-    types = _index_types(gather)
-    yield describe("sparse_indexer", "gather", gather, types, {}, select_entries.LAUNCH, ("stride_logits",))
+    kernel = select_entries.select_entries_kernel
+    for launch in select_entries.LAUNCHES:
+        for level in range(select_entries.LEVELS):
+            types = _index_types(kernel)
+            key = f"select/{launch['TILE']}/{level}"
+            yield describe("sparse_indexer", key, kernel, types, {"LEVEL": level}, launch, ("stride_logits",))
 
 
 def _index_types(kernel: Any) -> dict[str, str]:

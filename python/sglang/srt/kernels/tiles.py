@@ -168,9 +168,11 @@ ROWS: tuple[TileRow, ...] = (
         (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
         {"wgmma": (_gather(64, 64, 8, 2, 1, 128), _gather(32, 32, 4, 2, 1, 128), _gather(16, 32, 4, 3, 2))},
     ),
-    TileRow("sparse_indexer", ((128, 128),), _FP8, (_scores(256, 64, 8, 3, 2), _scores(128, 32, 4, 2, 2))),
-    # Of such keys larger tiles spill, or take more memory than SM120 has with Triton 3.6.
-    TileRow("sparse_indexer", ((128, 128),), _HALF, (_scores(128, 32, 4, 2, 2), _scores(64, 32, 4, 2, 2))),
+    TileRow(
+        "sparse_indexer", ((128, 128),), _FP8,
+        (_scores(128, 128, 4, 2, 2), _scores(64, 128, 4, 2, 2)), {"wgmma": (_scores(128, 128, 4, 4, 2),)},
+    ),
+    TileRow("sparse_indexer", ((128, 128),), _HALF, (_scores(128, 64, 4, 2, 2), _scores(64, 64, 4, 2, 2))),
     # Keys and values that are made of latents: always 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,

@@ -7,6 +7,8 @@ entries are dequantized for the reference, so that theirs is the same. Choices a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import interpreter
 import pytest
 import torch
@@ -172,12 +174,10 @@ def test_types_that_do_not_belong_together_are_refused() -> None:
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def chosen_by_kernel(logits: torch.Tensor, rows: EntryRows, top_k: int, num_sms: int) -> tuple[torch.Tensor, ...]:
+def chosen_by_kernel(logits: torch.Tensor, rows: EntryRows, top_k: int, tile: int) -> tuple[torch.Tensor, ...]:
     slots = torch.full((len(rows), top_k), -7, dtype=torch.int32, device=DEVICE)
     chosen = torch.full((len(rows),), -7, dtype=torch.int32, device=DEVICE)
-    launch = {"TILE": 64, "PARTS_TILE": 16, "num_warps": 4, "num_stages": 2} if interpreter.INTERPRETED else None
-    options = {"launch": launch} if launch else {}
-    select_entries(logits, rows, top_k, slots, chosen, num_sms=num_sms, **options)
+    select_entries(logits, rows, top_k, slots, chosen, launches=({"TILE": tile, "num_warps": 4},))
     return slots, chosen
 
 
@@ -193,18 +193,17 @@ LOGITS = {
 
 @interpreter.kernel_test
 @pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize("parted", [False, True])
-def test_choices_are_exact_and_in_order(kind: str, parted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("top_k", "tile"), [(16, 512), (16, 128), (4, 32)])
+def test_choices_are_exact_and_in_order(kind: str, top_k: int, tile: int) -> None:
+    """In one, two and three levels for the longest row."""
     torch.manual_seed(3)
-    if parted and interpreter.INTERPRETED:
-        monkeypatch.setattr("sglang.srt.layers.attention.triton_ops.select_entries.PART_ENTRIES", 100)
-    top_k, counts = 16, [0, 1, 16, 17, 64, 200, 320]
-    rows = entry_rows(counts, [0, 1, 2, 3, 4, 5, 3])
-    logits = LOGITS[kind]((len(counts), CONTEXT)).to(DEVICE)
+    counts = [0, 1, top_k, top_k + 1, 64, 200, 320]
+    rows = replace(entry_rows(counts, [0, 1, 2, 3, 4, 5, 3]), max_count=320)
+    logits = LOGITS[kind]((len(counts), 320)).to(DEVICE)
     for row, count in enumerate(counts):
         logits[row, count:] = float("nan")
     expected = rows.slots_of(native.top_entries(logits.nan_to_num(0.0, neginf=float("-inf")), rows.counts, top_k))
-    slots, chosen = chosen_by_kernel(logits, rows, top_k, 1000 if parted else 1)
+    slots, chosen = chosen_by_kernel(logits, rows, top_k, tile)
     assert torch.equal(slots, expected)
     assert torch.equal(chosen, rows.counts.clamp(max=top_k))
 
@@ -226,7 +225,7 @@ def test_choices_of_published_sizes(top_k: int) -> None:
     expected = rows.slots_of(native.top_entries(logits[:, : max(counts)], rows.counts, top_k))
     slots = torch.empty((len(counts), top_k), dtype=torch.int32, device=DEVICE)
     chosen = torch.empty(len(counts), dtype=torch.int32, device=DEVICE)
-    select_entries(logits, rows, top_k, slots, chosen, num_sms=NUM_SMS)
+    select_entries(logits, rows, top_k, slots, chosen)
     assert torch.equal(slots, expected)
 
 
@@ -235,7 +234,7 @@ def test_short_contexts_need_no_logits() -> None:
     rows = entry_rows([5, 0, 64], [1, 2, 3])
     rows = EntryRows(rows.req_to_token, rows.req_pool_indices, rows.counts, 64)
     logits = torch.full((1, 16), float("nan"), device=DEVICE)
-    slots, chosen = chosen_by_kernel(logits, rows, 64, 8)
+    slots, chosen = chosen_by_kernel(logits, rows, 64, 128)
     assert torch.equal(slots, rows.all().slots) and torch.equal(chosen, rows.counts)
 
 

@@ -52,7 +52,7 @@ class TritonSparseIndexer:
             some = rows.part(part)
             if scored:
                 self._score(q[part], weights[part], keys, scales, some, top_k, logits)
-            select_entries(logits, some, top_k, slots[part], chosen[part], num_sms=self._num_sms)
+            select_entries(logits, some, top_k, slots[part], chosen[part])
         return Selection(slots, chosen)
 
     def _score(

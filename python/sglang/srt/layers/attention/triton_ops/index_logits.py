@@ -1,8 +1,10 @@
 """Scores of the indexer: how much each new token wants each entry that it sees.
 
-A program computes ROWS neighbouring tokens, all heads of them as the rows of one product, over every num_parts-th tile
-of entries; the grid depends on shapes only. Where the tokens belong to several requests, it goes through those one
-after the other. Tokens that see no more entries than are chosen need no scores, and get none.
+A program computes ROWS neighbouring tokens, all heads of them as the columns of one product, over every num_parts-th
+tile of entries; the grid depends on shapes only. Entries are the rows: so a thread has several heads of an entry, and the
+sum over heads takes two steps between threads; with heads as rows it took a trip through shared memory, and four times
+as long. Where the tokens belong to several requests, a program goes through those one after the other. Tokens that see
+no more entries than are chosen need no scores, and get none.
 
 e4m3 queries and keys are multiplied as they are. Scales are positive and follow the ReLU: those of queries are in the
 head weights already, a key's is multiplied to its sum. Reference: `native_sparse_ops.index_logits`.
@@ -20,7 +22,7 @@ from sglang.srt.layers.attention.selection import EntryRows
 from sglang.srt.layers.attention.triton_ops.common import load_rows
 from sglang.srt.layers.triton_ops import pdl
 
-LEAST_PRODUCT_ROWS = 16
+LEAST_COLUMNS = 16
 """Of the matrix unit."""
 
 
@@ -50,7 +52,7 @@ def index_logits_kernel(
     requests = tl.load(req_pool_indices_ptr + row, mask=row < num_rows, other=0)
     lines = pid // num_parts * (ROWS * HEADS) + tl.arange(0, ROWS * HEADS)
     line_ok = lines < num_rows * HEADS
-    q = load_rows(q_ptr, lines.to(tl.int64) * DIM, line_ok, 0, DIM, DIM, True)
+    q = tl.trans(load_rows(q_ptr, lines.to(tl.int64) * DIM, line_ok, 0, DIM, DIM, True))
     weights = tl.load(weights_ptr + lines, mask=line_ok, other=0.0)
     offs_n = tl.arange(0, BLOCK_N)
     step = num_parts * BLOCK_N
@@ -71,26 +73,21 @@ def index_logits_kernel(
             ahead = pos + step
             next_slots = tl.load(table + ahead * rate, mask=ahead < end, other=0) // rate
             keys = load_rows(keys_ptr, slots.to(tl.int64) * stride_keys, pos < end, 0, DIM, DIM, True)
-            scores = tl.maximum(tl.dot(q, tl.trans(keys)), 0.0) * weights[:, None]
-            logits = tl.sum(tl.reshape(scores, [ROWS, HEADS, BLOCK_N]), 1)
+            scores = tl.maximum(tl.dot(keys, q), 0.0) * weights[None, :]
+            logits = tl.sum(tl.reshape(scores, [BLOCK_N, ROWS, HEADS]), 2)
             if QUANTIZED:
-                logits *= scales[None, :]
+                logits *= scales[:, None]
                 # Behind the product, when the slots have come; nothing waits for these before the next product.
                 scales = tl.load(scales_ptr + next_slots.to(tl.int64) * stride_scales, mask=ahead < end, other=0.0)
-            out = logits_ptr + row.to(tl.int64)[:, None] * stride_logits + pos[None, :]
-            tl.store(out, logits, mask=pos[None, :] < own_counts[:, None])
+            out = logits_ptr + row.to(tl.int64)[None, :] * stride_logits + pos[:, None]
+            tl.store(out, logits, mask=pos[:, None] < own_counts[None, :])
             slots = next_slots
         open_counts = tl.where(requests == request, 0, open_counts)
 
 
 def rows_together(run: int, num_heads: int, tile: Mapping[str, int]) -> int:
     """Tokens of one program, a power of two, where requests have `run` of them each."""
-    return max(1, LEAST_PRODUCT_ROWS // num_heads, min(triton.next_power_of_2(run), tile["BLOCK_M"] // num_heads))
-
-
-def warps_for(lines: int, tile: Mapping[str, int]) -> int:
-    """Of a program with so many rows of the product: the tile's for half its block and more, otherwise four."""
-    return tile["num_warps"] if 2 * lines >= tile["BLOCK_M"] else min(4, tile["num_warps"])
+    return max(1, LEAST_COLUMNS // num_heads, min(triton.next_power_of_2(run), tile["BLOCK_M"] // num_heads))
 
 
 def index_logits(
@@ -116,13 +113,14 @@ def index_logits(
     if q.dtype != keys.dtype or (scales is not None) != (keys.element_size() == 1):
         raise TypeError(f"queries are {q.dtype}, keys {keys.dtype}, with scales: {scales is not None}")
     together = rows_together(rows.run, num_heads, tile)
-    blocks, num_warps = triton.cdiv(num_rows, together), warps_for(together * num_heads, tile)
-    at_once = num_sms * tile["ctas_per_sm"] * tile["num_warps"] // num_warps
+    blocks = triton.cdiv(num_rows, together)
+    # Programs of half as many columns have half as many registers.
+    at_once = num_sms * tile["ctas_per_sm"] * min(2, tile["BLOCK_M"] // (together * num_heads))
     parts = max(1, min(triton.cdiv(rows.max_count, tile["BLOCK_N"]), at_once // blocks))
     index_logits_kernel[(blocks * parts,)](
         q, weights, keys, weights if scales is None else scales, rows.req_to_token, rows.req_pool_indices, rows.counts,
         logits, num_rows, parts, top_k, rows.rate, rows.req_to_token.stride(0), keys.stride(0),
         1 if scales is None else scales.stride(0), logits.stride(0), HEADS=num_heads, DIM=dim, ROWS=together,
-        BLOCK_N=tile["BLOCK_N"], QUANTIZED=scales is not None, num_warps=num_warps,
+        BLOCK_N=tile["BLOCK_N"], QUANTIZED=scales is not None, num_warps=tile["num_warps"],
         num_stages=tile["num_stages"], **pdl.options(),
     )  # fmt: skip

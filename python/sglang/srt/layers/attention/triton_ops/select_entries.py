@@ -1,11 +1,10 @@
-"""The exact top-k of each row of logits, by digits: no sort, no atomics, the same answer every time.
+"""The exact top-k of each row of logits: no sort, no atomics, the same answer every time.
 
-Numbers are taken as 32-bit keys of the same order, and the k-th largest is searched for one digit of eight bits after
-another. `count_digits_kernel` counts, in the part of a row that a program has, the digits of the keys that begin as the
-k-th largest does; the next launch adds the parts up and knows one digit more. After four rounds the k-th largest key is
-known, and how many of its equals are taken: the first ones. `gather_entries_kernel` then writes slots in ascending
-order of entries; where a part begins to write follows from what earlier parts counted. So rows are read five times
-whatever their numbers are, and shared memory holds 256 counters.
+A program holds up to TILE entries of a row in registers, as 32-bit integers in the order of their logits. It finds the
+k-th largest by rounds: each counts how many are at least as large as a number between two bounds, which becomes one of
+them, and the search ends as soon as that are k. Rows of more than TILE entries are reduced first: level 0 keeps the k
+largest of each TILE entries, level 1 chooses among those that level 0 has kept, and so on; a row ends at the first level
+where one program sees all that is left of it. So logits are read once, and of longer rows those that were kept once more.
 
 Rows of no more than k entries take all of them, without a look at the logits. Reference:
 `native_sparse_ops.top_entries`.
@@ -13,7 +12,7 @@ Rows of no more than k entries take all of them, without a look at the logits. R
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -22,180 +21,158 @@ import triton.language as tl
 from sglang.srt.layers.attention.selection import EntryRows
 from sglang.srt.layers.triton_ops import pdl
 
-ROUNDS = 4
-DIGITS = 256
-PART_ENTRIES = 4096
-"""Entries of a row that are worth a program of their own."""
-MOST_PARTS = 64
-LAUNCH = {"TILE": 2048, "PARTS_TILE": 16, "num_warps": 4, "num_stages": 2}
+LAUNCHES = (
+    {"TILE": 4096, "num_warps": 4},
+    {"TILE": 8192, "num_warps": 8},
+    {"TILE": 16384, "num_warps": 16},
+)
+"""Ascending. A program has 32 entries a thread."""
+LEVELS = 4
+"""Launches at most: enough for eight million entries and 2,048 of them chosen."""
 
 
 @triton.jit
-def _keys(logits_ptr, pos, end):
-    """Unsigned keys in the order of the numbers; -0 is 0. Up to 15 from `end` on are read and mean nothing: so the
-    compiler knows that 16 columns are read or none."""
-    readable = tl.multiple_of(tl.cdiv(end, 16) * 16, 16)
-    logits = tl.load(logits_ptr + pos, mask=pos < readable, other=0.0)
+def _keys(logits):
+    """Integers in the order of the numbers, above the smallest; -0 is 0."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
-    flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
-    return flipped.to(tl.uint32, bitcast=True)
+    return tl.maximum(tl.where(bits < 0, bits ^ 2147483647, bits), -2147483647)
 
 
 @triton.jit
-def _digit_of(counts, wanted):
-    """counts [256] of each digit -> the digit of the wanted-th largest, and how many have a larger one."""
-    digits = tl.arange(0, 256)
-    larger = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-    here = (larger < wanted) & (larger + counts >= wanted)
-    return tl.sum(tl.where(here, digits, 0), 0), tl.sum(tl.where(here, larger, 0), 0)
+def _number(key):
+    return tl.where(key < 0, key ^ 2147483647, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sum_of_parts(hist_ptr, num_parts, PARTS_TILE: tl.constexpr):
-    """[parts, 256] -> [256]."""
-    digits = tl.arange(0, 256)
-    total = tl.zeros([256], dtype=tl.int32)
-    for first in range(0, num_parts, PARTS_TILE):
-        part = first + tl.arange(0, PARTS_TILE)
-        rows = hist_ptr + part[:, None] * 256 + digits[None, :]
-        total += tl.sum(tl.load(rows, mask=(part < num_parts)[:, None], other=0), 0)
-    return total
+def _threshold(keys, valid, wanted):
+    """The largest key that at least `wanted` of the keys are not smaller than; those that are not valid have the
+    smallest integer. The first four rounds halve the range of the numbers; of the others every second one assumes that
+    the numbers in what is left are spread evenly, and every second one halves the range of the keys, so that no row
+    takes long. Of sums of products this is 11 rounds instead of 19 with halves of keys alone."""
+    at_low = tl.sum(valid.to(tl.int32), 0)
+    above_high = 0
+    low = tl.min(tl.where(valid, keys, 2147483647), 0)
+    high = tl.where(at_low > wanted, tl.max(keys, 0), low)
+    number = 0
+    while low < high:
+        even = (at_low - wanted).to(tl.float32) / (at_low - above_high).to(tl.float32)
+        even = (low.to(tl.float32) + even * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int32)
+        halves = (low | high) - ((low ^ high) >> 1)  # rounded up, without a sum that overflows
+        middle = tl.where(number % 2 == 0, even, halves)
+        middle = tl.where(number < 4, _keys(0.5 * _number(low) + 0.5 * _number(high)), middle)
+        middle = tl.minimum(tl.maximum(middle, low + 1), high)
+        count = tl.sum((keys >= middle).to(tl.int32), 0)
+        above_high = tl.where(count < wanted, count, above_high)
+        at_low = tl.where(count >= wanted, count, at_low)
+        high = tl.where(count == wanted, middle, tl.where(count > wanted, high, middle - 1))
+        low = tl.where(count >= wanted, middle, low)
+        number += 1
+    return low
 
 
 @triton.jit
-def _piece(count, part, num_parts, TILE: tl.constexpr):
-    """Begin and end of a part of a row."""
-    size = tl.cdiv(tl.cdiv(count, TILE), num_parts) * TILE
-    begin = tl.minimum(part * size, count)
-    return begin, tl.minimum(begin + size, count)
-
-
-@triton.jit(do_not_specialize=["num_parts", "top_k"], do_not_specialize_on_alignment=["counts_ptr"])
-def count_digits_kernel(
-    logits_ptr, counts_ptr, hist_ptr, larger_ptr, state_ptr, num_parts, top_k, stride_logits, stride_round,
-    ROUND: tl.constexpr, TILE: tl.constexpr, PARTS_TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Round ROUND of logits [T, N] fp32 with counts [T]: the digits' counts hist [2, T, parts, 256] of even and odd
-    rounds; larger [T, parts], how many keys of a part are known to be larger than the k-th; state [4, T, 2], the digits
-    that are known before each round and how many of the keys that begin so are wanted. Grid: (T * parts,)."""
-    pid = tl.program_id(0)
-    part = pid % num_parts
-    row = (pid // num_parts).to(tl.int64)
-    num_rows = tl.num_programs(0) // num_parts
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    count = tl.load(counts_ptr + row)
-    if count <= top_k:
-        return
-    digits = tl.arange(0, 256)
-    known = 0
-    wanted = top_k
-    if ROUND > 0:
-        hist = hist_ptr + (ROUND - 1) % 2 * stride_round + row * num_parts * 256
-        larger_keys = 0
-        if ROUND > 1:
-            before = state_ptr + ((ROUND - 1) * num_rows + row) * 2
-            known = tl.load(before)
-            wanted = tl.load(before + 1)
-            larger_keys = tl.load(larger_ptr + row * num_parts + part)
-        digit, above = _digit_of(_sum_of_parts(hist, num_parts, PARTS_TILE), wanted)
-        known = known * 256 + digit
-        wanted -= above
-        own = tl.load(hist + part * 256 + digits)
-        larger_keys += tl.sum(tl.where(digits > digit, own, 0), 0)
-        tl.store(larger_ptr + row * num_parts + part, larger_keys)
-        if part == 0:
-            now = state_ptr + (ROUND * num_rows + row) * 2
-            tl.store(now, known)
-            tl.store(now + 1, wanted)
-
-    begin, end = _piece(count, part, num_parts, TILE)
-    logits_ptr += row * stride_logits
-    own_counts = tl.zeros([256], dtype=tl.int32)
-    for first in tl.range(begin, end, TILE, num_stages=3):
-        pos = first + tl.arange(0, TILE)
-        keys = _keys(logits_ptr, pos, end)
-        alike = pos < end
-        if ROUND > 0:
-            alike = alike & ((keys >> (32 - 8 * ROUND)).to(tl.int32) == known)
-        digit_of_key = ((keys >> (24 - 8 * ROUND)) & 255).to(tl.int32)
-        own_counts += tl.histogram(digit_of_key, 256, mask=alike)
-    tl.store(hist_ptr + ROUND % 2 * stride_round + (row * num_parts + part) * 256 + digits, own_counts)
-
-
-@triton.jit
-def _store_slots(slots_ptr, table_ptr, rate, at, pos, take):
-    slot = tl.load(table_ptr + pos * rate, mask=take, other=0) // rate
-    tl.store(slots_ptr + at, slot, mask=take)
+def _ranks(flags, TILE: tl.constexpr):
+    """Flags [TILE] int32 of 0 and 1 -> [TILE / 4, 4], how many are set up to each one, itself included. Four neighbours
+    are one thread's: between threads only their sums are added up."""
+    fours = tl.reshape(flags, [TILE // 4, 4])
+    sums = tl.sum(fours, 1)
+    return tl.cumsum(fours, 1) + (tl.cumsum(sums, 0) - sums)[:, None]
 
 
 @triton.jit(
-    do_not_specialize=["num_parts", "top_k", "rate", "stride_rt"],
+    do_not_specialize=["num_parts", "top_k", "rate", "stride_rt", "stride_kept", "stride_out"],
     do_not_specialize_on_alignment=["counts_ptr", "req_pool_indices_ptr", "chosen_ptr"],
 )
-def gather_entries_kernel(
-    logits_ptr, counts_ptr, hist_ptr, larger_ptr, state_ptr, req_to_token_ptr, req_pool_indices_ptr, slots_ptr,
-    chosen_ptr, num_parts, top_k, rate, stride_logits, stride_rt, TILE: tl.constexpr, PARTS_TILE: tl.constexpr,
-    PDL: tl.constexpr,
+def select_entries_kernel(
+    logits_ptr, kept_ptr, counts_ptr, req_to_token_ptr, req_pool_indices_ptr, out_ptr, slots_ptr, chosen_ptr,
+    num_parts, top_k, rate, stride_logits, stride_rt, stride_kept, stride_out,
+    LEVEL: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """After four rounds (`hist` is that of the last) -> slots [T, top_k] int32 in ascending order of entries, -1 behind
-    the last, and chosen [T] int32, how many there are. Grid: (T * parts,)."""
+    """Level LEVEL of logits [T, N] fp32 with counts [T]. Rows that end here -> slots [T, top_k] int32 in ascending order
+    of entries, -1 behind the last, and chosen [T] int32, how many there are. Of others the entries that are kept ->
+    out [T, parts, top_k] int32, which is kept [T, cells] of the next level; -1: none. Grid: (T * parts,)."""
     pid = tl.program_id(0)
     part = pid % num_parts
     row = (pid // num_parts).to(tl.int64)
-    num_rows = tl.num_programs(0) // num_parts
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     count = tl.load(counts_ptr + row)
-    if part == 0:
-        tl.store(chosen_ptr + row, tl.minimum(count, top_k))
+    cells = count
+    if LEVEL > 0:
+        for _ in tl.static_range(LEVEL - 1):
+            cells = tl.cdiv(cells, TILE) * top_k
+        if cells <= TILE:
+            return  # an earlier level has ended it
+        cells = tl.cdiv(cells, TILE) * top_k
     table_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + row).to(tl.int64) * stride_rt
     slots_ptr += row * top_k
-    if count <= top_k:
-        for first in range(part * TILE, top_k, num_parts * TILE):
-            pos = first + tl.arange(0, TILE)
-            slot = tl.load(table_ptr + pos * rate, mask=pos < count, other=-1)
-            tl.store(slots_ptr + pos, tl.where(pos < count, slot // rate, -1), mask=pos < top_k)
+    CHUNK: tl.constexpr = TILE // 8
+    if LEVEL == 0:
+        if part == 0:
+            tl.store(chosen_ptr + row, tl.minimum(count, top_k))
+        if count <= top_k:
+            for first in range(part * CHUNK, top_k, num_parts * CHUNK):
+                pos = first + tl.arange(0, CHUNK)
+                slot = tl.load(table_ptr + pos * rate, mask=pos < count, other=-1)
+                tl.store(slots_ptr + pos, tl.where(pos < count, slot // rate, -1), mask=pos < top_k)
+            return
+    if part * TILE >= cells:
         return
 
-    hist_ptr += row * num_parts * 256
-    state = state_ptr + (3 * num_rows + row) * 2
-    known = tl.load(state)
-    wanted = tl.load(state + 1)
-    digit, above = _digit_of(_sum_of_parts(hist_ptr, num_parts, PARTS_TILE), wanted)
-    threshold = known.to(tl.uint32, bitcast=True) * 256 + digit.to(tl.uint32)
-    equals = wanted - above
-    written = 0
-    equals_before = 0
-    digits = tl.arange(0, 256)
-    for first in range(0, part, PARTS_TILE):
-        earlier = first + tl.arange(0, PARTS_TILE)
-        is_earlier = earlier < part
-        written += tl.sum(tl.load(larger_ptr + row * num_parts + earlier, mask=is_earlier, other=0), 0)
-        hist = tl.load(hist_ptr + earlier[:, None] * 256 + digits[None, :], mask=is_earlier[:, None], other=0)
-        written += tl.sum(tl.sum(tl.where(digits[None, :] > digit, hist, 0), 1), 0)
-        equals_before += tl.sum(tl.sum(tl.where(digits[None, :] == digit, hist, 0), 1), 0)
-    written += tl.minimum(equals_before, equals)
-
-    begin, end = _piece(count, part, num_parts, TILE)
+    offsets = tl.arange(0, TILE)
+    places = part * TILE + offsets
     logits_ptr += row * stride_logits
-    for first in tl.range(begin, end, TILE, num_stages=3):
-        pos = first + tl.arange(0, TILE)
-        keys = _keys(logits_ptr, pos, end)
-        equal = ((keys == threshold) & (pos < end)).to(tl.int32)
-        place = equals_before + tl.cumsum(equal, 0)
-        take = ((keys > threshold) & (pos < end)) | ((equal > 0) & (place <= equals))
-        taken = take.to(tl.int32)
-        _store_slots(slots_ptr, table_ptr, rate, written + tl.cumsum(taken, 0) - 1, pos, take)
-        written += tl.sum(taken, 0)
-        equals_before += tl.sum(equal, 0)
+    if LEVEL == 0:
+        entries = places
+        valid = entries < cells
+        # Columns are padded to a multiple of 16: so the compiler knows that 16 are read or none.
+        readable = tl.multiple_of(tl.cdiv(cells, 16) * 16, 16)
+        logits = tl.load(logits_ptr + entries, mask=entries < readable, other=0.0)
+    else:
+        entries = tl.load(kept_ptr + row * stride_kept + places, mask=places < cells, other=-1)
+        valid = entries >= 0
+        logits = tl.load(logits_ptr + entries, mask=valid, other=0.0)
+    keys = tl.where(valid, _keys(logits), -2147483648)
+    wanted = tl.minimum(top_k, tl.sum(valid.to(tl.int32), 0))
+    threshold = _threshold(keys, valid, wanted)
+    take = keys >= threshold
+    if tl.sum(take.to(tl.int32), 0) > wanted:
+        # More are equal to the k-th than are wanted: the first ones.
+        missing = wanted - tl.sum((keys > threshold).to(tl.int32), 0)
+        ranks = tl.reshape(_ranks((keys == threshold).to(tl.int32), TILE), [TILE])
+        take = take & ((keys > threshold) | (ranks <= missing))
+    at = _ranks(take.to(tl.int32), TILE) - 1
+    take = tl.reshape(take, [TILE // 4, 4])
+    entries = tl.reshape(places, [TILE // 4, 4])
+    ends = cells <= TILE
+    if not ends:
+        slots_ptr = out_ptr + row * stride_out + part * top_k
+    if LEVEL > 0:
+        # Once more, so that they need no registers meanwhile.
+        entries = tl.load(kept_ptr + row * stride_kept + entries, mask=take, other=0)
+    tl.store(slots_ptr + at, entries, mask=take)
+    if ends:
+        tl.debug_barrier()
+    # Slots are looked up for what was taken, not for all that was looked at.
+    for first in range(0, top_k, CHUNK):
+        place = first + tl.arange(0, CHUNK)
+        if not ends:
+            tl.store(slots_ptr + place, -1, mask=(place >= wanted) & (place < top_k))
+        else:
+            entry = tl.load(slots_ptr + place, mask=place < top_k, other=0)
+            slot = tl.load(table_ptr + entry * rate, mask=place < top_k, other=0) // rate
+            tl.store(slots_ptr + place, slot, mask=place < top_k)
 
 
-def num_parts(num_rows: int, entries: int, num_sms: int) -> int:
-    """Programs that share a row of up to `entries` logits."""
-    return max(1, min(triton.cdiv(entries, PART_ENTRIES), 4 * num_sms // max(1, num_rows), MOST_PARTS))
+def launch_for(max_count: int, top_k: int, launches: Sequence[Mapping[str, int]] = LAUNCHES) -> Mapping[str, int]:
+    """Returns the smallest launch whose programs hold a whole row, or eight times what is kept of it, and that ends
+    every row within LEVELS. Raises ValueError if there is none."""
+    for launch in launches:
+        tile = launch["TILE"]
+        if tile >= min(max(max_count, 2 * top_k), 8 * top_k) and tile * (tile // top_k) ** (LEVELS - 1) >= max_count:
+            return launch
+    raise ValueError(f"no launch chooses {top_k} of {max_count} entries")
 
 
 def select_entries(
@@ -205,29 +182,27 @@ def select_entries(
     slots: torch.Tensor,
     chosen: torch.Tensor,
     *,
-    num_sms: int,
-    launch: Mapping[str, int] = LAUNCH,
+    launches: Sequence[Mapping[str, int]] = LAUNCHES,
 ) -> None:
     """Fill slots [T, top_k] int32 (contiguous; -1 behind the last) and chosen [T] int32 with the entries of the largest
     logits [T, rows.max_count or more] fp32 among the first rows.counts, of equal ones the first, in ascending order.
-    Rows of logits lie a multiple of 16 apart. `num_sms`: of the GPU."""
+    Rows of logits lie a multiple of 16 apart."""
     num_rows = len(rows)
     if num_rows == 0:
         return
     if logits.stride(0) % 16:
         raise ValueError(f"rows of logits lie {logits.stride(0)} apart, which 16 does not divide")
-    parts = num_parts(num_rows, rows.max_count, num_sms)
-    hist = torch.empty((2, num_rows, parts, DIGITS), dtype=torch.int32, device=logits.device)
-    larger = torch.empty((num_rows, parts), dtype=torch.int32, device=logits.device)
-    state = torch.empty((ROUNDS, num_rows, 2), dtype=torch.int32, device=logits.device)
-    grid = (num_rows * parts,)
-    if rows.max_count > top_k:
-        for number in range(ROUNDS):
-            count_digits_kernel[grid](
-                logits, rows.counts, hist, larger, state, parts, top_k, logits.stride(0), hist.stride(0), ROUND=number,
-                **launch, **pdl.options(),
-            )  # fmt: skip
-    gather_entries_kernel[grid](
-        logits, rows.counts, hist[1], larger, state, rows.req_to_token, rows.req_pool_indices, slots, chosen, parts,
-        top_k, rows.rate, logits.stride(0), rows.req_to_token.stride(0), **launch, **pdl.options(),
-    )  # fmt: skip
+    cells = rows.max_count if rows.max_count > top_k else top_k
+    launch = launch_for(cells, top_k, launches)
+    kept = slots
+    for level in range(LEVELS):
+        parts = triton.cdiv(cells, launch["TILE"])
+        out = slots.new_empty((num_rows, parts * top_k)) if parts > 1 else slots
+        select_entries_kernel[(num_rows * parts,)](
+            logits, kept, rows.counts, rows.req_to_token, rows.req_pool_indices, out, slots, chosen, parts, top_k,
+            rows.rate, logits.stride(0), rows.req_to_token.stride(0), kept.stride(0), out.stride(0), LEVEL=level,
+            **launch, **pdl.options(),
+        )  # fmt: skip
+        kept, cells = out, parts * top_k
+        if parts == 1:
+            break
