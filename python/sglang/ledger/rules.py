@@ -29,8 +29,8 @@ class AcceptedSpill:
 
 
 _WHOLE_ROWS = (
-    "32 entries a thread of 16 warps, which have 128 registers; in twice as many parts of half the size the choice takes"
-    " 1.5 times as long on an H200"
+    "32 entries a thread of 16 warps, which have 128 registers; in twice as many parts of half the size the choice"
+    " takes 1.5 times as long on an H200"
 )
 _FEW_REGISTERS = (
     "a few registers of 255 under one of the two Triton versions; the next tile down does half the work for each key"

@@ -1,10 +1,10 @@
 """Scores of the indexer: how much each new token wants each entry that it sees.
 
 A program computes ROWS neighbouring tokens, all heads of them as the columns of one product, over every num_parts-th
-tile of entries; the grid depends on shapes only. Entries are the rows: so a thread has several heads of an entry, and the
-sum over heads takes two steps between threads; with heads as rows it took a trip through shared memory, and four times
-as long. Where the tokens belong to several requests, a program goes through those one after the other. Tokens that see
-no more entries than are chosen need no scores, and get none.
+tile of entries; the grid depends on shapes only. Entries are the rows: so a thread has several heads of an entry, and
+the sum over heads takes two steps between threads. With heads as rows it goes through shared memory, and takes four
+times as long. Where the tokens belong to several requests, a program goes through those one after the other. Tokens
+that see no more entries than are chosen need no scores, and get none.
 
 e4m3 queries and keys are multiplied as they are. Scales are positive and follow the ReLU: those of queries are in the
 head weights already, a key's is multiplied to its sum. Reference: `native_sparse_ops.index_logits`.

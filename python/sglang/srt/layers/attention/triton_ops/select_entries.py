@@ -1,10 +1,11 @@
 """The exact top-k of each row of logits: no sort, no atomics, the same answer every time.
 
 A program holds up to TILE entries of a row in registers, as 32-bit integers in the order of their logits. It finds the
-k-th largest by rounds: each counts how many are at least as large as a number between two bounds, which becomes one of
+k-th largest in rounds: each counts how many are at least as large as a number between two bounds, which becomes one of
 them, and the search ends as soon as that are k. Rows of more than TILE entries are reduced first: level 0 keeps the k
-largest of each TILE entries, level 1 chooses among those that level 0 has kept, and so on; a row ends at the first level
-where one program sees all that is left of it. So logits are read once, and of longer rows those that were kept once more.
+largest of each TILE entries, level 1 chooses among those that level 0 has kept, and so on; a row ends at the first
+level where one program sees all that is left of it. So logits are read once, and of longer rows those that were kept
+once more.
 
 Rows of no more than k entries take all of them, without a look at the logits. Reference:
 `native_sparse_ops.top_entries`.
@@ -88,9 +89,9 @@ def select_entries_kernel(
     num_parts, top_k, rate, stride_logits, stride_rt, stride_kept, stride_out,
     LEVEL: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Level LEVEL of logits [T, N] fp32 with counts [T]. Rows that end here -> slots [T, top_k] int32 in ascending order
-    of entries, -1 behind the last, and chosen [T] int32, how many there are. Of others the entries that are kept ->
-    out [T, parts, top_k] int32, which is kept [T, cells] of the next level; -1: none. Grid: (T * parts,)."""
+    """Level LEVEL of logits [T, N] fp32 with counts [T]. Rows that end here -> slots [T, top_k] int32 in ascending
+    order of entries, -1 behind the last, and chosen [T] int32, how many there are. Of others the entries that are kept
+    -> out [T, parts, top_k] int32, which is kept [T, cells] of the next level; -1: none. Grid: (T * parts,)."""
     pid = tl.program_id(0)
     part = pid % num_parts
     row = (pid // num_parts).to(tl.int64)
