@@ -204,6 +204,8 @@ RECIPE_CONFIGS = {
     "Nemotron-3-Super-120B-A12B-NVFP4": "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
     "DeepSeek-V3.2": "deepseek_v32",
     "DeepSeek-V4-Flash": "deepseek_v4",
+    "Hy3-FP8": "Hy3-FP8",
+    "Hy3-NVFP4": "Hy3-NVFP4",
     "GLM-5-NVFP4": "GLM-5-NVFP4",
 }
 RECIPE_ROWS = {

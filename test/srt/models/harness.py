@@ -324,6 +324,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
+    "hy_v3": (
+        "HYV3Config",
+        EXPERTS
+        | {"num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1, "router_scaling_factor": 2.826}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "enable_moe_fp32_combine": True},
+    ),
+    "hy_v3_wide": (
+        "HYV3Config",
+        WIDE
+        | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "moe_intermediate_size": 128}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "router_scaling_factor": 2.826},
+    ),
     "minimax_m2": (
         "MiniMaxM2Config",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "eos_token_id": 2}

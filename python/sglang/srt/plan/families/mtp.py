@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,11 @@ EH_PROJ = MtpForm(
     copies=("embed_tokens.", "shared_head.head."),
 )
 """DeepSeek V3 and GLM-4.5 to 4.7: a layer behind the last one."""
+HY_MTP = replace(
+    EH_PROJ,
+    names={**EH_PROJ.names, "norm": "final_layernorm"},
+    copies=("embed_tokens.", "shared_head."),
+)
 QWEN_MTP = MtpForm(
     at="mtp.",
     layer="layers.{layer}.",
