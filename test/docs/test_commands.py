@@ -206,6 +206,8 @@ RECIPE_CONFIGS = {
     "DeepSeek-V4-Flash": "deepseek_v4",
     "Hy3-FP8": "Hy3-FP8",
     "Hy3-NVFP4": "Hy3-NVFP4",
+    "Step-3.5-Flash-FP8": "Step-3.5-Flash-FP8",
+    "Step-3.7-Flash-NVFP4 (text)": "Step-3.7-Flash-NVFP4",
     "GLM-5-NVFP4": "GLM-5-NVFP4",
 }
 RECIPE_ROWS = {

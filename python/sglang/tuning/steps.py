@@ -214,6 +214,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
         if mixer.output_gate:
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
+        if mixer.head_gate:
+            yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
         yield _attention(step, heads, kv, dims, item, mixer.window)
     elif isinstance(mixer, MLA):
         yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item)

@@ -209,6 +209,9 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     if mixer.qk_norm == "whole":
         _whole_norm(shape)
     _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, latent=False)
+    if mixer.head_gate:
+        width = shape.num_heads * shape.head_dim
+        gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
     if mixer.output_gate:
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])

@@ -66,6 +66,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+MUSE = {
+    "num_hidden_layers": 8,
+    "sliding_window": 12,
+    "final_logit_softcapping": 4.0,
+    "output_multiplier": 0.7,
+    "qk_scale_factor": 1.5,
+    "post_norm_eps": 1e-3,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+STEP = {
+    "sliding_window": 12,
+    "attention_other_setting": {"num_attention_heads": 6},
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 48,
+    "moe_router_scaling_factor": 3.0,
+}
 WINDOWS = {"num_hidden_layers": 4, "sliding_window": 12, "use_sliding_window": True}
 
 # Dimensions that GPU kernels take.
@@ -227,8 +245,40 @@ NEMOTRON_WIDE = {
     "moe_shared_expert_intermediate_size": 256,
     "intermediate_size": 256,
 }
+WRAPPED: dict[str, dict[str, Any]] = {
+    "Step3p7Config": {
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "max_position_embeddings": 4,
+    },
+    "MuseGlimmerConfig": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "pos_emb_height": 2,
+        "pos_emb_width": 2,
+        "max_position_embeddings": 4,
+    },
+}
+"""Classes whose text config is inside another one, and the encoder beside it, which nothing reads."""
 ZERO_CENTRED = frozenset(
-    {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_wide", "qwen3_5_moe"}
+    {
+        "muse_glimmer",
+        "muse_glimmer_wide",
+        "step3p7",
+        "step3p7_wide",
+        "gemma3",
+        "gemma3_capped",
+        "qwen3_next",
+        "qwen3_next_wide",
+        "qwen3_5",
+        "qwen3_5_wide",
+        "qwen3_5_moe",
+    }
     | {"qwen3_5_moe_wide"}
 )
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
@@ -324,6 +374,26 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
+    "step3p7": (
+        "Step3p7Config",
+        STEP
+        | {"num_hidden_layers": 4, "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_routed_experts": 8}
+        | {"rope_theta": [5e6, 1e4, 1e4, 5e6], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5]}
+        | {"swiglu_limits": [None, 0.0, 0.0, 7.0], "swiglu_limits_shared": [0.0, 0.0, 16.0, 7.0]},
+    ),
+    "step3p7_wide": (
+        "Step3p7Config",
+        WIDE
+        | STEP
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "share_expert_dim": 128}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_routed_experts": 4, "moe_intermediate_size": 128}
+        | {"num_key_value_heads": 4, "attention_other_setting": {"num_attention_heads": 16}}
+        | {"rope_theta": [5e6, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0]}
+        | {"swiglu_limits": [0.0, 0.0, 7.0], "swiglu_limits_shared": [0.0, 0.0, 16.0]},
+    ),
+    "muse_glimmer": ("MuseGlimmerConfig", MUSE),
+    "muse_glimmer_wide": ("MuseGlimmerConfig", WIDE | MUSE | {"num_hidden_layers": 4}),
     "hy_v3": (
         "HYV3Config",
         EXPERTS
@@ -463,9 +533,12 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
 
     class_name, changes = TINY[name]
     # Some of these classes write into what they are given.
-    config = getattr(transformers, class_name)(**copy.deepcopy(SIZES | changes | more))
+    values, wrapper = copy.deepcopy(SIZES | changes | more), WRAPPED.get(class_name)
+    config_class = getattr(transformers, class_name)
+    config = config_class(**values) if wrapper is None else config_class(text_config=values, vision_config=wrapper)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind = transformers.AutoModelForCausalLM if wrapper is None else transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32).eval()
     randomize(model, name in ZERO_CENTRED)
     return model
 
@@ -478,10 +551,14 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
         for key, param in model.named_parameters():
             if "norm" in key or key.endswith("scale"):
                 # Qwen's hybrids store weights of norms minus 1, but for those of the recurrent layers' outputs.
-                centre = 0.0 if zero_centred_norms and "linear_attn" not in key else 1.0
+                # Muse-Glimmer those of layers only.
+                plain = "linear_attn" in key or ("muse" in model.config.model_type and "layernorm" not in key)
+                centre = 0.0 if zero_centred_norms and not plain else 1.0
                 param.uniform_(centre - 0.5, centre + 0.5)
             else:
-                param.normal_(0.0, spread)
+                # Activations with limits reach them.
+                limited = getattr(model.config.get_text_config(), "swiglu_limits", None) and "up_proj" in key
+                param.normal_(0.0, 5 * spread if limited else spread)
         for key, buffer in model.named_buffers():
             if "correction" in key:
                 buffer.uniform_(-0.2, 0.2)
@@ -489,13 +566,22 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
                 buffer.uniform_(0.6, 1.4)
             if "tid2eid" in key:
                 buffer.copy_(distinct_experts(*buffer.shape, model.config.n_routed_experts))
-        if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
+        if model.config.get_text_config().tie_word_embeddings:  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
 
 
 def distinct_experts(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
     """[num_tokens, top_k] int64: random experts of every token id."""
     return torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k]
+
+
+def reference_of(folder: Path) -> PreTrainedModel:
+    """The transformers model of a folder, in fp32."""
+    import transformers
+
+    wrapped = json.loads((folder / "config.json").read_text())["model_type"] in ("step3p7", "muse_glimmer")
+    kind = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32)
 
 
 def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:

@@ -51,7 +51,7 @@ OPS = (
 CLAMPED = Activation(limit=10.0)
 """DeepSeek-V4's shared expert has it alone: experts have activations inside."""
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
-FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128))
+FP32_NORM_SHAPES = ((128, 64), (256, 64), (256, 256), (128, 128))
 """The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512))
 """(head dim, rotary dim) of published models."""

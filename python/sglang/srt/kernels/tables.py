@@ -541,6 +541,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
     "attention_output_gate": _recurrent("gated_norm:attention_output_gate", "attention_output_gate"),
+    "attention_head_gate": _recurrent("gated_norm:attention_head_gate", "attention_head_gate"),
     "index_key_store": _indexer("index_key_store", graph_safe=False),
     "index_queries": _indexer("index_queries"),
     "latent_pack_store": (

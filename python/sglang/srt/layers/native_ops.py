@@ -442,9 +442,14 @@ def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     if activation.function == GELU_TANH:
         return (up * F.gelu(gate, approximate="tanh")).to(x.dtype)
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(x.dtype)
+    limit = activation.limit
+    if limit is not None and not activation.limits_result:
+        gate = gate.clamp(max=limit)
+    result = gate * torch.sigmoid(activation.alpha * gate)
+    if limit is not None:
+        up = up.clamp(-limit, limit)
+        result = result.clamp(max=limit) if activation.limits_result else result
+    return ((up + activation.up_offset) * result).to(x.dtype)
 
 
 def fused_moe(

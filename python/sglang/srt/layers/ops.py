@@ -106,6 +106,10 @@ class OutputGateOp(Protocol):
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
 
 
+class HeadGateOp(Protocol):
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
+
+
 class LatentStoreOp(Protocol):
     def __call__(
         self,
@@ -364,6 +368,7 @@ OPS: Mapping[str, type] = {
     "linear": LinearOp,
     "gated_rmsnorm": GatedRMSNormOp,
     "attention_output_gate": OutputGateOp,
+    "attention_head_gate": HeadGateOp,
     "latent_norm_rope_store": LatentStoreOp,
     "latent_absorb": LatentAbsorbOp,
     "latent_prompt_attention": LatentPromptFactory,

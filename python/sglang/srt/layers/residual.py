@@ -127,17 +127,18 @@ class SumJoin:
 class SumResidual:
     def __init__(self, scope: Scope, model: ModelDescription, spec: Sum) -> None:
         self.model, self.spec = model, spec
-        self.norm = self._norm(scope.sub("norm")) if model.last_stage else None
+        centred = model.zero_centred_norms and not model.plain_final_norm
+        self.norm = RMSNorm(scope.sub("norm"), model.hidden_size, model.norm_eps, centred) if model.last_stage else None
 
-    def _norm(self, scope: Scope) -> RMSNorm:
+    def _norm(self, scope: Scope, eps: float = 0.0) -> RMSNorm:
         model = self.model
-        return RMSNorm(scope, model.hidden_size, model.norm_eps, model.zero_centred_norms)
+        return RMSNorm(scope, model.hidden_size, eps or model.norm_eps, model.zero_centred_norms)
 
     def join(self, scope: Scope, block: str) -> SumJoin:
         spec = self.spec
         normed = {MIXER: spec.mixer_norms, FFN: spec.ffn_norms, INPUTS: False}[block]
         before = self._norm(scope.sub(block)) if normed else None
-        after = self._norm(scope.sub(f"{block}_after")) if spec.norms_after else None
+        after = self._norm(scope.sub(f"{block}_after"), spec.eps_after) if spec.norms_after else None
         last = INPUTS if self.model.per_layer_inputs is not None else FFN
         scaled = spec.layer_scale and block == last
         return SumJoin(before, after, scope.sub("end").param("layer_scalar", (1,), init=Init.ONES) if scaled else None)

@@ -175,7 +175,11 @@ class CausalLM:
         self.embed: VocabParallelEmbedding | None = None
         if model.has_embedding:
             self.embed = VocabParallelEmbedding(
-                scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
+                scope.sub("embed"),
+                model.vocab_size,
+                model.hidden_size,
+                model.embedding_scale,
+                model.norm_eps if model.normed_embedding else None,
             )
         inputs = model.per_layer_inputs
         self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
@@ -191,7 +195,7 @@ class CausalLM:
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
-            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, tied_to, model.logit_cap)
+            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, tied_to, model.logit_cap, model.logit_scale)
         self.captures = Captures.of(plan.captures, [not layer.elsewhere for layer in model.layers])
         """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
         `batch.captured`."""

@@ -17,6 +17,7 @@ from sglang.srt.plan.config_sharing import (
     layer_overrides,
     per_layer_embedding,
     widened,
+    with_limits,
     with_shared_caches,
 )
 from sglang.srt.plan.families.family import Family
@@ -36,15 +37,20 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
     num_experts = _num_experts(keys, family)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
     residual = _hyper_connections(keys) if keys.count("hc_mult") > 1 else family.residual
+    if isinstance(residual, Sum):
+        residual = replace(residual, eps_after=keys.default("post_norm_eps", float, residual.eps_after))
     dense = None if all(sparse) else _dense(keys, family)
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
     inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
     layers = []
-    for i, (mixer, has_experts) in enumerate(zip(mixers, sparse, strict=True)):
-        ffn: Dense | MoE | None = experts if has_experts else dense
-        assert ffn is not None
+    ffns: list[Dense | MoE] = []
+    for has_experts in sparse:
+        block = experts if has_experts else dense
+        assert block is not None
+        ffns.append(block)
+    for i, (mixer, ffn) in enumerate(zip(mixers, with_limits(ffns, keys, unsupported), strict=True)):
         if isinstance(ffn, MoE) and i < hashed:
             router = replace(ffn.router, hash_table="tid2eid", correction="")
             ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
@@ -187,9 +193,18 @@ _WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_hea
 """Keys that layers with a window may have a value of their own for, under "swa_" and the name."""
 
 
+_OTHER_KEYS = {"num_attention_groups": "num_key_value_heads"}
+"""Names in "attention_other_setting", where Step has them, and the usual ones."""
+
+
 def _window_keys(keys: ConfigReader, family: Family) -> ConfigReader:
     """Returns the keys as layers with a window have them."""
     stated = {key: keys.values.get(f"swa_{key}") for key in _WINDOW_KEYS}
+    stated |= {
+        _OTHER_KEYS.get(key, key): value
+        for key, value in keys.default("attention_other_setting", dict, {}).items()
+        if _OTHER_KEYS.get(key, key) in _WINDOW_KEYS
+    }
     if stated["num_key_value_heads"] is None and family.window_kv_factor > 1:
         stated["num_key_value_heads"] = family.window_kv_factor * keys.positive("num_key_value_heads")
     return ConfigReader(
@@ -217,20 +232,22 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     bias = keys.default("attention_bias", bool, False)
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
     changes = _of_windows(keys, window)
-    scalar = keys.default("query_pre_attn_scalar", float, 0.0)
+    rotates = family.positions and (window > 0 or not family.positions_in_windows or layer_type != "")
     return GQA(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=keys.positive("v_head_dim", head_dim),
-        rope=rotation.of(head_dim, layer_type, **changes) if family.positions else unrotated(head_dim),
-        scale=scalar**-0.5 if scalar else family.attention_scale,
+        rope=rotation.of(head_dim, layer_type, **changes) if rotates else unrotated(head_dim),
+        scale=_scale(keys, family, head_dim),
         window=window,
         qk_norm=_qk_norm(keys, family),
         fp32_norms=family.zero_centred_norms,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
+        gate_projection=family.gate_projection,
+        head_gate=family.head_gate,
         sinks=_sinks(keys, family, window),
         value_scale=keys.default("attention_value_scale", float, 1.0),
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
@@ -238,6 +255,14 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         value_norm=family.value_norm,
         values_from_keys=values_from_keys,
     )
+
+
+def _scale(keys: ConfigReader, family: Family, head_dim: int) -> float:
+    """Returns the scale of the products of q and k where it is another than that of the head dim; 0: it is not."""
+    scalar, factor = (keys.default(key, float, 0.0) for key in ("query_pre_attn_scalar", "qk_scale_factor"))
+    if factor:  # of q, which norms without weights leave to the scale
+        return factor * float((scalar or head_dim) ** -0.5)
+    return float(scalar**-0.5) if scalar else family.attention_scale
 
 
 def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
@@ -403,6 +428,9 @@ def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tup
     step = keys.positive("decoder_sparse_step", 1) * keys.positive("interleave_moe_layer_step", 1)
     first, dense = keys.count("first_k_dense_replace"), keys.default("mlp_only_layers", list, [])
     kinds = _by_layer(keys, "mlp_layer_types", num_layers, "sparse")
+    listed_experts = keys.values.get("moe_layers_enum")
+    if listed_experts is not None and keys.values.get("mlp_layer_types") is None:
+        kinds = _enumerated(listed_experts, num_layers, keys.source)
     if isinstance(keys.values.get("moe_layer_freq"), list):
         listed = _flags_by_layer(keys, "moe_layer_freq", num_layers)
         kinds = ["sparse" if has_experts else "dense" for has_experts in listed]
@@ -410,6 +438,15 @@ def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tup
         has_experts and kinds[i] != "dense" and i >= first and i not in dense and (i + 1) % step == 0
         for i in range(num_layers)
     )
+
+
+def _enumerated(listed: Any, num_layers: int, source: str) -> list[str]:
+    """Returns the kinds of layers of which those with experts are listed: "3,4,5", or as numbers. Raises UserError."""
+    numbers = [str(item).strip() for item in (listed.split(",") if isinstance(listed, str) else listed)]
+    if not all(number.isdecimal() for number in numbers):
+        raise UserError(f"{source}: 'moe_layers_enum' must be a list of layers' numbers; got {listed!r}.")
+    sparse = set(map(int, numbers))
+    return ["sparse" if i in sparse else "dense" for i in range(num_layers)]
 
 
 def _activation(keys: ConfigReader, family: Family) -> Activation:
@@ -461,6 +498,8 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
 def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
     if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
         return Shared(keys.count("moe_shared_expert_intermediate_size"))
+    if keys.count("share_expert_dim"):
+        return Shared(keys.count("share_expert_dim"))
     gated = keys.count("shared_expert_intermediate_size")
     if gated:
         return Shared(gated, gated=True)

@@ -245,15 +245,16 @@ def uneven_sizes(*sizes: int) -> frozenset[str]:
 @dataclass(frozen=True, slots=True)
 class Sum:
     """A residual stream of one vector a token; blocks add to it. With `norms_after` what a block makes is normed before
-    it is added, beside the norm before the block; `fp32_norms`: with weights in fp32. Without `ffn_norms` feed-forward
-    blocks take the stream as it is, and without `mixer_norms` mixers. With `layer_scale` the stream is multiplied by a
-    number at the end of each layer."""
+    it is added, beside the norm before the block; `eps_after` is the epsilon of these norms (0: the model's);
+    `fp32_norms`: all have weights in fp32. Without `ffn_norms` feed-forward blocks take the stream as it is, and
+    without `mixer_norms` mixers. With `layer_scale` the stream is multiplied by a number at the end of each layer."""
 
     norms_after: bool = False
     fp32_norms: bool = False
     ffn_norms: bool = True
     mixer_norms: bool = True
     layer_scale: bool = False
+    eps_after: float = 0.0
 
     @property
     def streams(self) -> int:

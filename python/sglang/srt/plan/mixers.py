@@ -44,11 +44,13 @@ class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
     `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
-    > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over all of
-    q and one over all of k; `value_norm`: over each head of v too, without weights;
-    `value_scale` multiplies v. With `values_from_keys` k_proj
-    makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
-    >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
+    > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "unit" for one without
+    weights, "whole" for one over all of q and one over all of k; `value_norm`: over each head of v too, without
+    weights; `value_scale` multiplies v. With `values_from_keys` k_proj makes both: v is k before its norm.
+    With `output_gate` q_proj makes a gate for every element of a head beside it; with `gate_projection` a projection of
+    its own makes them. With `head_gate` one makes a gate for each head.
+    `cache_layer` >= 0: the layer makes no keys and values and attends to those of that layer, which says
+    `cache_shared`.
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts).
     """
@@ -65,6 +67,8 @@ class GQA:
     qkv_bias: bool = False
     o_bias: bool = False
     output_gate: bool = False
+    gate_projection: bool = False
+    head_gate: bool = False
     sinks: bool = False
     logit_cap: float = 0.0
     among_recurrent: str = ""  # the trait of models whose other layers have a recurrent state: kernels.tables.HYBRIDS
@@ -101,13 +105,17 @@ class GQA:
             yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
             if not self.values_from_keys:
                 yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
+        if self.gate_projection:
+            yield HeadDims("attn.qkv", ("gate",), 0, self.v_head_dim)
+        if self.head_gate:
+            yield HeadDims("attn.head_gate", ("",), 0, 1)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         shares = self.shares(serving.tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
-        norms = ["head_norm"] if self.qk_norm == "head" else []
+        norms = ["head_norm"] if self.qk_norm in ("head", "unit") else []
         if self.qk_norm == "whole":
             yield Need("qk_whole_norm", q_dtype=serving.dtype)
         if self.value_norm and self.caches_tokens:
@@ -127,6 +135,8 @@ class GQA:
         yield serving.need("decode_attention", dims, traits)
         if self.output_gate:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
+        if self.head_gate:
+            yield Need("attention_head_gate", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
@@ -144,14 +154,19 @@ class GQA:
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
         q, k = heads * self.head_dim, kv_heads * self.head_dim
-        parts = {"q": q * (2 if self.output_gate else 1), "k": k, "v": kv_heads * self.v_head_dim}
-        norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
+        interleaved = self.output_gate and not self.gate_projection
+        parts = {"q": q * (2 if interleaved else 1), "k": k, "v": kv_heads * self.v_head_dim}
+        if self.gate_projection:
+            parts["gate"] = heads * self.v_head_dim
+        norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
         if not self.caches_tokens:
             parts, norms = {"q": parts["q"]}, norms // 2  # of heads only
         elif self.values_from_keys:
             del parts["v"]
+        width = self.input_size or hidden_size
         return (
-            Matrix("attn.qkv", tuple(parts), sum(parts.values()), self.input_size or hidden_size, self.qkv_bias),
+            Matrix("attn.qkv", tuple(parts), sum(parts.values()), width, self.qkv_bias),
+            *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),
             Elements(heads if self.sinks else 0, "float32"),

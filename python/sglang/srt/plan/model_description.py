@@ -50,6 +50,9 @@ class ModelDescription:
     names: WeightMap
     quantization: QuantConfig | None
     embedding_scale: float = 1.0
+    normed_embedding: bool = False  # embeddings are normed, without weights
+    plain_final_norm: bool = False  # the weights of the final norm are stored as they are, whatever the others' are
+    logit_scale: float = 1.0  # logits are multiplied by it, before they are bent
     logit_cap: float = 0.0  # logits are bent to within +-that; 0: they are not
     first_stage: bool = True
     last_stage: bool = True
@@ -221,6 +224,9 @@ def describe_as(
         tie_embeddings=keys.default("tie_word_embeddings", bool, family.tie_embeddings),
         norm_eps=keys.default(family.norm_eps, float, 1e-6),
         embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        normed_embedding=family.normed_embedding,
+        plain_final_norm=family.plain_final_norm,
+        logit_scale=keys.default("output_multiplier", float, 1.0),
         logit_cap=keys.default("final_logit_softcapping", float, 0.0),
         zero_centred_norms=family.zero_centred_norms,
         layers=layers,
@@ -256,6 +262,8 @@ _UNUSUAL: Mapping[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "query_pre_attn_scalar": (),
+    "qk_scale_factor": (),
+    "output_multiplier": (1,),
     "embedding_multiplier": (1,),
     "residual_multiplier": (1,),
     "attention_multiplier": (),
@@ -273,15 +281,17 @@ def _dtype(values: Config) -> str:
 def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDescription:
     """Returns the model with a shared expert held as one more of the routed ones where it can be, unless `keep_apart`
     says why not."""
-    layers, reasons = [], []
-    for i, layer in enumerate(model.layers):
-        experts = layer.ffn
-        if isinstance(experts, MoE) and experts.shared is not None:
-            apart = keep_apart or _why_apart(model, i, experts)
-            layer = replace(layer, ffn=replace(experts, fused_shared=apart is None))
-            reasons.append(apart)
-        layers.append(layer)
-    return replace(model, layers=tuple(layers), shared_apart=next((why for why in reasons if why), None))
+    with_shared = {
+        i: layer.ffn
+        for i, layer in enumerate(model.layers)
+        if isinstance(layer.ffn, MoE) and layer.ffn.shared is not None
+    }
+    reasons = (keep_apart or _why_apart(model, i, experts) for i, experts in with_shared.items())
+    apart = next((why for why in reasons if why), None)
+    layers = list(model.layers)
+    for i, experts in with_shared.items():
+        layers[i] = replace(layers[i], ffn=replace(experts, fused_shared=apart is None))
+    return replace(model, layers=tuple(layers), shared_apart=apart)
 
 
 def _with_scale_groups(model: ModelDescription) -> ModelDescription:

@@ -31,7 +31,8 @@ def rank_weight_bytes(
     if model.last_stage:
         if not model.tie_embeddings:
             total += matrix_bytes(of_rank.head, model.head_quant, item, features)
-        total += norm + _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
+        total += hidden * item if model.plain_final_norm else norm
+        total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
     for i, (layer, weights) in enumerate(zip(model.layers, of_rank.layers, strict=True)):
         if layer.elsewhere:
             continue

@@ -189,5 +189,11 @@ def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return (_wide(x) * _wide(gate).sigmoid()).to(x.dtype)
 
 
+def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, Hq * D], gate [T, Hq] -> each head times sigmoid of its gate."""
+    heads = _wide(x).unflatten(1, (gate.shape[1], -1))
+    return (heads * _wide(gate).sigmoid()[..., None]).flatten(1).to(x.dtype)
+
+
 CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode)
 RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode)

@@ -53,6 +53,22 @@ def attention_output_gate_kernel(x, gate, width, gate_stride, BLOCK: tl.constexp
     tl.store(x + row * width + cols, values.to(x.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def attention_head_gate_kernel(x, gate, heads, head_dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x [T, heads * head_dim], gate [T, heads], both contiguous -> each head times sigmoid of its gate, in place. Grid:
+    (T, blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = heads * head_dim
+    ok = cols < width
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    values = tl.load(x + row * width + cols, mask=ok, other=0.0).to(tl.float32)
+    values *= tl.sigmoid(tl.load(gate + row * heads + cols // head_dim, mask=ok, other=0.0).to(tl.float32))
+    tl.store(x + row * width + cols, values.to(x.dtype.element_ty), mask=ok)
+
+
 def norm_launch(num_rows: int, size: int) -> dict[str, int]:
     """A row a program where there are few, else about 1,024 elements."""
     block = triton.next_power_of_2(size)
@@ -84,5 +100,16 @@ def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if num_tokens:
         attention_output_gate_kernel[(num_tokens, triton.cdiv(width, GATE_BLOCK))](
             x, gate, width, gate.stride(0), BLOCK=GATE_BLOCK, num_warps=4, **pdl.options()
+        )
+    return x
+
+
+def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, Hq * D], gate [T, Hq], both contiguous -> each head times sigmoid of its gate, written over x."""
+    num_tokens, width = x.shape
+    if num_tokens:
+        heads = gate.shape[1]
+        attention_head_gate_kernel[(num_tokens, triton.cdiv(width, GATE_BLOCK))](
+            x, gate, heads, width // heads, BLOCK=GATE_BLOCK, num_warps=4, **pdl.options()
         )
     return x
