@@ -28,6 +28,7 @@ VARIANT_MODULES = (
     "sglang.ledger.variants.recurrent",
     "sglang.ledger.variants.sparse",
     "sglang.ledger.variants.compressed",
+    "sglang.ledger.variants.streams",
 )
 
 

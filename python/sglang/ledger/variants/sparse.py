@@ -22,6 +22,8 @@ OPS = (
 
 INDEX_HEADS = (64, 32)
 """Heads of DeepSeek's indexers and of GLM's."""
+POOLED_HEADS = 4
+"""Heads of Qwen3.8's, whose keys stand for blocks and are in 16 bits."""
 INDEX_DIM = 128
 ROTARY_DIM = 64
 ELEMENTS: Mapping[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv"}
@@ -142,7 +144,7 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
     """Yields the variants of the indexer's scores for as many tokens as a block has room for: fewer cost less."""
     kernel = index_logits.index_logits_kernel
     for head_dims, kv_dtype, tile in _tiles("sparse_indexer", features):
-        for heads in INDEX_HEADS:
+        for heads in (*INDEX_HEADS, *((POOLED_HEADS,) if kv_dtype == "bfloat16" else ())):
             element = ELEMENTS[kv_dtype]
             types = {name: "i32" for name in kernel.arg_names if not name.isupper()}
             types |= {"q_ptr": element, "keys_ptr": element, "weights_ptr": "*fp32", "scales_ptr": "*fp32"}

@@ -21,6 +21,7 @@ _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
 _COMPRESSED = "sglang.srt.layers.compressed"
 _RECURRENT = "sglang.srt.layers.recurrent"
+_NGRAMS = "sglang.srt.layers.ngrams"
 
 NOT_YET = "not implemented yet in sm120-sglang"
 NOT_PART = "not part of sm120-sglang"
@@ -446,6 +447,18 @@ SPARSE_ATTENTION = (
     KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
     KernelSpec("trtllm", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
 )
+SELECTED_BLOCK_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_sparse:TritonSelectedBlocks",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.selected_blocks",
+        refuse=all_of(_HALF, only_16_bit_cache, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", "sglang.srt.layers.native_block_ops:selected_block_attention", graph_safe=False),
+)
 FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
 """The limit of sgl-kernel's all-reduce; a test holds it to the library's number."""
@@ -562,6 +575,20 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         "tail_rotation:shared_kv_norm_rope_store", "shared_kv_norm_rope_store", no_fp8_cache
     ),
     "tail_rotation": _compressed("tail_rotation:tail_rotation", "tail_rotation"),
+    "gated_streams": (
+        KernelSpec("triton", f"{_TRITON}.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=_HALF),
+        KernelSpec("torch_native", "sglang.srt.layers.native_streams:GATED_STREAMS"),
+    ),
+    "ngram_embedding": (
+        KernelSpec(
+            "triton",
+            f"{_NGRAMS}.triton_ops.ngram_embedding:NGRAM_EMBEDDING",
+            CP_ASYNC,
+            "triton",
+            refuse=all_of(_HALF, no_e4m3_conversion),
+        ),
+        KernelSpec("torch_native", f"{_NGRAMS}.native:NGRAM_EMBEDDING"),
+    ),
     "hyper_connection": (
         KernelSpec(
             "triton",
@@ -584,6 +611,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
     "sparse_attention": SPARSE_ATTENTION,
+    "selected_block_attention": SELECTED_BLOCK_ATTENTION,
     "all_reduce": ALL_REDUCE,
 }
 

@@ -204,11 +204,17 @@ class Scope:
         parts: dict[PartKey, Part] | None = None,
         init: Init | Fill = Init.NORMAL,
         dtype: torch.dtype | None = None,
+        pinned: bool = False,
     ) -> torch.Tensor:
         """Allocate and record a parameter [shape]. Without `parts` it is one checkpoint tensor, held whole; where
-        there are none in them, something else fills it."""
+        there are none in them, something else fills it. With `pinned` it lies in main memory, where a GPU can read
+        it."""
         name = f"{self.path}.{leaf}"
         assert name not in self.params, f"parameter {name} exists already"
-        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        dtype = dtype or self.dtype
+        if pinned and self.device.type == "cuda":
+            tensor = torch.empty(shape, dtype=dtype, pin_memory=True)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self.params[name] = Param(name, tensor, {PartKey(): Part(shape)} if parts is None else parts, init)
         return tensor

@@ -19,28 +19,34 @@ from sglang.srt.plan.config_sharing import (
     widened,
     with_shared_caches,
 )
+from sglang.srt.plan.config_streams import ngram_embeddings, residual_streams
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
-from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual, Sum
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Mixer, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
-    """Reads the layers. Adds to `unsupported` whatever of them is described and not computed. Raises UserError."""
+def read_layers(
+    keys: ConfigReader, family: Family, unsupported: list[str], quantized: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Reads the layers, of a checkpoint that is quantized or not. Adds to `unsupported` whatever of them is described
+    and not computed. Raises UserError."""
     if family.one_block_layers:
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = _num_experts(keys, family)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
-    residual = _hyper_connections(keys) if keys.count("hc_mult") > 1 else family.residual
+    residual = residual_streams(keys, family.residual)
     dense = None if all(sparse) else _dense(keys, family)
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
     inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
+    ngrams = ngram_embeddings(keys, num_layers, quantized)
     layers = []
     for i, (mixer, has_experts) in enumerate(zip(mixers, sparse, strict=True)):
         ffn: Dense | MoE | None = experts if has_experts else dense
@@ -50,15 +56,10 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
             ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
         if isinstance(ffn, MoE) and ffn.branches and isinstance(residual, Sum):
             residual = replace(residual, ffn_norms=False)
-        layer = LayerSpec(mixer, ffn, residual, inputs)
+        layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT))
         shares = isinstance(mixer, GQA) and not mixer.caches_tokens
         layers.append(widened(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
     return tuple(layers)
-
-
-def _hyper_connections(keys: ConfigReader) -> Residual:
-    rounds, eps = keys.positive("hc_sinkhorn_iters", 20), keys.default("hc_eps", float, 1e-6)
-    return HyperConnections(keys.positive("hc_mult"), rounds, eps)
 
 
 def _num_experts(keys: ConfigReader, family: Family) -> int:
@@ -117,9 +118,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
-    kinds = _layer_types(keys, family, num_layers)
+    kinds = [POOLED_LAYERS.get(str(kind), kind) for kind in _layer_types(keys, family, num_layers)]
     makers: dict[str, Callable[[ConfigReader], Mixer]] = {
-        "full_attention": lambda reader: _grouped(reader, family, 0, rotation),
+        "full_attention": lambda reader: _whole_attention(reader, family, rotation),
         "sliding_attention": lambda reader: _grouped(reader, family, reader.positive("sliding_window"), rotation),
         "linear_attention": lambda reader: _gated_delta(reader, family),
     }
@@ -238,6 +239,29 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         value_norm=family.value_norm,
         values_from_keys=values_from_keys,
     )
+
+
+POOLED_LAYERS = {"qwen_sparse_attention": "full_attention", "indexed_attention": "full_attention"}
+"""Names in `layer_types` of attention whose blocks an indexer selects, in configs that transformers wrote; published
+ones say "full_attention"."""
+
+
+def _whole_attention(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA | PooledSparse:
+    """Reads attention without a window: to all tokens, or to blocks that an indexer selects."""
+    heads = _grouped(keys, family, 0, rotation)
+    if not family.pooled_index:
+        return heads
+    block, budget = keys.positive("indexer_compress_ratio"), keys.positive("indexer_budget")
+    if budget % block:
+        raise UserError(
+            f"{keys.source}: 'indexer_budget' {budget} is not a multiple of 'indexer_compress_ratio' {block}."
+        )
+    indexer = Indexer(keys.positive("indexer_n_heads"), keys.positive("indexer_head_dim"), budget // block)
+    if heads.rotary_dim > indexer.head_dim:
+        raise UserError(
+            f"{keys.source}: 'indexer_head_dim' {indexer.head_dim} is less than the {heads.rotary_dim} rotary dims."
+        )
+    return PooledSparse(heads, indexer, block)
 
 
 def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
@@ -364,7 +388,12 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
         conv_kernel=keys.positive("linear_conv_kernel_dim"),
         state_dtype=_state_dtype(keys, "mamba_ssm_dtype"),
         by_key_head=family.projected_by_key_head,
+        sigmoid_gate=family.sigmoid_output_gates and _output_gate(keys) == "sigmoid",
     )
+
+
+def _output_gate(keys: ConfigReader) -> str:
+    return str(keys.values.get("output_gate_type") or keys.values.get("hidden_act"))
 
 
 def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:

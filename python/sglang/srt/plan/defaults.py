@@ -12,6 +12,7 @@ from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.server_args import ServerArgs
 
@@ -123,7 +124,7 @@ def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int)
     weights that a token is multiplied with count, not all weights: of many experts a token needs few."""
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
-    if any(isinstance(layer.mixer, (MLA, CompressedSparse)) for layer in model.layers):
+    if any(isinstance(layer.mixer, (MLA, CompressedSparse, PooledSparse)) for layer in model.layers):
         limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))
 
