@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import interpreter
 import pytest
 import torch
 
@@ -9,15 +10,12 @@ from sglang.srt.layers import native_streams
 from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.ngrams import native
 from sglang.srt.layers.ngrams.kernels import NgramHash
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-
-pytest.importorskip("triton")
-
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding as kernels
 from sglang.srt.layers.triton_ops import gated_streams
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
 
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = interpreter.DEVICE
 END = 7
 
 
@@ -25,6 +23,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
+@interpreter.kernel_test
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize(("num", "size", "rank"), [(4, 256, 320), (2, 96, 12), (3, 64, 5)])
 def test_between_two_blocks(tokens: int, num: int, size: int, rank: int) -> None:
@@ -55,9 +54,7 @@ LENGTHS = ((0, 9), (1, 4), (30, 3), (8, 1), (2, 7))
 
 def requests_of_a_step() -> TokenRequests:
     rows = [
-        (slot, first + i, first, first + new)
-        for slot, (first, new) in enumerate(LENGTHS, start=1)
-        for i in range(new)
+        (slot, first + i, first, first + new) for slot, (first, new) in enumerate(LENGTHS, start=1) for i in range(new)
     ]
     rows.append((0, 0, 0, 1))
     return TokenRequests(*(torch.tensor(column, device=DEVICE) for column in zip(*rows, strict=True)))
@@ -70,6 +67,7 @@ def embedding(longest: int, taps: int) -> NgramEmbedding:
     )  # fmt: skip
 
 
+@interpreter.kernel_test
 @pytest.mark.parametrize("longest", [2, 3, 4])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -95,6 +93,7 @@ def test_rows_of_ngrams(longest: int, quantized: bool, rank: int) -> None:
     assert torch.equal(got, want)
 
 
+@interpreter.kernel_test
 @pytest.mark.parametrize(("longest", "taps"), [(3, 4), (2, 3), (4, 2)])
 def test_values_and_the_state_that_they_leave(longest: int, taps: int) -> None:
     torch.manual_seed(longest)
@@ -129,3 +128,7 @@ def test_the_published_table_has_as_many_rows_as_the_checkpoint() -> None:
     )  # fmt: skip
     assert sum(spec.head_rows) == 320_001_446 and spec.rows == 128 * 2_500_012
     assert all(factor % 2 and factor * spec.vocab_size < 1 << 63 for factor in spec.multipliers)
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

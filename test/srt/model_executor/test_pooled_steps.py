@@ -1,5 +1,6 @@
-"""Steps of several tokens through Qwen3.8-Flash-Next: guesses that are rejected at each depth leave states, the keys of
-unfinished blocks and the tails of n-grams as if they had never come, and the prefix tree's checkpoints continue them."""
+"""Steps of several tokens through Qwen3.8-Flash-Next: guesses that are rejected at each depth leave states, the keys
+of unfinished blocks and the tails of n-grams as if they had never come, and the prefix tree's checkpoints continue
+them."""
 
 from __future__ import annotations
 

@@ -490,6 +490,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "qwen_sparse_attention"], "ple_layer_ids": [1]}
         | {"indexer_budget": 8, "hc_count": 2, "ngram_size": 2, "ple_conv_kernel_size": 3, "output_gate_type": "silu"},
     ),
+    "qwen4_exp_wide": (
+        "Qwen4ExpTextConfig",
+        POOLED
+        | {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 3, "hc_count": 4}
+        | {"layer_types": ["linear_attention", "linear_attention", "qwen_sparse_attention"], "hc_lowrank": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "indexer_head_dim": 128, "ple_embed_dim": 128, "heads_per_ngram": 8}
+        | {"rope_parameters": POOLED["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 

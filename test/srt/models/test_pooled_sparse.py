@@ -1,11 +1,18 @@
-"""Qwen3.8-Flash-Next beyond parity: every cut of a prompt, chunks of every size, and numbers that others do not have."""
+"""Qwen3.8-Flash-Next beyond parity: every cut of a prompt, chunks of every size, stages, and other sizes."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import RankWeights, rank_weights
+from sglang.srt.plan.stages import stage_model
+from sglang.srt.plan.weights import rank_weight_bytes
 
 from .harness import NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
@@ -68,3 +75,42 @@ def test_other_sizes(form: str, tmp_path: Path) -> None:
     tokens = tokens_with_ends() + random_tokens(LENGTH, seed=2)
     got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
     torch.testing.assert_close(got, hf_logits(reference, tokens), rtol=0.0, atol=1e-3)
+
+
+@dataclass(frozen=True)
+class StagePlan(NativePlan):
+    """Of one stage of a pipeline, with these layers."""
+
+    layers: range = range(0)
+
+    @functools.cached_property
+    def description(self) -> ModelDescription:
+        return stage_model(NativePlan(self.model).description, self.layers)
+
+    @functools.cached_property
+    def weights(self) -> RankWeights:
+        return rank_weights(NativePlan(self.model).description, self.ranks).of_stage(self.description)
+
+
+@torch.inference_mode()
+def test_stages_cut_at_every_layer(plan: NativePlan) -> None:
+    """Ids reach the stage that looks up n-grams, and streams the one behind it."""
+    tokens, num_layers = tokens_with_ends(), len(plan.description.layers)
+    whole = TinyRunner(plan).extend({1: tokens})[0]
+    for cut in range(1, num_layers):
+        stages = [
+            TinyRunner(StagePlan(plan.model, kv_cache_dtype=plan.kv_cache_dtype, layers=layers))
+            for layers in (range(cut), range(cut, num_layers))
+        ]
+        parts = []
+        for first in range(0, LENGTH, 11):
+            handed_on = None
+            for stage in stages:
+                handed_on = stage.model.compute(stage.batch_of_prompts({1: tokens[first : first + 11]}), handed_on)
+            parts.append(stages[-1].model.logits(handed_on))
+        torch.testing.assert_close(torch.cat(parts), whole, **EXACT)
+        held = [sum(p.tensor.nbytes for p in stage.model.params.values()) for stage in stages]
+        assert held == [
+            rank_weight_bytes(StagePlan(plan.model, layers=layers).weights, plan.dtype)
+            for layers in (range(cut), range(cut, num_layers))
+        ]

@@ -47,9 +47,7 @@ FORM_RULES = {
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
         absent={"HAS_SKIP": ("skip",), "DELTA": ("b",)},
     ),
-    "gated_norm.gated_rmsnorm_kernel": FormRule(
-        at_most=frozenset({"SILU"}), counts=frozenset({"rows", "groups"})
-    ),
+    "gated_norm.gated_rmsnorm_kernel": FormRule(at_most=frozenset({"SILU"}), counts=frozenset({"rows", "groups"})),
 }
 
 

@@ -109,7 +109,7 @@ class PooledIndexer:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> BlockSelection:
         step, keys = compressed_step(batch), self.cache
-        requests, (positions, cos_sin) = step.requests, self.rotary.at(batch.positions)
+        positions, cos_sin = self.rotary.at(batch.positions)
         products = self.linear(x, self.weight)
         self._keep_keys(products[:, self.num_heads * self.dim :], batch, cos_sin)
         q = self.norm(products[:, : self.num_heads * self.dim].unflatten(1, (-1, self.dim)), self.q_norm, self.eps)

@@ -54,7 +54,8 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
     """Returns the bytes of the indexer's scores, of the entries that it keeps of long rows (at most a quarter as many,
     as `select_entries.launch_for` chooses), and of the partial results, in fp32, of programs that share a token's
     selected entries; graphs have their own."""
-    indexer, attention = choices.get("sparse_indexer"), choices.get("sparse_attention")
+    indexer = choices.get("sparse_indexer")
+    attention = choices.get("sparse_attention") or choices.get("selected_block_attention")
     if indexer is None or attention is None:
         return 0
     total = min(INDEX_LOGIT_BYTES, sizes.index_logits) * 5 // 4

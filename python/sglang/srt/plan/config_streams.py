@@ -29,7 +29,9 @@ def ngram_embeddings(keys: ConfigReader, num_layers: int, quantized: bool) -> di
     wrong = [layer for layer in listed if type(layer) is not int or not 1 <= layer <= num_layers]
     if wrong:
         raise UserError(f"{keys.source}: 'ple_layer_ids' must be numbers from 1 to {num_layers}; got {wrong}.")
-    return {layer - 1: _table(keys, number, FP8_TABLE if quantized else WIDE_TABLE) for number, layer in enumerate(listed)}
+    return {
+        layer - 1: _table(keys, number, FP8_TABLE if quantized else WIDE_TABLE) for number, layer in enumerate(listed)
+    }
 
 
 def _table(keys: ConfigReader, number: int, dtype: str) -> NgramEmbedding:
@@ -56,7 +58,7 @@ def _table(keys: ConfigReader, number: int, dtype: str) -> NgramEmbedding:
         streams=keys.positive("hc_count"),
         stream_size=hidden,
         parts=keys.positive("split_ngram_parts", 512),
-        table_dtype=TABLE_DTYPES[keys.default("ple_embedding_dtype", str, dtype)],
+        table_dtype=TABLE_DTYPES.get(keys.default("ple_embedding_dtype", str, dtype), ""),
     )
 
 

@@ -42,14 +42,14 @@ def _head_rows(base: int, before: int, count: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class NgramEmbedding:
     """A token looks up `heads` rows for each of the n-grams of 2 to `longest` tokens that end with it, in a table of
-    `dim` columns a row. Their concatenation is projected to a key for each residual stream and one value; the streams
-    gate the value, and a convolution of `taps` taps, `longest` tokens apart, follows over each channel.
+    `dim` columns a row. Their concatenation is projected to a key for each of `streams` residual streams of
+    `stream_size` elements, and one value; the streams gate the value, and a convolution of `taps` taps, `longest`
+    tokens apart, follows over each channel.
 
-    `streams` residual streams have `stream_size` elements each. `number`: of the table among the model's tables, counted from 0; it seeds the hash. Ranks share out the heads'
-    parts of the table. `table_dtype`: of the table as it is stored and kept: "fp8_e4m3", with one scale, or "" for
-    the model's.
-    `end_token` ends a segment: n-grams do not reach over it. `parts`: tensors that checkpoints cut the table into.
-    `on_host`: the table is in pinned host memory, from where the GPU reads the rows of a step.
+    `number`: of the table among the model's tables, counted from 0; it seeds the hash. Ranks share out the heads' parts
+    of the table. `table_dtype`: of the table as it is stored and kept: "fp8_e4m3", with one scale, or "" for the
+    model's. `end_token` ends a segment: n-grams do not reach over it. `parts`: tensors that checkpoints cut the table
+    into. `on_host`: the table is in pinned host memory, from where the GPU reads the rows of a step.
     """
 
     longest: int

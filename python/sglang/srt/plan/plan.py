@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
 from sglang.srt.kernels.launch import TileLadder
@@ -24,13 +25,12 @@ from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.drafts.gemma_assistant import check_stage
 from sglang.srt.plan.drafts.memory import with_draft_memory
+from sglang.srt.plan.host_tables import has_tables, host_table_bytes, host_table_note, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
 from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import describe_media
-from sglang.srt.errors import UserError
-from sglang.srt.plan.host_tables import has_tables, host_table_bytes, host_table_note, with_tables
 from sglang.srt.plan.memory import (
     FixedMemory,
     MemoryPlan,

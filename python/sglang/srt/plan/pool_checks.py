@@ -15,7 +15,6 @@ from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.remedies import Planner, advice_to_hold_a_request
 from sglang.srt.server_args import ServerArgs
 
-
 STATE_PAGE = 16
 """Tokens of a page where requests have states, which decoding copies for each page that it fills."""
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import interpreter
 import pytest
 import torch
 
 from sglang.srt.layers.attention.block_selection import BlockSelection
+from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
 from sglang.srt.layers.native_block_ops import attend_blocks
 
-pytest.importorskip("triton")
-
-from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = interpreter.DEVICE
 BLOCKS = 40
 """Blocks of the caches; what is in the first one is nobody's."""
 
@@ -24,11 +22,10 @@ def selection(counts: list[int], tails: list[int], block: int, wide: int) -> Blo
     blocks[torch.arange(wide) >= torch.tensor(counts)[:, None]] = -1
     numbers = (torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, tails))
     counted, tail_counts = numbers
-    return BlockSelection(
-        blocks.to(DEVICE), counted, places[:, wide].to(torch.int32).to(DEVICE), tail_counts, block
-    )
+    return BlockSelection(blocks.to(DEVICE), counted, places[:, wide].to(torch.int32).to(DEVICE), tail_counts, block)
 
 
+@interpreter.kernel_test
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 1), (8, 2), (40, 2), (2, 2)])
 @pytest.mark.parametrize("block", [2, 4])
@@ -39,15 +36,11 @@ def test_the_kernel(dim: int, heads: int, kv_heads: int, block: int, tile_n: int
     counts, tails = [0, 0, 1, 5, 17, 17], [1, 0, 0, block - 1, 1, 0]
     chosen = selection(counts, tails, block, 17)
     q = torch.randn(len(counts), heads, dim, device=DEVICE).to(torch.bfloat16)
-    k_cache, v_cache = (
-        torch.randn(BLOCKS * block, kv_heads, dim, device=DEVICE).to(torch.bfloat16) for _ in range(2)
-    )
+    k_cache, v_cache = (torch.randn(BLOCKS * block, kv_heads, dim, device=DEVICE).to(torch.bfloat16) for _ in range(2))
     want, got = torch.zeros_like(q), torch.ones_like(q)
     tile = {"BLOCK_H": 16, "BLOCK_N": tile_n, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2}
     attend_blocks(q, k_cache, v_cache, chosen, want, scale=dim**-0.5)
-    selected_block_attention_fwd(
-        q, k_cache, v_cache, chosen, got, scale=dim**-0.5, tile=tile, num_sms=num_sms
-    )
+    selected_block_attention_fwd(q, k_cache, v_cache, chosen, got, scale=dim**-0.5, tile=tile, num_sms=num_sms)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
@@ -66,3 +59,7 @@ def test_all_blocks_are_dense_attention() -> None:
     got = torch.empty_like(q)
     attend_blocks(q, *caches, chosen, got, scale=0.3)
     torch.testing.assert_close(got, want)
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

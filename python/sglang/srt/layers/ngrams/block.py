@@ -18,7 +18,7 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear
-from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
+from sglang.srt.layers.ngrams.kernels import NgramKernels
 from sglang.srt.layers.ngrams.table import NgramTable
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.mem_cache.memory_pool import CacheStore
@@ -66,9 +66,7 @@ class NgramBlock:
         shape = (spec.streams, spec.stream_size)
         wide = spec.streams * spec.stream_size
         into = scope.sub("project")
-        self.project = ColumnParallelLinear(
-            into, into.matrix(), {"key": whole(wide), "value": whole(spec.stream_size)}
-        )
+        self.project = ColumnParallelLinear(into, into.matrix(), {"key": whole(wide), "value": whole(spec.stream_size)})
 
         def norm(name: str) -> torch.Tensor:
             part = Part((wide,), convert=lambda stored: (stored.float() + 1.0).view(shape))
@@ -85,16 +83,12 @@ class NgramBlock:
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         requests, cache = compressed_step(batch).requests, self.cache
         products = self.project(self.table(batch.input_ids, cache["ids"], requests))
-        values, normed = self.kernels.gate(
-            products, streams, self.key_norm, self.query_norm, self.conv_norm, self.eps
-        )
+        values, normed = self.kernels.gate(products, streams, self.key_norm, self.query_norm, self.conv_norm, self.eps)
         self.kernels.convolve(values, normed, self.conv, self.spec.longest, cache["rows"], requests)
         if batch.state_records is None:
             self.kernels.keep(batch.input_ids, normed, cache["ids"], cache["rows"], requests)
         else:
             assert batch.extend is not None
             width = len(normed) // len(batch.extend)
-            batch.state_records.append(
-                NgramRecord(self.kernels, cache, batch.input_ids, normed, requests, width)
-            )
+            batch.state_records.append(NgramRecord(self.kernels, cache, batch.input_ids, normed, requests, width))
         return values

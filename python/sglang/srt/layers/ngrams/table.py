@@ -9,7 +9,7 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
-from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, random_codes
+from sglang.srt.layers.parameter import FLOATS, Init, Part, Scope, random_codes
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.weight_names import PartKey
 
