@@ -21,6 +21,7 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 from srt.model_executor.graph_stand_ins import in_graphs
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
 from srt.models.harness import random_tokens, save_tiny
+from srt.models.test_stream_drafts import build
 
 LENGTHS = (3, 12, 29)
 NEW_TOKENS = 14
@@ -89,3 +90,17 @@ def test_the_next_turn_goes_on_from_a_checkpoint(folder: Path) -> None:
     turn = [*prompts()[2], *first, *random_tokens(9, seed=5)]
     again = run(scheduler, [turn])
     assert again == run(plain(args), [turn])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_its_own_layer_drafts(graphs: bool, tmp_path: Path) -> None:
+    """Answers are those of the plain run, also with prompts and outputs from the cache."""
+    build(tmp_path)
+    want = run(plain(server_args(tmp_path)), prompts())
+    drafts = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
+    scheduler = plain(server_args(tmp_path, speculative_eagle_topk=1, **drafts))
+    with contextlib.ExitStack() as stack:
+        if graphs:
+            stack.enter_context(in_graphs(scheduler.runner, GraphSizes((1, 4), (16,), (0, 4))))
+        assert run(scheduler, prompts()) == want
+        assert run(scheduler, prompts()) == want

@@ -116,11 +116,9 @@ class GatedResidual:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 
-    def captured(self, stream: Any) -> torch.Tensor:
-        """Raises UserError."""
-        raise UserError(
-            f"{self.model.architecture}: a draft that reads hidden states of layers is not served; start without it"
-        )
+    def captured(self, stream: GatedStream) -> torch.Tensor:
+        """A copy of all streams, [T, N * H]: drafts of this model read those behind its last layer."""
+        return stream.streams.flatten(1).clone()
 
     def hand_on(self, stream: GatedStream) -> torch.Tensor:
         return stream.settled().flatten(1)

@@ -40,7 +40,8 @@ class NgramTable:
                 ("ngram_heads_offsets", offsets),
             )
         }
-        self.first_row, self.hashed = first_row, None
+        self.first_row = first_row
+        self.hashed: NgramHash | None = None
         scope.finish.append(self._take_numbers)
         self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
 

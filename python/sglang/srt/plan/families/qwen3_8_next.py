@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import QWEN4_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -76,6 +77,7 @@ QWEN4_EXP_TEXT = Family(
     pooled_index=True,
     has_experts=True,
     router=Router(0),
+    mtp=QWEN4_MTP,
 )
 QWEN4_EXP = replace(
     QWEN4_EXP_TEXT,
