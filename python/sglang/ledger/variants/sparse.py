@@ -150,7 +150,7 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
             types |= {"q_ptr": element, "keys_ptr": element, "weights_ptr": "*fp32", "scales_ptr": "*fp32"}
             types |= {"logits_ptr": "*fp32", "req_to_token_ptr": "*i32", "counts_ptr": "*i32"}
             types["req_pool_indices_ptr"] = "*i64"
-            rows = tile["BLOCK_M"] // heads
+            rows = min(tile["BLOCK_M"] // heads, index_logits.MOST_TOKENS)
             constants = {"HEADS": heads, "DIM": INDEX_DIM, "ROWS": rows, "QUANTIZED": kv_dtype == "fp8_e4m3"}
             name = "plain" if heads == INDEX_HEADS[0] else f"{heads} heads"
             key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.gated_streams import GatedJoin, GatedStream
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.ops import RMSNormOp
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.plan.drafts.description import Streamed
 from sglang.srt.plan.layer_spec import GatedStreams
@@ -26,8 +28,11 @@ class StreamDraft:
         self.parts, self.form = parts, form
         self.captures, self.caches = parts.draft.captures, parts.caches
         size = parts.model.hidden_size
-        self.embedding_norm = parts.norm("embedding_norm")
-        self.hidden_norm = parts.norm("hidden_norm", form.streams * size)
+        centred = parts.model.zero_centred_norms
+        self.embedding_norm = norm_weight(parts.scope.sub("embedding_norm"), size, centred)
+        self.hidden_norm = norm_weight(parts.scope.sub("hidden_norm"), form.streams * size, centred)
+        self.norm: RMSNormOp = parts.scope.plan.entry("rmsnorm")
+        self.eps = parts.model.norm_eps
         self.fc_embedding = parts.projection(size, name="fc_embedding")
         self.fc_hidden = parts.projection(size, name="fc_hidden")
         self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
@@ -42,8 +47,8 @@ class StreamDraft:
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None
-        embedded = self.embedding_norm(self.parts.embedding(batch.input_ids), None)[0]
-        streams = self._streams(self.hidden_norm(features, None)[0])
+        embedded = self.norm(self.parts.embedding(batch.input_ids), self.embedding_norm, self.eps)
+        streams = self._streams(self.norm(features, self.hidden_norm, self.eps))
         projected = self.fc_hidden(streams.flatten(0, 1)).view(streams.shape)
         stream = GatedStream(projected + self.fc_embedding(embedded)[:, None])
         for layer in self.layers:
