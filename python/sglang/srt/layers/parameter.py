@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.layer_spec import Matrix
@@ -213,8 +214,21 @@ class Scope:
         assert name not in self.params, f"parameter {name} exists already"
         dtype = dtype or self.dtype
         if pinned and self.device.type == "cuda":
-            tensor = torch.empty(shape, dtype=dtype, pin_memory=True)
+            tensor = _pinned(shape, dtype)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self.params[name] = Param(name, tensor, {PartKey(): Part(shape)} if parts is None else parts, init)
         return tensor
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates in pinned host memory. Raises UserError where there is not as much."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        size = torch.Size(shape).numel() * dtype.itemsize / 1024**3
+        raise UserError(
+            f"{size:.2f} GiB of host memory cannot be pinned for a table of n-grams ({error}). Free memory of the"
+            " machine, raise its limit of locked memory (ulimit -l), or start with more GPUs and"
+            " --no-ple-offload-embedding."
+        ) from None

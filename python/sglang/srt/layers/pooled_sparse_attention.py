@@ -11,6 +11,7 @@ not change by that.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,7 +116,8 @@ class PooledIndexer:
         q = self.norm(products[:, : self.num_heads * self.dim].unflatten(1, (-1, self.dim)), self.q_norm, self.eps)
         self.rotate(q, positions, cos_sin)
         scores = torch.full((len(q), self.num_heads), self.dim**-0.5, dtype=torch.float32, device=q.device)
-        rows = step.entries(batch, keys, self.block)
+        run = 1 if batch.extend is None else max(batch.extend.new_lens_cpu)
+        rows = replace(step.entries(batch, keys, self.block), run=run)
         chosen = self.select(q, scores, keys.k, None, rows, self.spec.top_k)
         tails, tail_counts = step.tails(batch, keys, self.block)
         return BlockSelection(chosen.slots, chosen.counts, tails, tail_counts, self.block)
