@@ -16,6 +16,7 @@ from sglang.srt.kernels.tiles import MLA_LATENT
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_NATIVE_BLOCKS = "sglang.srt.layers.native_block_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
@@ -450,14 +451,39 @@ SPARSE_ATTENTION = (
 SELECTED_BLOCK_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.block_sparse:TritonSelectedBlocks",
+        f"{_ATTENTION}.pooled_blocks:TritonSelectedBlocks",
         CP_ASYNC,
         "triton",
         tiled=True,
         kernel_module=f"{_ATTENTION}.triton_ops.selected_blocks",
         refuse=all_of(_HALF, only_16_bit_cache, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", "sglang.srt.layers.native_block_ops:selected_block_attention", graph_safe=False),
+    KernelSpec("torch_native", "sglang.srt.layers.native_pooled_blocks:selected_block_attention", graph_safe=False),
+)
+BLOCK_INDEXER = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_sparse:TritonBlockIndexer",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_scores",
+        refuse=all_of(_HALF, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_indexer", graph_safe=False),
+)
+BLOCK_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_sparse:TritonBlockAttention",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_attention",
+        refuse=all_of(_HALF, no_e4m3_conversion, only_equal_head_dims, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_attention", graph_safe=False),
+    KernelSpec("flashinfer_msa", requires=CP_ASYNC, not_here=NOT_YET),
 )
 FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
@@ -612,6 +638,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "sparse_indexer": SPARSE_INDEXER,
     "sparse_attention": SPARSE_ATTENTION,
     "selected_block_attention": SELECTED_BLOCK_ATTENTION,
+    "block_indexer": BLOCK_INDEXER,
+    "block_attention": BLOCK_ATTENTION,
     "all_reduce": ALL_REDUCE,
 }
 

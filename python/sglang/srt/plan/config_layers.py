@@ -12,6 +12,14 @@ from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.config_blocks import (
+    BLOCK_SPARSE,
+    POOLED_SPELLINGS,
+    SPELLINGS,
+    block_indexer,
+    block_sparse_layers,
+    pooled_sparse,
+)
 from sglang.srt.plan.config_sharing import (
     Override,
     layer_overrides,
@@ -118,11 +126,13 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
-    kinds = [POOLED_LAYERS.get(str(kind), kind) for kind in _layer_types(keys, family, num_layers)]
+    names = {**SPELLINGS, **POOLED_SPELLINGS}
+    kinds = [names.get(str(kind), kind) for kind in _layer_types(keys, family, num_layers)]
     makers: dict[str, Callable[[ConfigReader], Mixer]] = {
         "full_attention": lambda reader: _whole_attention(reader, family, rotation),
         "sliding_attention": lambda reader: _grouped(reader, family, reader.positive("sliding_window"), rotation),
         "linear_attention": lambda reader: _gated_delta(reader, family),
+        BLOCK_SPARSE: lambda reader: _block_sparse(reader, family, rotation),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
     if unknown:
@@ -136,6 +146,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
 
 
 def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    blocks = block_sparse_layers(keys, num_layers)
+    if blocks is not None:
+        return blocks
     listed = keys.values.get("hybrid_layer_pattern")
     if keys.values.get("layer_types") is None and listed is not None:
         windowed = _flags_by_layer(keys, "hybrid_layer_pattern", num_layers)
@@ -241,27 +254,15 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     )
 
 
-POOLED_LAYERS = {"qwen_sparse_attention": "full_attention", "indexed_attention": "full_attention"}
-"""Names in `layer_types` of attention whose blocks an indexer selects, in configs that transformers wrote; published
-ones say "full_attention"."""
-
-
 def _whole_attention(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA | PooledSparse:
-    """Reads attention without a window: to all tokens, or to blocks that an indexer selects."""
+    """Reads attention without a window: to all tokens, or to blocks that an indexer selects by pooled keys."""
     heads = _grouped(keys, family, 0, rotation)
-    if not family.pooled_index:
-        return heads
-    block, budget = keys.positive("indexer_compress_ratio"), keys.positive("indexer_budget")
-    if budget % block:
-        raise UserError(
-            f"{keys.source}: 'indexer_budget' {budget} is not a multiple of 'indexer_compress_ratio' {block}."
-        )
-    indexer = Indexer(keys.positive("indexer_n_heads"), keys.positive("indexer_head_dim"), budget // block)
-    if heads.rotary_dim > indexer.head_dim:
-        raise UserError(
-            f"{keys.source}: 'indexer_head_dim' {indexer.head_dim} is less than the {heads.rotary_dim} rotary dims."
-        )
-    return PooledSparse(heads, indexer, block)
+    return pooled_sparse(keys, heads) if family.pooled_index else heads
+
+
+def _block_sparse(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA:
+    mixer = _grouped(keys, family, 0, rotation)
+    return replace(mixer, indexer=block_indexer(keys, mixer.num_kv_heads, rotation.unsupported))
 
 
 def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
@@ -445,7 +446,8 @@ def _activation(keys: ConfigReader, family: Family) -> Activation:
     name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
     function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
     limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
-    return replace(family.activation, function=function, limit=limit or None)
+    alpha = keys.default("swiglu_alpha", float, family.activation.alpha)
+    return replace(family.activation, function=function, alpha=alpha, limit=limit or None)
 
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
@@ -490,6 +492,8 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
 def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
     if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
         return Shared(keys.count("moe_shared_expert_intermediate_size"))
+    if keys.count("shared_intermediate_size"):
+        return Shared((keys.count("n_shared_experts") or 1) * keys.count("shared_intermediate_size"))
     gated = keys.count("shared_expert_intermediate_size")
     if gated:
         return Shared(gated, gated=True)

@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
-from sglang.srt.layers.native_block_ops import attend_blocks
+from sglang.srt.layers.native_pooled_blocks import attend_blocks
 
 DEVICE = interpreter.DEVICE
 BLOCKS = 40
