@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.configs.rope import UNROTATED
+from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.errors import UserError
 from sglang.srt.plan.mixers import GQA
 

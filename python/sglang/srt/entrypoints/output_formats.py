@@ -95,7 +95,7 @@ async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> 
 
 def _name(field: str, given: str | None, default: str | None, known: Iterable[str]) -> str:
     name = default if given in (None, "", AUTO) else compat.VALUE_ALIASES.get((field, given or ""), given)
-    if name in OTHER_TAGS and OTHER_TAGS[name][0] == default:
+    if name is not None and OTHER_TAGS.get(name, ("",))[0] == default:
         name = default
     if name is None or name not in known:
         reason = compat.refusal(field, name)

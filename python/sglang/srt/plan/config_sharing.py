@@ -55,6 +55,15 @@ def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: Conf
     return result
 
 
+def enumerated(listed: Any, num_layers: int, source: str) -> list[str]:
+    """Returns the kinds of layers of which those with experts are listed: "3,4,5", or as numbers. Raises UserError."""
+    numbers = [str(item).strip() for item in (listed.split(",") if isinstance(listed, str) else listed)]
+    if not all(number.isdecimal() for number in numbers):
+        raise UserError(f"{source}: 'moe_layers_enum' must be a list of layers' numbers; got {listed!r}.")
+    sparse = set(map(int, numbers))
+    return ["sparse" if i in sparse else "dense" for i in range(num_layers)]
+
+
 def with_limits(ffns: Sequence[Dense | MoE], keys: ConfigReader, unsupported: list[str]) -> list[Dense | MoE]:
     """Gives each layer the limits of its activations: of the routed experts those of `swiglu_limits`, of shared experts
     and MLPs those of `swiglu_limits_shared`. Both lists have an entry a layer; null and 0 are no limit."""
