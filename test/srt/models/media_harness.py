@@ -22,7 +22,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
-from srt.models.harness import HYBRID, LATENT, SIZES, YARN, randomize
+from srt.models.harness import HYBRID, LATENT, ROUTED, SIZES, YARN, randomize
 
 if TYPE_CHECKING:
     import transformers
@@ -42,6 +42,12 @@ TOWER = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+GLM_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [4, 2, 2],
+}
 TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -51,6 +57,8 @@ TOKENS = {
 }
 PATCH_VALUES = 3 * 2 * 4 * 4
 MERGE = 2
+
+GLM_VISION = {"image_size": 32, "hidden_act": "silu"}
 
 # name -> (config class, text config, vision config, zero-centred norms)
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
@@ -68,6 +76,14 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         | {"rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}},
         {},
         True,
+    ),
+    "glm4v_moe": (
+        "Glm4vMoeConfig",
+        ROUTED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
+        | {"rope_parameters": GLM_ROPE, "use_qk_norm": False},
+        GLM_VISION,
+        False,
     ),
     "kimi_k25": (
         "Kimi_K25Config",
@@ -108,10 +124,19 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
             torch.nn.init.uniform_(param, 0.5, 1.5)
     with torch.no_grad():
         model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
+    if name.startswith("glm"):
+        model.model.get_placeholder_mask = _masks_by_token
     model.save_pretrained(folder)
     if name in PUBLISHED:
         PUBLISHED[name](folder)
     return model
+
+
+def _masks_by_token(
+    ids: torch.Tensor, embeddings: torch.Tensor, image_features: Any = None, video_features: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of images and of videos. GLM's class takes both for images, and so only one of them in a prompt."""
+    return (ids == IMAGE)[..., None].expand_as(embeddings), (ids == VIDEO)[..., None].expand_as(embeddings)
 
 
 def as_published_qwen3_vl_moe(folder: Path) -> None:
@@ -251,11 +276,11 @@ class ReferenceEncoder:
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         pixels = _of_kimi(pixels) if self.model.config.model_type == "kimi_k25" else pixels
-        grid = torch.tensor(grids)
-        made = self.model.get_image_features(pixels, grid)
+        frames = torch.tensor([(1, *grid[1:]) for grid in grids for _ in range(grid[0])])
+        made = self.model.get_image_features(pixels, frames)
         added = getattr(made, "deepstack_features", None) or []
         features = torch.cat((torch.cat(list(made.pooler_output)), *added), dim=1)
-        return list(features.split((grid.prod(1) // MERGE**2).tolist()))
+        return list(features.split((torch.tensor(grids).prod(1) // MERGE**2).tolist()))
 
 
 class ProjectingEncoder:

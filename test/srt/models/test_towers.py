@@ -105,7 +105,7 @@ def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("grid", [(1, 7, 3), (1, 8, 8), (1, 2, 11)])
 def test_cubic_places_are_those_of_torch(grid: Grid) -> None:
     table = torch.randn(8, 8, 5, generator=torch.Generator().manual_seed(2))
-    index, weights = map(torch.from_numpy, cubic([grid], 8))
+    index, weights = map(torch.from_numpy, cubic([grid], 1, 8))
     got = (table.flatten(0, 1)[index] * weights[:, :, None]).sum(1)
     channels_first = table.permute(2, 0, 1)[None]
     want = torch.nn.functional.interpolate(channels_first, size=grid[1:], mode="bicubic", align_corners=False)

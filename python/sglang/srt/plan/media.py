@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.plan.towers.glm4v import describe_glm4v
 from sglang.srt.plan.towers.moonvit import describe_moonvit
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
 from sglang.srt.plan.towers.tower import Tower
@@ -55,11 +56,13 @@ class _Reader:
 
 
 _SECTIONED, _COUNTED = _Reader(describe_qwen3_vl, sections=True), _Reader(describe_moonvit, sections=False)
+_GLM = _Reader(describe_glm4v, sections=True)
 ENCODERS: Mapping[str, _Reader] = {
     "qwen3_vl": _SECTIONED,
     "qwen3_vl_moe": _SECTIONED,
     "qwen3_5": _SECTIONED,
     "qwen3_5_moe": _SECTIONED,
+    "glm4v_moe": _GLM,
     "kimi_k25": _COUNTED,  # images only: its encoder averages over the frames of a video
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""

@@ -46,13 +46,13 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
     return index.reshape(-1, 4), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)
 
 
-def cubic(grids: Sequence[Grid], side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 16 neighbours [P, 16] int64 of every patch, row by row, in a square table of `side` x `side`
-    positions that is stretched over its frame, middle of cells to middle of cells, and their weights [P, 16] float32.
+def cubic(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the 16 neighbours [P, 16] int64 of every patch in a square table of `side` x `side` positions that is
+    stretched over its frame, middle of cells to middle of cells, and their weights [P, 16] float32.
 
     Weights are those of cubic convolution (Keys, 1981) with a = -0.75; neighbours outside of the table are those at
     its edge, as torch's bicubic interpolation has it."""
-    places = rows_and_columns(grids, merge=1)
+    places = rows_and_columns(grids, merge)
     neighbours, weights = [], []
     for place, axis in zip(places, (1, 2), strict=True):
         size = np.repeat([grid[axis] for grid in grids], [frames * h * w for frames, h, w in grids])

@@ -57,10 +57,18 @@ class Tower(ABC):
         return 2 * self.hidden_size + max(7 * self.hidden_size, 2 * self.intermediate_size) + features
 
 
-def linear_shapes(name: str, rows: int, cols: int) -> Iterator[NamedShape]:
+def linear_shapes(name: str, rows: int, cols: int, bias: bool = True) -> Iterator[NamedShape]:
     """Yields the weight and the bias of a linear layer."""
     yield f"{name}.weight", (rows, cols)
-    yield f"{name}.bias", (rows,)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def gated_shapes(prefix: str, hidden: int, wide: int, bias: bool) -> Iterator[NamedShape]:
+    """Yields the weights of the three linear layers of a gated feed-forward block."""
+    yield from linear_shapes(prefix + "gate_proj", wide, hidden, bias)
+    yield from linear_shapes(prefix + "up_proj", wide, hidden, bias)
+    yield from linear_shapes(prefix + "down_proj", hidden, wide, bias)
 
 
 def norm_shapes(name: str, size: int) -> Iterator[NamedShape]:
