@@ -130,7 +130,6 @@ def test_a_bad_image_is_refused_with_the_reason(http: httpx.Client, neighbour: N
 
 VIDEOS: dict[str, tuple[str, str]] = {
     "text": (data_url(b"hello, this is no video"), "no format"),
-    "an MP4": (data_url(b"\x00\x00\x00\x18ftypmp42" + bytes(200), "video/mp4"), "no format"),
     "half a GIF": (data_url(animation(40)[:400]), "damaged"),
     "a bad frame": ("data:video/jpeg;base64,AAAA,BBBB", "no format"),
     "an empty frame": ("data:video/jpeg;base64," + base64.b64encode(JPEG).decode() + ",", "no data"),

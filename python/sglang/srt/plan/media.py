@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.plan.towers.glm4v import describe_glm4v
 from sglang.srt.plan.towers.moonvit import describe_moonvit
+from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
 from sglang.srt.plan.towers.tower import Tower
 
@@ -16,13 +17,15 @@ from sglang.srt.plan.towers.tower import Tower
 @dataclass(frozen=True, slots=True)
 class MediaDescription:
     """`image_token`, `video_token`: the placeholders in token ids (None: the model takes none). `sections`: whether a
-    placeholder's position has a time, a row and a column; otherwise placeholders are counted as text is. `tower`: the
+    placeholder's position has a time, a row and a column; otherwise placeholders are counted as text is.
+    `positions_a_second`: how far apart frames of one run of placeholders are in time (0: by one). `tower`: the
     encoder."""
 
     image_token: int | None
     video_token: int | None
     sections: bool
     tower: Tower
+    positions_a_second: int = 0
 
     @property
     def merge(self) -> int:
@@ -58,6 +61,7 @@ class _Reader:
 _SECTIONED, _COUNTED = _Reader(describe_qwen3_vl, sections=True), _Reader(describe_moonvit, sections=False)
 _GLM = _Reader(describe_glm4v, sections=True)
 ENCODERS: Mapping[str, _Reader] = {
+    "qwen2_5_vl": _Reader(describe_qwen2_5_vl, sections=True),
     "qwen3_vl": _SECTIONED,
     "qwen3_vl_moe": _SECTIONED,
     "qwen3_5": _SECTIONED,
@@ -73,10 +77,11 @@ def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
     vision, reader = config.get("vision_config"), ENCODERS.get(str(config.get("model_type")))
     if reader is None or not isinstance(vision, Mapping):
         return None
-    outer = ConfigReader(config, "config.json")
+    outer, inner = ConfigReader(config, "config.json"), ConfigReader(vision, "config.json vision_config")
     return MediaDescription(
         image_token=outer.count("image_token_id", "media_placeholder_token_id") or None,
         video_token=(outer.count("video_token_id") or None) if reader.sections else None,
         sections=reader.sections,
-        tower=reader.describe(outer, ConfigReader(vision, "config.json vision_config")),
+        tower=reader.describe(outer, inner),
+        positions_a_second=inner.count("tokens_per_second"),
     )

@@ -48,13 +48,15 @@ def item_keys(digest: bytes, count: int) -> Keys:
     return keys
 
 
-def section_positions(items: Sequence[MediaItem], merge: int) -> tuple[Positions, int]:
+def section_positions(
+    items: Sequence[MediaItem], merge: int, positions_a_second: int = 0
+) -> tuple[Positions, int]:
     """Returns time, row and column of the tokens up to the last placeholder [3, end], and by how much the positions of
     text behind it differ from its index.
 
     Text has one number in all three. A run of placeholders begins where the text before it ends; its frames, rows and
-    columns count from there, and text goes on behind the longer side of the grid. Source: Qwen2-VL (arXiv 2409.12191),
-    with the frames of a video in runs of their own as in Qwen3-VL.
+    columns count from there, and text goes on behind the largest position. Source: Qwen2-VL (arXiv 2409.12191), with the
+    frames of a video in runs of their own as in Qwen3-VL, or `positions_a_second` as in Qwen2.5-VL (arXiv 2502.13923).
     """
     runs = sorted((start, end, item) for item in items for start, end in item.spans)
     parts: list[Positions] = []
@@ -63,8 +65,11 @@ def section_positions(items: Sequence[MediaItem], merge: int) -> tuple[Positions
         parts.append(np.tile(np.arange(position, position + start - done), (3, 1)))
         position += start - done
         frames, rows, columns = item.grid[0] // len(item.spans), item.grid[1] // merge, item.grid[2] // merge
-        parts.append(np.indices((frames, rows, columns)).reshape(3, -1) + position)
-        position, done = position + max(rows, columns), end
+        places = np.indices((frames, rows, columns)).reshape(3, -1)
+        if positions_a_second and item.kind == "video":
+            places[0] = places[0] * (item.frame_seconds * positions_a_second)
+        parts.append(places + position)
+        position, done = position + int(places.max()) + 1, end
     return np.concatenate(parts, axis=1).astype(np.int64), position - done
 
 
@@ -90,7 +95,9 @@ class PromptMedia:
         """[3, end]; None where positions have no sections."""
         self.delta = 0
         if description.sections:
-            self.positions, self.delta = section_positions(items, description.merge)
+            self.positions, self.delta = section_positions(
+                items, description.merge, description.positions_a_second
+            )
 
     def write_keys(self, keys: Keys) -> None:
         """Writes the keys of the placeholders over those of the tokens of the whole prompt."""

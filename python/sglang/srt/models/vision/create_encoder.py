@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.glm4v import Glm4vEncoder
 from sglang.srt.models.vision.moonvit import MoonViTEncoder
+from sglang.srt.models.vision.qwen2_5_vl import Qwen2_5VLEncoder
 from sglang.srt.models.vision.qwen3_vl import Qwen3VLEncoder
 from sglang.srt.plan.towers.glm4v import Glm4vTower
 from sglang.srt.plan.towers.moonvit import MoonViTTower
+from sglang.srt.plan.towers.qwen2_5_vl import Qwen2_5VLTower
 from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
 from sglang.srt.plan.towers.tower import Tower
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 _CLASSES: Mapping[type[Tower], Callable[..., VisionEncoder[Any]]] = {
+    Qwen2_5VLTower: Qwen2_5VLEncoder,
     Qwen3VLTower: Qwen3VLEncoder,
     MoonViTTower: MoonViTEncoder,
     Glm4vTower: Glm4vEncoder,

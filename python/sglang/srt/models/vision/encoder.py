@@ -35,7 +35,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         self.finish: list[Callable[[], None]] = []
         self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
         modules = {name.rpartition(".")[0] for name in self.params}
-        self.weights = WeightMap({name: name for name in modules}, {})
+        self.weights = WeightMap({name: name for name in modules}, {}, beginnings=tower.beginnings)
         self.attention = plan.entry("prefill_attention")
         self.ladder = plan.ladder("prefill_attention") if plan.tiles("prefill_attention") else None
 
@@ -127,10 +127,13 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         """angles [P, N]. Returns cosines and sines, [P, 1, N] float32: one for all heads."""
         return self._on_device(np.cos(angles))[:, None], self._on_device(np.sin(angles))[:, None]
 
-    def _halves_turn(self, grids: Sequence[Grid], merge: int, theta: float) -> Turn:
-        """Pairs are a dim of the first half of a head and one of the second: half of the pairs turn by the row, the
-        others by the column."""
-        cos, sin = self._cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
+    def _halves(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cosines and sines of `_turn` for every patch: half of the pairs turn by the row, the others by
+        the column."""
+        return self._cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
+
+    def _turn(self, cos: torch.Tensor, sin: torch.Tensor) -> Turn:
+        """Pairs are a dim of the first half of a head and one of the second."""
         return partial(_halves_turned, cos=cos, sin=sin)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
         x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
         positions = self._weight(prefix + "embeddings.position_embedding", "weight")
         x = x + self._interpolated(positions, *cubic(grids, tower.merge, tower.side))
-        turn = self._halves_turn(grids, tower.merge, ROTARY_THETA)
+        turn = self._turn(*self._halves(grids, tower.merge, ROTARY_THETA))
         starts = self._on_device(frame_starts(grids))
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}blocks.{i}.", x, turn, starts)

@@ -82,6 +82,22 @@ def squares(grids: Sequence[Grid], merge: int) -> np.ndarray:
     return index
 
 
+def windows(grids: Sequence[Grid], merge: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the squares of the merge [P / merge^2] int64 in the order of windows of `window` x `window` of them, row
+    by row within their frame, and the first patch of every window, and P at the end: [windows + 1] int32."""
+    order, sizes, first = [], [], 0
+    for frames, height, width in grids:
+        rows, columns = np.indices((height // merge, width // merge)).reshape(2, -1) // window
+        number = rows * -(-(width // merge) // window) + columns
+        within = np.argsort(number, kind="stable")
+        for _ in range(frames):
+            order.append(first + within)
+            sizes.append(np.bincount(number) * merge**2)
+            first += len(within)
+    starts = np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
+    return np.concatenate(order), starts.astype(np.int32)
+
+
 def parts_of_frames(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:
     """Yields all frames in order, each as a grid of its own, in runs of at most `limit` patches. A frame that has more
     is a run by itself."""

@@ -20,7 +20,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
         places = interpolated(grids, tower.merge, tower.side)
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
         x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), *places)
-        turn = self._halves_turn(grids, tower.merge, ROTARY_THETA)
+        turn = self._turn(*self._halves(grids, tower.merge, ROTARY_THETA))
         starts = self._on_device(frame_starts(grids))
         features = []
         for i in range(tower.num_layers):

@@ -18,8 +18,7 @@ NamedShape = tuple[str, tuple[int, ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower(ABC):
     """`patch_shape`: channels, frames, rows and columns of a patch. `merge`: of so many patches a side one token is
-    made, of `out_size` dims. `side`: learned positions a side, which are interpolated to an image's.
-    `deepstack`: layers whose outputs are features, too."""
+    made, of `out_size` dims. `deepstack`: layers whose outputs are features, too."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,11 +27,12 @@ class Tower(ABC):
     patch_shape: tuple[int, int, int, int]
     merge: int
     out_size: int
-    side: int
     deepstack: tuple[int, ...] = ()
 
     prefixes: ClassVar[tuple[str, ...]]
     """Beginnings of the names of its weights in checkpoints."""
+    beginnings: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of beginnings: those of some checkpoints, and those that the others have in their place."""
 
     @property
     def head_dim(self) -> int:
