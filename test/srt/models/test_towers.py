@@ -37,6 +37,7 @@ BATCHES: dict[str, list[Grid]] = {
     "two sizes": [(1, 8, 2), (1, 2, 10)],
     "a video between images": [(1, 4, 4), (3, 4, 6), (1, 6, 2)],
     "one token": [(1, 2, 2)],
+    "several windows": [(1, 10, 14), (2, 6, 10)],
 }
 TOLERANCE = 1e-4
 NEW_TOKENS = 16
@@ -78,6 +79,21 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     run_to_end(scheduler, collector)
     output = collector.tokens["seen"]
     assert len(output) == NEW_TOKENS and output == greedy(model, prompt, output)
+
+
+def test_a_video_whose_positions_tell_the_time(tmp_path: Path) -> None:
+    """All frames in one run of placeholders, as Qwen2.5-VL has it; the last frame is later than the frames are wide."""
+    model = save_seeing("qwen2_5_vl", tmp_path)
+    scheduler = seeing_scheduler(tmp_path, chunked_prefill_size=16)
+    outputs = []
+    for seconds in (0.9, 1.7):
+        collector = Collector()
+        prompt = Prompt().text(4, 7).image((3, 4, 6), 30, frame_seconds=seconds).text(5, 8).image((1, 4, 6), 31).text(3, 9)
+        add(scheduler, media_request("seen", prompt, tmp_path, NEW_TOKENS))
+        run_to_end(scheduler, collector)
+        outputs.append(collector.tokens["seen"])
+        assert outputs[-1] == greedy(model, prompt, outputs[-1])
+    assert outputs[0] != outputs[1]
 
 
 def test_experts_as_transformers_writes_them(tmp_path: Path) -> None:

@@ -32,6 +32,11 @@ class ItemRows:
     features: Positions
     tokens: Positions
 
+    def runs(self) -> list[tuple[int, int]]:
+        """Returns the first token and the length of each run of `tokens` without a gap."""
+        pieces = np.split(self.tokens, np.flatnonzero(np.diff(self.tokens) != 1) + 1)
+        return [(int(piece[0]), len(piece)) for piece in pieces]
+
 
 def item_keys(digest: bytes, count: int) -> Keys:
     """Returns what stands for the placeholders of an item in the prefix cache, [count]: 62 bits of a hash (SplitMix64)
@@ -91,6 +96,8 @@ class PromptMedia:
                 raise MediaMismatch(f"{len(tokens)} placeholders for a grid of {item.grid} patches")
             if item.pixels.shape[:1] != [math.prod(item.grid)]:
                 raise MediaMismatch(f"pixels of shape {item.pixels.shape} for a grid of {item.grid} patches")
+        self.both_ways = description.both_ways
+        self.longest_run = max(stop - start for item in items for start, stop in item.spans)
         self.positions: Positions | None = None
         """[3, end]; None where positions have no sections."""
         self.delta = 0
@@ -112,6 +119,14 @@ class PromptMedia:
             if first < last:
                 needed.append(ItemRows(item, np.arange(first, last), tokens[first:last] - begin))
         return needed
+
+    def whole_end(self, begin: int, end: int) -> int:
+        """Returns where a chunk from `begin` to `end` must end if a run of placeholders that it cannot have to its end
+        must wait: `begin` if it would be the first."""
+        if not self.both_ways:
+            return end
+        cut = (start for item in self.items for start, stop in item.spans if start < end < stop)
+        return max(next(cut, end), begin)
 
     def first_token(self, item: MediaItem, begin: int) -> int:
         """Returns the first placeholder of the item from `begin` on."""

@@ -87,8 +87,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return F.layer_norm(x, weight.shape, weight, self._weight(name, "bias"), eps)
 
     def _rms_norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
-        weight = self._weight(name, "weight")
-        return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+        weight = self._weight(name, "weight").float()
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
         return self.params[f"{name}.{leaf}"].tensor
@@ -96,13 +96,17 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _attended(
         self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor
     ) -> torch.Tensor:
-        """qkv [P, 3 * hidden]; `starts` [groups + 1]: first patches of those that see one another, and P. Returns [P,
-        hidden]."""
-        heads = (self.tower.num_heads, self.tower.head_dim)
-        q, k, v = qkv.view(-1, 3, *heads).unbind(1)
-        q, k, v = turn(q), turn(k), v.contiguous()
+        """qkv [P, 3 * hidden]. Otherwise as `_attend`."""
+        q, k, v = qkv.view(-1, 3, self.tower.num_heads, self.tower.head_dim).unbind(1)
+        return self._attend(turn(q), turn(k), v.contiguous(), starts)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        """q, k, v [P, heads, head_dim]; `starts` [groups + 1]: first patches of those that see one another, and P.
+        `scale` None: the root of head_dim divides products. Returns [P, hidden]."""
         out = torch.empty_like(v)
-        attend = partial(self.attention, q, k, v, out, starts, is_causal=False)
+        attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale)
         if self.ladder is None:
             attend(tile={})
         else:
@@ -133,7 +137,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return self._cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
 
     def _turn(self, cos: torch.Tensor, sin: torch.Tensor) -> Turn:
-        """Pairs are a dim of the first half of a head and one of the second."""
+        """Pairs are a dim of the first half of a head and one of the second; with cosines and sines of several parts of
+        a head [P, 1, parts, N], of the halves of each part."""
         return partial(_halves_turned, cos=cos, sin=sin)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
@@ -141,6 +146,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
 
 def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
+    first, second = x.float().view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.view(x.shape).to(x.dtype)
