@@ -79,6 +79,11 @@ def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing("gemma4", tmp_path_factory.mktemp("gemma4"))
+
+
 def one_image(seed: int = 1) -> Prompt:
     return Prompt().text(5, 1).image((1, 4, 6), seed).text(4, 2)
 
@@ -244,10 +249,46 @@ def test_in_graphs(seeing: Seeing) -> None:
     assert any(step.prompts is not None for step in replays) and any(step.prompts is None for step in replays)
 
 
-def test_ngram_drafts(qwen3_vl: Seeing) -> None:
-    scheduler = qwen3_vl.scheduler(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
-    qwen3_vl.check(scheduler, one_image(), three_images(), a_video(), new_tokens=32)
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4"])
+def test_ngram_drafts(name: str, request: pytest.FixtureRequest) -> None:
+    seeing: Seeing = request.getfixturevalue(name)
+    scheduler = seeing.scheduler(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    seeing.check(scheduler, one_image(), three_images(), a_video(), new_tokens=32)
     assert scheduler.stats.drafts.num_steps > 0
+
+
+def test_an_image_that_sees_itself_is_never_cut(gemma4: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside requests that decode in the same steps."""
+    scheduler, collector = gemma4.scheduler(chunked_prefill_size=13), Collector()
+    launch, runs = scheduler.launch, []
+
+    def launched(batch: ScheduleBatch) -> None:
+        prompts = batch.step.prompts
+        if prompts is not None and prompts.media is not None and prompts.media.runs is not None:
+            runs.append((batch.step.num_decodes, prompts.media.runs.lens.tolist()))
+        launch(batch)
+
+    monkeypatch.setattr(scheduler, "launch", launched)
+    for number in range(3):
+        add(scheduler, request(f"t{number}", Prompt().text(6, number).ids, 60, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        scheduler.step()
+    prompts = {"a": three_images(), "b": a_video(), "c": one_image()}
+    for rid, prompt in prompts.items():
+        add(scheduler, media_request(rid, prompt, gemma4.folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    for rid, prompt in prompts.items():
+        assert collector.tokens[rid] == greedy(gemma4.model, prompt, collector.tokens[rid]), rid
+    assert sorted(length for _, lens in runs for length in lens) == [4, 4, 4, 4, 4, 4, 6, 6]
+    assert any(decodes for decodes, _ in runs) and len(runs) > 3
+
+
+def test_an_image_that_sees_itself_and_fits_no_step_is_refused(gemma4: Seeing) -> None:
+    scheduler, collector = gemma4.scheduler(chunked_prefill_size=40), Collector()
+    add(scheduler, media_request("large", Prompt().image((1, 12, 14), 1), gemma4.folder, 4))
+    collector.take(scheduler)
+    message = collector.finish["large"].message
+    assert message is not None and "42 tokens that see one another" in message and "--chunked-prefill-size" in message
 
 
 def test_mtp_drafts_and_their_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
