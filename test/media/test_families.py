@@ -1,5 +1,5 @@
-"""Servers of tiny models in the published layouts of GLM-4.5V and Gemma 4: pictures and MP4 files over HTTP get the tokens
-of transformers' models."""
+"""Servers of tiny models in the published layouts of GLM-4.5V and Gemma 4: pictures and MP4 files over HTTP get the
+tokens of transformers' models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,14 @@ class Published:
     video_processor: dict[str, Any]
 
 
-GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>")
+GLM_MARKS = (
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|video|>",
+)
 PUBLISHED = {
     "glm4v_moe": Published(
         "glm4v_moe",

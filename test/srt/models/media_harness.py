@@ -204,7 +204,10 @@ def as_published_qwen2_5_vl(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     text = {key: value for key, value in config.pop("text_config").items() if key not in config}
     rope = text.pop("rope_parameters")
-    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
     (folder / "config.json").write_text(json.dumps(config | text))
 
 
@@ -371,7 +374,9 @@ def _positions(prompt: Prompt, length: int, positions_a_second: int) -> torch.Te
             for frame in range(image.grid[0] // num_runs):
                 time = int(frame * image.frame_seconds * positions_a_second)
                 for row in range(image.grid[1] // MERGE):
-                    result += [(following + time, following + row, following + c) for c in range(image.grid[2] // MERGE)]
+                    result += [
+                        (following + time, following + row, following + c) for c in range(image.grid[2] // MERGE)
+                    ]
         following = max(map(max, result)) + 1
     return torch.tensor(result).T[:, None]
 
@@ -397,7 +402,6 @@ class ReferenceEncoder:
         added = getattr(made, "deepstack_features", None) or []
         features = torch.cat((torch.cat(list(made.pooler_output)), *added), dim=1)
         return list(features.split((torch.tensor(grids).prod(1) // MERGE**2).tolist()))
-
 
     def _of_gemma(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
         rows, columns = torch.meshgrid(*map(torch.arange, grid[1:]), indexing="ij")

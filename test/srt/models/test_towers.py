@@ -88,7 +88,9 @@ def test_a_video_whose_positions_tell_the_time(tmp_path: Path) -> None:
     outputs = []
     for seconds in (0.9, 1.7):
         collector = Collector()
-        prompt = Prompt().text(4, 7).image((3, 4, 6), 30, frame_seconds=seconds).text(5, 8).image((1, 4, 6), 31).text(3, 9)
+        prompt = (
+            Prompt().text(4, 7).image((3, 4, 6), 30, frame_seconds=seconds).text(5, 8).image((1, 4, 6), 31).text(3, 9)
+        )
         add(scheduler, media_request("seen", prompt, tmp_path, NEW_TOKENS))
         run_to_end(scheduler, collector)
         outputs.append(collector.tokens["seen"])

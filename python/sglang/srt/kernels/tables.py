@@ -256,7 +256,9 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLABackend",
             CP_ASYNC,
             "flashinfer",
-            refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask", "both_ways")),
+            refuse=all_of(
+                only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask", "both_ways")
+            ),
             asked_as="flashinfer",
         ),
         KernelSpec(

@@ -61,8 +61,8 @@ class ExtendRows:
 
 @dataclass(frozen=True, slots=True)
 class ImageRuns:
-    """Tokens that see one another in layers with a window, also those behind them: `tokens` [M] int64 of T, in runs that
-    are the rows of `rows`, whose start_loc counts in M."""
+    """Tokens that see one another in layers with a window, also those behind them: `tokens` [M] int64 of T, in runs
+    that are the rows of `rows`, whose start_loc counts in M."""
 
     tokens: torch.Tensor
     rows: ExtendRows

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
-from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata, WithImages
+from sglang.srt.layers.attention.metadata import (
+    AttentionBackend,
+    DecodeBuilder,
+    ExtendBuilder,
+    SiteMetadata,
+    WithImages,
+)
 from sglang.srt.layers.attention.sparse_rows import SparseSite
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
 from sglang.srt.plan.mixers import MLA

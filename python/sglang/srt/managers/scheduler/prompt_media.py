@@ -53,15 +53,13 @@ def item_keys(digest: bytes, count: int) -> Keys:
     return keys
 
 
-def section_positions(
-    items: Sequence[MediaItem], merge: int, positions_a_second: int = 0
-) -> tuple[Positions, int]:
+def section_positions(items: Sequence[MediaItem], merge: int, positions_a_second: int = 0) -> tuple[Positions, int]:
     """Returns time, row and column of the tokens up to the last placeholder [3, end], and by how much the positions of
     text behind it differ from its index.
 
     Text has one number in all three. A run of placeholders begins where the text before it ends; its frames, rows and
-    columns count from there, and text goes on behind the largest position. Source: Qwen2-VL (arXiv 2409.12191), with the
-    frames of a video in runs of their own as in Qwen3-VL, or `positions_a_second` as in Qwen2.5-VL (arXiv 2502.13923).
+    columns count from there, and text goes on behind the largest position. Source: Qwen2-VL (arXiv 2409.12191), with
+    the frames of a video in runs of their own as in Qwen3-VL, or `positions_a_second` as in Qwen2.5-VL (2502.13923).
     """
     runs = sorted((start, end, item) for item in items for start, end in item.spans)
     parts: list[Positions] = []
@@ -102,9 +100,7 @@ class PromptMedia:
         """[3, end]; None where positions have no sections."""
         self.delta = 0
         if description.sections:
-            self.positions, self.delta = section_positions(
-                items, description.merge, description.positions_a_second
-            )
+            self.positions, self.delta = section_positions(items, description.merge, description.positions_a_second)
 
     def write_keys(self, keys: Keys) -> None:
         """Writes the keys of the placeholders over those of the tokens of the whole prompt."""

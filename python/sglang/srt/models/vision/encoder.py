@@ -93,9 +93,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
         return self.params[f"{name}.{leaf}"].tensor
 
-    def _attended(
-        self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor
-    ) -> torch.Tensor:
+    def _attended(self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         """qkv [P, 3 * hidden]. Otherwise as `_attend`."""
         q, k, v = qkv.view(-1, 3, self.tower.num_heads, self.tower.head_dim).unbind(1)
         return self._attend(turn(q), turn(k), v.contiguous(), starts)

@@ -26,7 +26,7 @@ _PREFIX = "model.visual."
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4vTower(Tower):
     """`intermediate_size`: of the merger; the layers' is `out_size`. `side`: learned positions a side, which are
-    interpolated to an image's. `norm_eps`: of the RMS norms. `qkv_bias`: whether queries, keys and values have a bias."""
+    interpolated to an image's. `norm_eps`: of the RMS norms. `qkv_bias`: whether queries, keys and values have one."""
 
     side: int
     norm_eps: float

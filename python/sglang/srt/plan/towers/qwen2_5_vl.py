@@ -49,7 +49,11 @@ def describe_qwen2_5_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen2_5VLT
     only(vision, "hidden_act", "silu")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_heads")
     whole_quarters(vision, hidden, heads)
-    layers, patch, merge = vision.positive("depth"), vision.positive("patch_size"), vision.positive("spatial_merge_size")
+    layers, patch, merge = (
+        vision.positive("depth"),
+        vision.positive("patch_size"),
+        vision.positive("spatial_merge_size"),
+    )
     full = tuple(vision.require("fullatt_block_indexes", list))
     if not all(isinstance(layer, int) and 0 <= layer < layers for layer in full):
         raise UserError(f"{vision.source}: fullatt_block_indexes {list(full)} must be layers of the {layers}.")

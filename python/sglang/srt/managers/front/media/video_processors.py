@@ -228,16 +228,28 @@ _CLIP = {
 }
 _OF_GLM = {**_PAIRS, **_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
 _OF_QWEN3 = {
-    **{"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "patch_size": 16, "min_frames": 4},
-    **{"min_pixels": 128 * 32 * 32, "max_pixels": 32 * 32 * 768},
+    "image_mean": (0.5,) * 3,
+    "image_std": (0.5,) * 3,
+    "patch_size": 16,
+    "min_frames": 4,
+    "min_pixels": 128 * 32 * 32,
+    "max_pixels": 32 * 32 * 768,
 }
 _OF_QWEN2_5 = {
-    **{"min_frames": 4, "min_pixels": 128 * 28 * 28, "max_pixels": 28 * 28 * 768},
+    "min_frames": 4,
+    "min_pixels": 128 * 28 * 28,
+    "max_pixels": 28 * 28 * 768,
     "max_pixels_of_all": int(0.9 * 128000 * 28 * 28),
 }
 _OF_GEMMA = {
-    **{"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3, "patch_size": 16, "max_soft_tokens": 70},
-    **{"pooling_kernel_size": 3, "num_frames": 32, "temporal_patch_size": 1, "max_frames": 768},
+    "image_mean": (0.0,) * 3,
+    "image_std": (1.0,) * 3,
+    "patch_size": 16,
+    "max_soft_tokens": 70,
+    "pooling_kernel_size": 3,
+    "num_frames": 32,
+    "temporal_patch_size": 1,
+    "max_frames": 768,
 }
 _GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>{}")
 _FORMS: Mapping[str, _Form] = {

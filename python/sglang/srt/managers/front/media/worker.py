@@ -119,9 +119,7 @@ class _Worker:
             )
         return self._containers.open_video(self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes))
 
-    def _features(
-        self, job: MediaJob, patches: Patches, num_runs: int = 1, frame_seconds: float = 0.0
-    ) -> Features:
+    def _features(self, job: MediaJob, patches: Patches, num_runs: int = 1, frame_seconds: float = 0.0) -> Features:
         pixels = np.ascontiguousarray(patches.pixels, np.float32)
         said = (job.kind, patches.grid, pixels.shape, frame_seconds)
         digest = hashlib.blake2b(repr(said).encode(), digest_size=32)
