@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from sglang.srt.model_loader.loader import load_tower
 from sglang.srt.models.vision import encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, cubic, parts_of_frames
+from sglang.srt.plan.memory import media_bytes
+from sglang.srt.plan.ranks import ONE_RANK
 from srt.managers.fake_runner import Collector, add, run_to_end
 
 from .media_harness import (
@@ -166,3 +169,12 @@ def test_the_weights_are_in_the_memory_plan(tmp_path: Path) -> None:
     size = sum(param.tensor.nbytes for param in tower.params.values())
     assert plan.memory.weights - alone.memory.weights == size > 0
     assert load_tower(alone) is None
+
+
+def test_images_that_attend_once_more_are_in_the_memory_plan(tmp_path: Path) -> None:
+    save_seeing("gemma4", tmp_path)
+    model = create_plan(args_of(tmp_path)).description
+    assert model.media is not None
+    causal = replace(model, media=replace(model.media, both_ways=False))
+    more, less = (media_bytes(described, "bfloat16", 100, ONE_RANK) for described in (model, causal))
+    assert more - less == 100 * (4 + 2) * (32 + 32) * 2, "queries, keys, values and outputs of 4 and 2 heads"
