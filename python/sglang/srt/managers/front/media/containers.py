@@ -52,7 +52,7 @@ class Container(Video):
                 " install 'sm120-sglang[video]'); or send its frames as data:video/jpeg;base64,FRAME,FRAME,..."
             )
         with _damage_is_named():
-            self._file = av.open(io.BytesIO(data), format=form, options=_OPTIONS)
+            self._file: Any = av.open(io.BytesIO(data), format=form, options=_OPTIONS)
             self._stream = _moving_picture(self._file)
             self._times, self._keys = _times(self._file, self._stream)
         check_size((self._stream.width, self._stream.height))
