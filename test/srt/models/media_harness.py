@@ -420,7 +420,7 @@ class ProjectingEncoder:
         self.weight = torch.randn(PATCH_VALUES, width, generator=torch.Generator().manual_seed(3)) * 0.1
 
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        rows = (pixels @ self.weight).unflatten(0, (-1, MERGE**2)).mean(1)
+        rows = (pixels @ self.weight[: pixels.shape[1]]).unflatten(0, (-1, MERGE**2)).mean(1)
         return list(rows.split([frames * height * width // MERGE**2 for frames, height, width in grids]))
 
 
