@@ -198,6 +198,7 @@ RECIPE_CONFIGS = {
     "Qwen3-30B-A3B": "Qwen3-30B-A3B",
     "MiniMax-M2.5 (FP8)": "minimax_m2",
     "MiniMax-M2.5-NVFP4": "MiniMax-M2.5-NVFP4",
+    "MiniMax-M3-NVFP4 (text)": "minimax_m3_nvfp4",
     "Gemma-4-31B-IT-NVFP4 (text)": "Gemma-4-31B-IT-NVFP4",
     "Gemma-4-26B-A4B-NVFP4 (text)": "Gemma-4-26B-A4B-NVFP4",
     "Nemotron-3-Nano-30B-A3B-NVFP4": "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",

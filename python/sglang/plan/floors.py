@@ -25,7 +25,7 @@ from sglang.tuning.cost_model import used_blocks
 from sglang.tuning.rates import rates_of
 
 CHOSEN_BY_INDEX = frozenset({"latent", "compressed"})
-"""Caches of which attention reads what an indexer chose, where there is one."""
+"""Caches of which attention reads what an indexer chose, where there is one; and those of keys and values in blocks."""
 HALF = ("wgmma bf16",)
 """Stands for products in 16 bits whose kernel is not recorded: at the full rate of every GPU."""
 LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9}
@@ -163,7 +163,7 @@ class StepFloors:
         reach, rate = float(length), float(cache.entries_per_token)
         if isinstance(cache.lifetime, Window):
             reach = cache.lifetime.tokens
-        elif self._index_top_k and cache.name in CHOSEN_BY_INDEX:
+        elif self._index_top_k and (cache.name in CHOSEN_BY_INDEX or (cache.name == "kv" and cache.neighbours > 1)):
             reach = self._index_top_k / rate
         return count(length, min(reach, length), rate)
 

@@ -13,6 +13,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
@@ -214,7 +215,10 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
         if mixer.output_gate:
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
-        yield _attention(step, heads, kv, dims, item, mixer.window)
+        if mixer.indexer is not None and step.context > mixer.top_k:
+            yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
+        else:
+            yield _attention(step, heads, kv, dims, item, mixer.window)
     elif isinstance(mixer, MLA):
         yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item)
     elif isinstance(mixer, GatedDelta):
@@ -246,6 +250,19 @@ def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
     return "extend_attention" + name, ExtendAttention(
         Prompt(step.batch, step.new, heads, kv, *dims, prefix, window, item)
     )
+
+
+def _blocks(
+    indexer: BlockIndexer, step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
+) -> Iterator[tuple[str, Op]]:
+    """The indexer's scores, of requests that decode by the bytes of their keys and of prompts as one product in 16
+    bits; attention as in a window of as many tokens as are chosen."""
+    dim, context = indexer.head_dim, _mean_context(step)
+    if step.decodes:
+        yield "block_indexer", Elementwise("block_indexer", 2.0 * dim * step.batch * context, 2)
+    else:
+        yield "block_indexer", Linear(step.tokens * kv, context, dim)
+    yield "block_attention", _attention(step, heads, kv, dims, item, indexer.top_k)[1]
 
 
 def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:

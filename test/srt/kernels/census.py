@@ -25,6 +25,8 @@ from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops import latent_prompt
+from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
+from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
@@ -64,6 +66,7 @@ from sglang.srt.layers.triton_ops import (
     whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, HyperConnections, LayerSpec, Matrix
@@ -213,9 +216,41 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     if mixer.qk_norm == "whole":
         _whole_norm(shape)
     _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, latent=False)
+    if mixer.indexer is not None:
+        _block_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
     if mixer.output_gate:
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+
+
+def _block_sparse(shape: AttentionShape, indexer: BlockIndexer, rot: int, arch: ArchTraits) -> None:
+    """Index keys and their queries, scores and choices of blocks, and attention to them, of one token and of many."""
+    heads, dim, block, chosen = shape.num_kv_heads, indexer.head_dim, indexer.block, indexer.top_blocks
+    keys, weight = empty(SLOTS, 1, dim), empty(dim, dtype=torch.float32)
+    table = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+    for tokens, run in itertools.product((1, 100, 300), (1, 2, 8, 1000)):
+        positions = empty(tokens, dtype=torch.int64)
+        q, _, _ = rope_store.qk_norm_rope_store(
+            empty(tokens, (heads + 1) * dim), positions, empty(CONTEXT, rot, dtype=torch.float32), weight, weight, 1e-6,
+            heads, 1, dim, keys, None, positions,
+        )  # fmt: skip
+        rows = EntryRows(table, positions, empty(tokens, dtype=torch.int32), CONTEXT, run=run)
+        blocks = rows.blocks(block, heads)
+        scores = empty(tokens, heads, -(-blocks.max_count // 16) * 16, dtype=torch.float32)
+        for tile in attention_tiles("block_indexer", dim, dim, "bfloat16", arch.features):
+            block_scores(q, keys, rows, block, chosen, indexer.local_blocks, scores, tile=tile, num_sms=arch.num_sms)
+        selection = Selection(empty(tokens * heads, chosen, dtype=torch.int32), blocks.counts)
+        select_entries(scores.flatten(0, 1), blocks, chosen, selection.slots, selection.counts)
+        for dtype in CACHES:
+            k, v = (empty(SLOTS, heads, shape.head_dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
+            queries = empty(tokens, shape.num_heads, shape.head_dim)
+            for tile, sms in itertools.product(
+                attention_tiles("block_attention", shape.head_dim, shape.v_head_dim, dtype, arch.features), (1, 188)
+            ):
+                block_attention_fwd(
+                    queries, k, v, selection, rows.counts, block, empty(*queries.shape), scale=0.1, tile=tile,
+                    num_sms=sms,
+                )  # fmt: skip
 
 
 def _whole_norm(shape: AttentionShape) -> None:

@@ -152,7 +152,7 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
             constants = {"HEADS": heads, "DIM": INDEX_DIM, "ROWS": rows, "QUANTIZED": kv_dtype == "fp8_e4m3"}
             name = "plain" if heads == INDEX_HEADS[0] else f"{heads} heads"
             key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"
-            yield _of_tile("sparse_indexer", key, kernel, types, constants, tile, ("stride_keys",), ("stride_scales",))
+            yield of_tile("sparse_indexer", key, kernel, types, constants, tile, ("stride_keys",), ("stride_scales",))
 
 
 def _choices() -> Iterator[Variant]:
@@ -191,7 +191,7 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
             constants |= {"RANK": head_dims[1], "ROPE": rope, "HAS_MORE": rope == 0}
             divisible = (*_LATENTS, "stride_cs", "stride_more_cs")
         key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/plain"
-        yield _of_tile("sparse_attention", key, kernel, types, constants, tile, divisible)
+        yield of_tile("sparse_attention", key, kernel, types, constants, tile, divisible)
 
 
 def _merges() -> Iterator[Variant]:
@@ -204,7 +204,7 @@ def _merges() -> Iterator[Variant]:
         yield describe("sparse_attention", key, merge_shares_kernel, types, constants, launch, strides)
 
 
-def _of_tile(
+def of_tile(
     op: str,
     key: str,
     kernel: Any,

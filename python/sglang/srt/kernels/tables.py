@@ -16,6 +16,7 @@ from sglang.srt.kernels.tiles import MLA_LATENT
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_NATIVE_BLOCKS = "sglang.srt.layers.native_block_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
@@ -448,6 +449,31 @@ SPARSE_ATTENTION = (
     KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
     KernelSpec("trtllm", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
 )
+BLOCK_INDEXER = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_sparse:TritonBlockIndexer",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_scores",
+        refuse=all_of(_HALF, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_indexer", graph_safe=False),
+)
+BLOCK_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_sparse:TritonBlockAttention",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_attention",
+        refuse=all_of(_HALF, no_e4m3_conversion, only_equal_head_dims, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_attention", graph_safe=False),
+    KernelSpec("flashinfer_msa", requires=CP_ASYNC, not_here=NOT_YET),
+)
 FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
 """The limit of sgl-kernel's all-reduce; a test holds it to the library's number."""
@@ -586,6 +612,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
     "sparse_attention": SPARSE_ATTENTION,
+    "block_indexer": BLOCK_INDEXER,
+    "block_attention": BLOCK_ATTENTION,
     "all_reduce": ALL_REDUCE,
 }
 

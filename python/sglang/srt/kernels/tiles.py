@@ -173,6 +173,13 @@ ROWS: tuple[TileRow, ...] = (
         (_scores(128, 128, 4, 2, 2), _scores(64, 128, 4, 2, 2)), {"wgmma": (_scores(128, 128, 4, 4, 2),)},
     ),
     TileRow("sparse_indexer", ((128, 128),), _HALF, (_scores(128, 64, 4, 2, 2), _scores(64, 64, 4, 2, 2))),
+    TileRow("block_indexer", ((128, 128),), _HALF, (_scores(64, 64, 4, 2, 2), _scores(32, 64, 4, 2, 2))),
+    # Sizes are predictions: shared memory and registers are on record, times are not measured.
+    TileRow("block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 3, 2))),
+    TileRow(
+        "block_attention", ((128, 128),), _FP8,
+        (_gather(16, 64, 4, 3, 2), _gather(16, 32, 4, 3, 3)), {"wgmma": (_gather(16, 32, 4, 3, 3),)},
+    ),
     # Keys and values that are made of latents: always 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,

@@ -212,6 +212,43 @@ class SparseAttentionFactory(Protocol):
     def __call__(self, plan: Plan) -> SparseAttentionOp: ...
 
 
+class BlockIndexerOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        rows: EntryRows,
+        blocks: EntryRows,
+        top_blocks: int,
+        local_blocks: int,
+    ) -> Selection: ...
+
+
+class BlockIndexerFactory(Protocol):
+    def __call__(self, plan: Plan) -> BlockIndexerOp: ...
+
+
+class BlockAttentionOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        selection: Selection,
+        lens: torch.Tensor,
+        block: int,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None: ...
+
+
+class BlockAttentionFactory(Protocol):
+    def __call__(self, plan: Plan) -> BlockAttentionOp: ...
+
+
 class SharedKVStoreOp(Protocol):
     def __call__(
         self,
@@ -261,7 +298,7 @@ class QKNormRopeStoreOp(Protocol):
         num_kv_heads: int,
         head_dim: int,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         out_cache_loc: torch.Tensor,
         k_scale: float = 1.0,
         v_scale: float = 1.0,

@@ -54,8 +54,8 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
     """Returns the bytes of the indexer's scores, of the entries that it keeps of long rows (at most a quarter as many,
     as `select_entries.launch_for` chooses), and of the partial results, in fp32, of programs that share a token's
     selected entries; graphs have their own."""
-    indexer, attention = choices.get("sparse_indexer"), choices.get("sparse_attention")
-    if indexer is None or attention is None:
+    attention = choices.get("block_attention") or choices.get("sparse_attention")
+    if attention is None or not {"sparse_indexer", "block_indexer"} & choices.keys():
         return 0
     total = min(INDEX_LOGIT_BYTES, sizes.index_logits) * 5 // 4
     if attention.tile is not None:

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +29,11 @@ class CacheGroup:
     lifetime: Lifetime
     entries_per_token: Fraction
     members: tuple[CacheOfLayer, ...]
+
+    @property
+    def page_multiple(self) -> int:
+        """Fewest tokens of a page that holds whole entries, and the entries of all tokens that are kept together."""
+        return math.lcm(self.entries_per_token.denominator, *(member.cache.neighbours for member in self.members))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.config_blocks import BLOCK_SPARSE, block_indexer, block_sparse_layers
+from sglang.srt.plan.config_blocks import SPELLINGS as BLOCK_KINDS
 from sglang.srt.plan.config_sharing import (
     Override,
     layer_overrides,
@@ -117,11 +119,12 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
-    kinds = _layer_types(keys, family, num_layers)
+    kinds = [BLOCK_KINDS.get(kind, kind) for kind in _layer_types(keys, family, num_layers)]
     makers: dict[str, Callable[[ConfigReader], Mixer]] = {
         "full_attention": lambda reader: _grouped(reader, family, 0, rotation),
         "sliding_attention": lambda reader: _grouped(reader, family, reader.positive("sliding_window"), rotation),
         "linear_attention": lambda reader: _gated_delta(reader, family),
+        BLOCK_SPARSE: lambda reader: _block_sparse(reader, family, rotation),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
     if unknown:
@@ -135,6 +138,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
 
 
 def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    blocks = block_sparse_layers(keys, num_layers)
+    if blocks is not None:
+        return blocks
     listed = keys.values.get("hybrid_layer_pattern")
     if keys.values.get("layer_types") is None and listed is not None:
         windowed = _flags_by_layer(keys, "hybrid_layer_pattern", num_layers)
@@ -238,6 +244,11 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         value_norm=family.value_norm,
         values_from_keys=values_from_keys,
     )
+
+
+def _block_sparse(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA:
+    mixer = _grouped(keys, family, 0, rotation)
+    return replace(mixer, indexer=block_indexer(keys, mixer.num_kv_heads, rotation.unsupported))
 
 
 def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
@@ -416,7 +427,8 @@ def _activation(keys: ConfigReader, family: Family) -> Activation:
     name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
     function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
     limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
-    return replace(family.activation, function=function, limit=limit or None)
+    alpha = keys.default("swiglu_alpha", float, family.activation.alpha)
+    return replace(family.activation, function=function, alpha=alpha, limit=limit or None)
 
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
@@ -461,6 +473,8 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
 def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
     if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
         return Shared(keys.count("moe_shared_expert_intermediate_size"))
+    if keys.count("shared_intermediate_size"):
+        return Shared((keys.count("n_shared_experts") or 1) * keys.count("shared_intermediate_size"))
     gated = keys.count("shared_expert_intermediate_size")
     if gated:
         return Shared(gated, gated=True)

@@ -62,13 +62,15 @@ class CacheTensor:
 class CacheSpec:
     """One cache of one layer, on one rank; its name is unique in the layer.
 
-    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request.
+    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request. `neighbours`: so
+    many tokens, from a multiple of their number on, have entries that follow one another.
     """
 
     name: str  # "kv", "latent", "index", "compressed", "state"
     tensors: tuple[CacheTensor, ...]
     entries_per_token: Fraction = Fraction(1)
     lifetime: Lifetime = FULL
+    neighbours: int = 1
 
     @property
     def entry_bytes(self) -> int:

@@ -205,7 +205,7 @@ def describe_as(
         num_layers = len(block_kinds(keys.values, source))
         keys = ConfigReader({**keys.values, "num_hidden_layers": num_layers}, source)
     for key, what in UNREAD_LAYERS.items():
-        if keys.values.get(key) is not None and not family.one_block_layers:
+        if keys.values.get(key) is not None and not family.one_block_layers and key not in family.computed:
             raise UserError(f"{source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
     unsupported = list(_unsupported(keys, family, architecture))
     hidden_size, vocab_size = keys.positive("hidden_size"), keys.positive("vocab_size")

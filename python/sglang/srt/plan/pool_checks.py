@@ -17,8 +17,8 @@ from sglang.srt.server_args import ServerArgs
 
 
 def tokens_of_entries(model: ModelDescription, serving: Serving) -> int:
-    """Returns the fewest tokens of a page that holds whole entries of every cache."""
-    return math.lcm(*(group.entries_per_token.denominator for group in cache_groups(model, serving)))
+    """Returns the fewest tokens of a page that holds whole entries, and whole blocks, of every cache."""
+    return math.lcm(*(group.page_multiple for group in cache_groups(model, serving)))
 
 
 def with_pages(args: ServerArgs, model: ModelDescription, serving: Serving) -> Serving:
@@ -29,7 +29,7 @@ def with_pages(args: ServerArgs, model: ModelDescription, serving: Serving) -> S
         return replace(serving, page_size=whole)
     if serving.page_size % whole:
         raise UserError(
-            f"{model.architecture} caches one entry for up to {whole} tokens, and a page holds whole entries:"
+            f"{model.architecture} caches or reads up to {whole} tokens as one, and a page holds these together:"
             f" --page-size {serving.page_size} must be a multiple of {whole}."
         )
     return serving
