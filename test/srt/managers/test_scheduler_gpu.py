@@ -59,7 +59,7 @@ def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
         pytest.skip("FlashInfer is not installed")
     options, factor = VARIANTS[variant]
     if name in ("minimax_m3_wide", "qwen4_exp_wide") and variant in ("flashinfer", "retraction", "pages"):
-        pytest.skip("one backend attends to blocks, whose size pages have; their requests  never run short of slots")
+        pytest.skip("one backend attends to blocks, whose size pages have; their requests never run short of slots")
     if name == "deepseek_v4_wide":
         if variant in ("flashinfer", "retraction"):
             pytest.skip("one backend computes its attention, and its requests never run short of slots here")
