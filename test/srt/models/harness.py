@@ -19,7 +19,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.bands import Bands
-from sglang.srt.layers import hyper_native, native_block_ops, native_ops, native_sparse_ops
+from sglang.srt.layers import hyper_native, native_block_groups, native_ops, native_sparse_ops
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.compressed import native as compressed_ops
@@ -134,7 +134,7 @@ GEMMA4 = {
 }
 GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-NATIVE_OPS = (native_ops, recurrent_ops, native_sparse_ops, native_block_ops, compressed_ops, hyper_native)
+NATIVE_OPS = (native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native)
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
     "gated_delta_rule": "RECURRENCE",
