@@ -193,6 +193,7 @@ RECIPE_CONFIGS = {
     "Qwen3.5-35B-A3B": "qwen35",
     "Qwen3.5-122B-A10B-NVFP4": "Qwen3.5-122B-A10B-NVFP4",
     "Qwen3.5-397B-A17B-NVFP4": "Qwen3.5-397B-A17B-NVFP4",
+    "Qwen3.8-Flash-Next-NVFP4 (text)": "qwen38_flash_next_nvfp4",
     "Qwen3-0.6B": "Qwen3-0.6B",
     "Qwen3-8B": "Qwen3-8B",
     "Qwen3-30B-A3B": "Qwen3-30B-A3B",

@@ -29,6 +29,7 @@ VARIANT_MODULES = (
     "sglang.ledger.variants.sparse",
     "sglang.ledger.variants.block_sparse",
     "sglang.ledger.variants.compressed",
+    "sglang.ledger.variants.streams",
 )
 
 

@@ -38,9 +38,11 @@ MODELS = {
     "qwen3": 1,
     "qwen3_moe": 1,
     "qwen35": 1,
+    "qwen38_flash_next_nvfp4": 2,
 }
 """Configs as published, and the ranks over which they are divided. GLM-4.7's has what its model card says; Kimi K2
-Thinking's is K2's with the quantization of K2.5's NVFP4 checkpoint."""
+Thinking's is K2's with the quantization of K2.5's NVFP4 checkpoint, and Qwen3.8-Flash-Next's is what descriptions of it
+say."""
 LATENT = ("deepseek_v3", "deepseek_v31_nvfp4", "kimi_k25", "kimi_k25_nvfp4", "kimi_k26_nvfp4", "kimi_k2_thinking")
 GOLDEN = [
     *((name, arch) for name in MODELS for arch in ("sm_120", "sm_121")),
@@ -203,6 +205,7 @@ MISSING = {
     "deepseek_v4": set(),
     "deepseek_v32": set(),
     "qwen35": set(),
+    "qwen38_flash_next_nvfp4": set(),
     "minimax_m2": set(),
     "minimax_m3_nvfp4": set(),
     "glm47": set(),

@@ -19,11 +19,19 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.bands import Bands
-from sglang.srt.layers import hyper_native, native_block_groups, native_ops, native_sparse_ops
+from sglang.srt.layers import (
+    hyper_native,
+    native_block_groups,
+    native_ops,
+    native_pooled_blocks,
+    native_sparse_ops,
+    native_streams,
+)
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.ngrams import native as ngram_ops
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
@@ -134,13 +142,18 @@ GEMMA4 = {
 }
 GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-NATIVE_OPS = (native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native)
+NATIVE_OPS = (
+    *(native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native),
+    *(native_streams, ngram_ops, native_pooled_blocks),
+)
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
     "gated_delta_rule": "RECURRENCE",
     "state_space_duality": "RECURRENCE",
     "kv_compressor": "KV_COMPRESSOR",
     "clamped_swiglu": "gated",
+    "gated_streams": "GATED_STREAMS",
+    "ngram_embedding": "NGRAM_EMBEDDING",
 }
 """What an op of several functions is called among the torch kernels."""
 HYBRID = {
@@ -227,9 +240,45 @@ NEMOTRON_WIDE = {
     "moe_shared_expert_intermediate_size": 256,
     "intermediate_size": 256,
 }
+POOLED = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "layer_types": ["linear_attention", "linear_attention", "qwen_sparse_attention", "qwen_sparse_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "hc_count": 3,
+    "hc_lowrank": 12,
+    "indexer_n_heads": 16,  # as many as leave no scores equal at zero
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 48,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 90,
+    "make_ngram_vocab_size_divisible_by": 32,
+    "split_ngram_parts": 4,
+    "eos_token_id": 7,
+}
+"""Qwen3.8-Flash-Next: four of the blocks of 4 tokens are selected."""
 ZERO_CENTRED = frozenset(
     {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_wide", "qwen3_5_moe"}
-    | {"qwen3_5_moe_wide", "minimax_m3", "minimax_m3_wide"}
+    | {"qwen3_5_moe_wide", "minimax_m3", "minimax_m3_wide", "qwen4_exp", "qwen4_exp_small", "qwen4_exp_wide"}
 )
 BLOCKS = {
     "intermediate_size": 32,
@@ -465,6 +514,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         COMPRESSED
         | {"num_hidden_layers": 3, "compress_ratios": [4, 128, 0], "num_hash_layers": 1, "compress_rate_hca": 8}
         | {"hc_mult": 2, "hc_sinkhorn_iters": 2},
+    ),
+    "qwen4_exp": ("Qwen4ExpTextConfig", POOLED),
+    "qwen4_exp_small": (
+        "Qwen4ExpTextConfig",
+        POOLED
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "qwen_sparse_attention"], "ple_layer_ids": [1]}
+        | {"indexer_budget": 8, "hc_count": 2, "ngram_size": 2, "ple_conv_kernel_size": 3, "output_gate_type": "silu"},
+    ),
+    "qwen4_exp_wide": (
+        "Qwen4ExpTextConfig",
+        POOLED
+        | {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 3, "hc_count": 4}
+        | {"layer_types": ["linear_attention", "linear_attention", "qwen_sparse_attention"], "hc_lowrank": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "indexer_head_dim": 128, "ple_embed_dim": 128, "heads_per_ngram": 8}
+        | {"rope_parameters": POOLED["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
     ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }

@@ -17,6 +17,7 @@ from sglang.srt.configs.activation import Activation
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.kernels.bands import Bands
+    from sglang.srt.layers.attention.block_selection import BlockSelection
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.attention.selection import EntryRows, Selection
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
@@ -98,7 +99,13 @@ class QuantizedLinearOp(Protocol):
 
 class GatedRMSNormOp(Protocol):
     def __call__(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool = False
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        gate_first: bool = False,
+        sigmoid: bool = False,
     ) -> torch.Tensor: ...
 
 
@@ -210,6 +217,23 @@ class SparseAttentionOp(Protocol):
 
 class SparseAttentionFactory(Protocol):
     def __call__(self, plan: Plan) -> SparseAttentionOp: ...
+
+
+class SelectedBlockOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        selection: BlockSelection,
+        out: torch.Tensor,
+        *,
+        scale: float,
+    ) -> None: ...
+
+
+class SelectedBlockFactory(Protocol):
+    def __call__(self, plan: Plan) -> SelectedBlockOp: ...
 
 
 class BlockIndexerOp(Protocol):
@@ -412,6 +436,7 @@ OPS: Mapping[str, type] = {
     "sparse_attention": SparseAttentionFactory,
     "block_indexer": BlockIndexerFactory,
     "block_attention": BlockAttentionFactory,
+    "selected_block_attention": SelectedBlockFactory,
     "shared_kv_norm_rope_store": SharedKVStoreOp,
     "tail_rotation": TailRotationOp,
     "hyper_connection": HyperConnectionOp,

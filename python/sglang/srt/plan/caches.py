@@ -85,7 +85,7 @@ class CacheGroup:
 
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
     """Groups the caches of the model's layers, in the order in which layers need them."""
-    return group_caches(layer.mixer.caches(serving) for layer in model.layers)
+    return group_caches(layer.caches(serving) for layer in model.layers)
 
 
 def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:

@@ -8,6 +8,8 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.block_selection import BlockIndexer
+from sglang.srt.plan.mixers import GQA, Indexer
+from sglang.srt.plan.pooled_sparse import PooledSparse
 
 BLOCK_SPARSE = "block_sparse_attention"
 """Kind of layers with attention to blocks, as layer_types say it here."""
@@ -76,3 +78,23 @@ def _flags(values: Mapping[str, Any], key: str, count: int | None, source: str) 
     if count is not None and len(flags) < count:
         raise UserError(f"{source}: {key!r} has {len(flags)} entries for {count} layers.")
     return flags[:count]
+
+
+POOLED_SPELLINGS: Mapping[str, str] = {"qwen_sparse_attention": "full_attention", "indexed_attention": "full_attention"}
+"""Names in `layer_types` of attention whose blocks an indexer selects by pooled keys, in configs that transformers
+wrote; published ones say "full_attention"."""
+
+
+def pooled_sparse(keys: ConfigReader, heads: GQA) -> PooledSparse:
+    """Returns attention of these heads to the blocks that the indexer of the keys selects. Raises UserError."""
+    block, budget = keys.positive("indexer_compress_ratio"), keys.positive("indexer_budget")
+    if budget % block:
+        raise UserError(
+            f"{keys.source}: 'indexer_budget' {budget} is not a multiple of 'indexer_compress_ratio' {block}."
+        )
+    indexer = Indexer(keys.positive("indexer_n_heads"), keys.positive("indexer_head_dim"), budget // block)
+    if heads.rotary_dim > indexer.head_dim:
+        raise UserError(
+            f"{keys.source}: 'indexer_head_dim' {indexer.head_dim} is less than the {heads.rotary_dim} rotary dims."
+        )
+    return PooledSparse(heads, indexer, block)
