@@ -264,7 +264,8 @@ def _blocks(
     indexer: BlockIndexer, step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
 ) -> Iterator[tuple[str, Op]]:
     """The indexer's scores, of requests that decode by the bytes of their keys and of prompts as one product in 16
-    bits; attention as in a window of as many tokens as are chosen."""
+    bits; attention as in a window of as many tokens as are chosen. Of prompts that is too little: neighbours of a
+    window share what they read, and blocks are read for each token, if from the L2 cache."""
     dim, context = indexer.head_dim, _mean_context(step)
     if step.decodes:
         yield "block_indexer", Elementwise("block_indexer", 2.0 * dim * step.batch * context, 2)

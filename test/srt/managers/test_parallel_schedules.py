@@ -36,18 +36,19 @@ TINY_MODELS = {
     "experts": ("qwen3_moe", {}),
     "experts of 8 heads": ("qwen3_moe", THIRDS),
     "latent": ("deepseek_v3", {}),
+    "blocks": ("minimax_m3", {}),
     "tied": ("qwen3_tied_bias", {"num_hidden_layers": 5}),
     "windows": ("qwen3_windows", {}),
     "states": ("qwen3_next", {"tie_word_embeddings": True}),
 }
 LAYOUTS = {
-    "TP2": (RankLayout(2), ("dense", "experts", "latent", "embedded")),
+    "TP2": (RankLayout(2), ("dense", "experts", "latent", "blocks", "embedded")),
     "TP3": (RankLayout(3), ("dense", "experts of 8 heads", "embedded")),
     "TP4": (RankLayout(4), ("dense", "latent", "embedded")),
     "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
     "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
     "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "embedded")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks")),
     "PP3": (RankLayout(pp_size=3), ("tied", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
@@ -198,7 +199,7 @@ def test_ranks_give_the_tokens_of_one_process(
 GUESSING = {
     "one rank": (ONE_RANK, ("dense", "latent", "windows", "states")),
     "TP2": (RankLayout(2), ("dense", "states")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "windows", "states")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
 THOROUGH_GUESSES = {"one rank", "TP2 x PP2"}

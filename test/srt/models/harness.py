@@ -21,7 +21,7 @@ from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.bands import Bands
 from sglang.srt.layers import (
     hyper_native,
-    native_block_ops,
+    native_block_groups,
     native_ops,
     native_pooled_blocks,
     native_sparse_ops,
@@ -161,7 +161,7 @@ GEMMA4 = {
 GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 NATIVE_OPS = (
-    *(native_ops, recurrent_ops, native_sparse_ops, native_block_ops, compressed_ops, hyper_native),
+    *(native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native),
     *(native_streams, ngram_ops, native_pooled_blocks),
 )
 SEVERAL_FUNCTIONS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.pool_checks import with_pages
+from sglang.srt.server_args import ServerArgs
 
 from .harness import NativePlan, TinyRunner, blocks_of, hf_logits, plan_for, random_tokens, save_tiny
 from .quantized_checkpoints import FORMS, PROJECTIONS, Tensors, Write, nvfp4_compressed, nvfp4_modelopt, plain
@@ -134,6 +137,16 @@ def test_a_token_takes_137_472_bytes_and_a_page_is_a_block() -> None:
     assert shared.bytes_per_token == 60 * 2 * 256 + 57 * 256, "a KV head on two ranks, the index key on all"
     indexers = [layer.mixer.indexer for layer in model.layers if isinstance(layer.mixer, GQA)]
     assert indexers == [None] * 3 + [BlockIndexer(128, 128, 16)] * 57
+
+
+def test_pages_hold_whole_blocks() -> None:
+    model, serving = describe_model(published(), None), Serving("bfloat16", "bfloat16")
+    args = ServerArgs(model_path="m")
+    assert with_pages(args, model, serving).page_size == 128
+    sized = replace(serving, page_size=256)
+    assert with_pages(replace(args, page_size=256), model, sized) == sized
+    with pytest.raises(UserError, match="--page-size 64 must be a multiple of 128"):
+        with_pages(replace(args, page_size=64), model, replace(serving, page_size=64))
 
 
 def test_attention_without_blocks_is_described_too() -> None:

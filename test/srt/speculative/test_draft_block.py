@@ -28,6 +28,7 @@ from srt.models.test_eagle3_drafts import save
 
 TARGETS = (
     "llama", "qwen3_windows", "mistral_windows", "gemma3", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt_oss",
+    "minimax_m3",
 )  # fmt: skip
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
 

@@ -33,9 +33,12 @@ from srt.models.harness import VOCAB, save_tiny
 NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
 MODELS = (
     "qwen3", "qwen3_moe", "qwen3_windows", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
-    "qwen3_next", "nemotron_h",
+    "qwen3_next", "nemotron_h", "minimax_m3",
 )  # fmt: skip
-"""Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, and states."""
+"""Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, and
+blocks."""
+PAGES = {"deepseek_v4": 16, "minimax_m3": 4}
+"""Sizes of pages that hold what these models cache or read as one."""
 LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
 
 
@@ -180,7 +183,7 @@ def play(scheduler: Scheduler) -> Outcome:
 
 def server_args(folder: Path, options: dict[str, Any]) -> ServerArgs:
     drafts = {"speculative_num_draft_tokens": 4} if "speculative_algorithm" in options else {}
-    page = 16 if "deepseek_v4" in folder.name else 1
+    page = next((tokens for name, tokens in PAGES.items() if name in folder.name), 1)
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=112,
         page_size=page, max_running_requests=4, chunked_prefill_size=16, schedule_conservativeness=0.01, random_seed=3,

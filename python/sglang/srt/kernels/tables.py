@@ -16,7 +16,7 @@ from sglang.srt.kernels.tiles import MLA_LATENT
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
-_NATIVE_BLOCKS = "sglang.srt.layers.native_block_ops"
+_NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
@@ -465,7 +465,7 @@ SELECTED_BLOCK_ATTENTION = (
 BLOCK_INDEXER = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.block_sparse:TritonBlockIndexer",
+        f"{_ATTENTION}.block_groups:TritonBlockIndexer",
         CP_ASYNC,
         "triton",
         tiled=True,
@@ -477,7 +477,7 @@ BLOCK_INDEXER = (
 BLOCK_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.block_sparse:TritonBlockAttention",
+        f"{_ATTENTION}.block_groups:TritonBlockAttention",
         CP_ASYNC,
         "triton",
         tiled=True,

@@ -439,6 +439,8 @@ OPS: Mapping[str, type] = {
     "index_queries": IndexQueriesOp,
     "sparse_indexer": SparseIndexerFactory,
     "sparse_attention": SparseAttentionFactory,
+    "block_indexer": BlockIndexerFactory,
+    "block_attention": BlockAttentionFactory,
     "selected_block_attention": SelectedBlockFactory,
     "shared_kv_norm_rope_store": SharedKVStoreOp,
     "tail_rotation": TailRotationOp,

@@ -6,7 +6,7 @@ a block says where its keys and values lie. Blocks are in ascending order: of th
 query's are seen, so what a token sees is a run of places in its selection. Float8 keys and values are converted to the
 queries' type; their scales are multiplied to scores and results.
 
-Reference: `native_block_ops.attend_blocks`.
+Reference: `native_block_groups.attend_blocks`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def block_attention_fwd(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """`native_block_ops.attend_blocks` for q and out [T, Hq, D] in bf16 or fp16, caches [S, Hkv, D] of that type or
+    """`native_block_groups.attend_blocks` for q and out [T, Hq, D] in bf16 or fp16, caches [S, Hkv, D] of that type or
     float8, `block` a power of two. `num_sms`: of the GPU."""
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:

@@ -4,7 +4,7 @@ A program computes ROWS neighbouring tokens, all heads of them as the columns of
 block; the grid depends on shapes only. Keys are the rows, so that the maximum over a block is one reduction of the
 product. The tokens of a block have slots that follow one another, so one look into the row table finds them all. Where
 the tokens belong to several requests, a program goes through those one after the other. Tokens that see no more blocks
-than are chosen need no scores, and get none. Reference: `native_block_ops.block_scores`.
+than are chosen need no scores, and get none. Reference: `native_block_groups.block_scores`.
 """
 
 from __future__ import annotations
