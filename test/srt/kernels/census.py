@@ -480,6 +480,7 @@ def _gated_streams(streams: int, rank: int, hidden: int) -> None:
         for width in (rank + streams, rank):
             gated_streams.bend(empty(tokens, width), rank, streams)
         gated_streams.mix_streams(empty(tokens, streams * hidden), x)
+        norm.rmsnorm(empty(tokens, streams * hidden), empty(streams * hidden, dtype=torch.float32), 1e-6)  # of a draft
 
 
 def _ngrams(spec: NgramEmbedding, tp_size: int) -> None:

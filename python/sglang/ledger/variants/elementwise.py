@@ -51,6 +51,8 @@ OPS = (
 CLAMPED = Activation(limit=10.0)
 """DeepSeek-V4's shared expert has it alone: experts have activations inside. GPT-OSS's is that of MiniMax-M3's dense
 layers."""
+FP32_NORM_SIZES = (128, 10240)
+"""Heads of Qwen3.8's indexer, and all streams of a token before its draft, whose weights are in fp32."""
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
 FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128), (128, 64))
 """The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3, MiniMax-M3, Step)."""
@@ -166,7 +168,11 @@ def _norms(op: str) -> Iterator[Variant]:
         types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "row_stride": "i32", "residual_stride": "i32"}
         strides = ("row_stride", "residual_stride")
     launches = {launch["BLOCK"]: launch for launch in map(norm.row_launch, HIDDEN_SIZES)}
+    others = {launch["BLOCK"]: launch for launch in map(norm.row_launch, FP32_NORM_SIZES if op == "rmsnorm" else ())}
     types |= {"size": "i32", "eps": "fp32"}
+    for block, launch in others.items():
+        if block not in launches:
+            yield describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))
     for block, launch in launches.items():
         yield describe(op, f"{block}", fn, types, {}, launch, (*strides, "size"))
         form = describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))

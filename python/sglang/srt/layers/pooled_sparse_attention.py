@@ -48,13 +48,13 @@ class PooledSparseAttention(GQAttention):
         super().__init__(scope, spec.heads, site)
         self.row_format = None  # the indexer's product takes 16 bits
         self.scale = spec.heads.softmax_scale
-        self.indexer = PooledIndexer(scope, spec, site)
+        self.pooled_indexer = PooledIndexer(scope, spec, site)
         attend: SelectedBlockFactory = scope.plan.entry("selected_block_attention")
         self.attend: SelectedBlockOp = attend(scope.plan)
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         q, _, _, gates = self._stored(x, batch)
-        selection = self.indexer(values_of(x), batch)
+        selection = self.pooled_indexer(values_of(x), batch)
         out = torch.empty_like(q)
         self.attend(q, self.cache.k, self.cache.v, selection, out, scale=self.scale)
         out = out.flatten(1)
