@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.models.guess_heads import GuessHead, build_guess_head
 from sglang.srt.plan.drafts.description import Block
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from sglang.srt.models.draft_parts import DraftParts, Loadable
 
 
-class DFlashDraft:
-    """A draft of DFlash; see `plan.drafts.description.Block`. Implements DraftModel: its rows are those of blocks, [R *
-    B], and it has keys and values of the target's tokens once these were kept."""
+class BlockDraft:
+    """A draft of DFlash or DSpark; see `plan.drafts.description.Block`. Implements DraftModel: its rows are those of
+    blocks, [R * B], and it has keys and values of the target's tokens once these were kept."""
 
     shifted = False
 
@@ -28,6 +29,7 @@ class DFlashDraft:
         self.hidden_norm = parts.norm("hidden_norm")
         self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
         self.norm = parts.norm("norm")
+        self.head: GuessHead | None = build_guess_head(parts, form)
 
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()

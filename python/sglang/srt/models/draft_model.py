@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.residual import FFN, SumStream
-from sglang.srt.models.block_draft import DFlashDraft
+from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.models.frozen_draft import FrozenDraft
@@ -199,7 +199,7 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel:
     if isinstance(form, Projected):
         return ProjectedDraft(DraftParts(plan, target), form)
     if isinstance(form, Block):
-        return DFlashDraft(DraftParts(plan, target), form)
+        return BlockDraft(DraftParts(plan, target), form)
     if isinstance(form, Frozen):
         return FrozenDraft(DraftParts(plan, target), form)
     return StandaloneDraft(plan, target)

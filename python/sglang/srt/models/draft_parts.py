@@ -111,14 +111,14 @@ class DraftParts:
         return is_redundant(self.model.quantization, name)
 
     def projection(
-        self, in_features: int, bias: bool = False, name: str = "fc", rows: int = 0
+        self, in_features: int, bias: bool = False, name: str = "fc", rows: int = 0, optional_bias: bool = True
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns a projection: [T, in_features] -> [T, rows], which are H where not said, on every rank, in 16
         bits."""
         scope, rows = self.scope.sub(name), rows or self.model.hidden_size
         added = None
-        if bias:  # some heads were trained without
-            added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=True)}, Init.ZEROS)
+        if bias:  # some heads of EAGLE were trained without
+            added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=optional_bias)}, Init.ZEROS)
         return Unquantized().create_weights(scope, [Shard("", whole(rows), whole(in_features))], added)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sglang.srt.configs.speculative import DFLASH, EAGLE, EAGLE3, STANDALONE
+from sglang.srt.configs.speculative import DFLASH, DSPARK, EAGLE, EAGLE3, STANDALONE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import MTP, DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.dflash import describe_dflash
+from sglang.srt.plan.drafts.dspark import describe_dspark
 from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, describe_eagle3
 from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES, describe_assistant
 from sglang.srt.plan.drafts.mtp import describe_mtp
@@ -19,6 +20,7 @@ _KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]
     EAGLE: describe_eagle,
     EAGLE3: describe_eagle3,
     DFLASH: describe_dflash,
+    DSPARK: describe_dspark,
     MTP: describe_mtp,
     STANDALONE: describe_standalone,
 }
