@@ -23,6 +23,7 @@ from srt.models.draft_references import DFlash, DSpark, Eagle3, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
+from srt.models.v4_drafts import save_v4
 
 Reference = Callable[[list[int], int], Tensor]
 
@@ -63,11 +64,17 @@ def dspark(folder: Path, **keys: Any) -> Pair:
     return Pair(folder / "target", flags, DSpark(tensors, config, target, dflash_drafts.CAPTURES))
 
 
+def v4(folder: Path, dspark: bool) -> Pair:
+    return Pair(folder, {"speculative_algorithm": "DSPARK" if dspark else "NEXTN"}, save_v4(folder, dspark))
+
+
 PAIRS: dict[str, Callable[[Path], Pair]] = {
     "eagle3": eagle3,
     "mtp": mtp,
     "dflash": dflash,
     **{f"dspark_{kind}": functools.partial(dspark, markov_head_type=kind) for kind in dspark_drafts.KINDS},
+    "v4_mtp": functools.partial(v4, dspark=False),
+    "v4_dspark": functools.partial(v4, dspark=True),
     "dspark_shifted": functools.partial(dspark, sample_from_anchor=False),
 }
 
@@ -127,6 +134,8 @@ class Proposals:
         ("dspark_gated", {}),
         ("dspark_rnn", {}),
         ("dspark_shifted", {}),
+        ("v4_mtp", {"chunked_prefill_size": 16}),
+        ("v4_dspark", {"chunked_prefill_size": 16}),
     ],
 )
 def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:

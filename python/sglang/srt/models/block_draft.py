@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.models.guess_heads import GuessHead, build_guess_head
 from sglang.srt.plan.drafts.description import Block
 
@@ -25,10 +24,10 @@ class BlockDraft:
     def __init__(self, parts: DraftParts, form: Block) -> None:
         self.parts, self.form = parts, form
         self.captures, self.caches = parts.draft.captures, parts.caches
-        self.fc = parts.projection(form.num_captures * form.capture_size)
+        self.fc = parts.unpacked(form.num_captures * form.capture_size, "fc")
         self.hidden_norm = parts.norm("hidden_norm")
         self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
-        self.norm = parts.norm("norm")
+        self.ending = parts.ending()
         self.head: GuessHead | None = build_guess_head(parts, form)
 
     def loadables(self) -> list[tuple[Loadable, str]]:
@@ -47,7 +46,7 @@ class BlockDraft:
         stream = self.parts.residual.begin(self.parts.embedding(batch.input_ids))
         for layer in self.layers:
             layer(stream, batch)
-        return values_of(stream.normed(self.norm))
+        return self.ending(stream)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         return self.parts.head(state)

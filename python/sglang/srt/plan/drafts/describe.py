@@ -30,12 +30,12 @@ def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescri
     """Describes the draft. Raises UserError that names the key, the tensor or the architecture that does not go with
     the target, or what the target lacks for it."""
     kind = config.kind
-    if kind != STANDALONE and any(layer.residual.streams > 1 for layer in target.layers):
-        raise UserError(
-            f"{target.architecture} hands several streams from layer to layer, which no draft that reads hidden states"
-            " (NEXTN, EAGLE, EAGLE3, DFLASH) takes here. Use --speculative-algorithm NGRAM, or STANDALONE with a model"
-            " that drafts by itself."
-        )
+    if kind == EAGLE3 or (kind == EAGLE and architecture_of(config.reader()) in EAGLE_ARCHITECTURES):
+        if any(layer.residual.streams > 1 for layer in target.layers):
+            raise UserError(
+                f"{target.architecture} hands several streams from layer to layer, which no {kind} head takes here. Use"
+                " --speculative-algorithm NEXTN or DSPARK with the draft that the checkpoint brings, or NGRAM."
+            )
     if kind == EAGLE and architecture_of(config.reader()) in ASSISTANT_ARCHITECTURES:
         return describe_assistant(config, target)
     # A checkpoint of MTP layers alone is asked for as EAGLE, too.

@@ -27,6 +27,7 @@ class Concatenated:
     norm_output: bool = False
 
     final_norm = True
+    reads_streams = False
 
     @property
     def captured_size(self) -> int:
@@ -53,10 +54,28 @@ class Projected:
     bias: bool = False
     final_norm: bool = True
     num_captures = 0
+    reads_streams = False
 
     def weights(self, hidden_size: int) -> Weights:
         projection = Matrix("fc", ("",), hidden_size, 2 * hidden_size, self.bias, quantized=False)
         return (projection, Elements(2 * hidden_size * self.norms))
+
+
+@dataclass(frozen=True, slots=True)
+class ByStream:
+    """A draft of a model with several residual streams, which has as many (DeepSeek-V4's multi-token prediction): the
+    normed and projected embedding is added to each of the target's `streams` behind its last layer, normed and
+    projected one by one. The streams behind the draft's layer are the features of the next draft step."""
+
+    streams: int
+
+    num_captures = 1
+    final_norm = True
+    reads_streams = True
+
+    def weights(self, hidden_size: int) -> Weights:
+        projections = (Matrix(name, ("",), hidden_size, hidden_size, quantized=False) for name in ("e_proj", "h_proj"))
+        return (*projections, Elements(2 * hidden_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +122,7 @@ class Block:
     head: Markov | None = None
 
     final_norm = True
+    reads_streams = False
 
     @property
     def num_guesses(self) -> int:
@@ -132,6 +152,7 @@ class Frozen:
 
     num_captures = 0
     final_norm = True
+    reads_streams = False
 
     def weights(self, hidden_size: int) -> Weights:
         projections = (
@@ -150,12 +171,13 @@ class Separate:
 
     num_captures = 0
     final_norm = True
+    reads_streams = False
 
     def weights(self, hidden_size: int) -> Weights:
         return ()
 
 
-Form = Concatenated | Projected | Block | Frozen | Separate
+Form = Concatenated | Projected | ByStream | Block | Frozen | Separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +216,8 @@ class DraftDescription:
         hidden = self.model.hidden_size
         norm = Elements(hidden * self.form.final_norm, "float32" if self.model.zero_centred_norms else None)
         table = Elements(2 * self.head_size * self.reduced, "int32")  # int64
-        return (*self.form.weights(hidden), norm, table)
+        ends = self.model.layers[0].residual.head_weights(hidden)
+        return (*self.form.weights(hidden), *ends, norm, table)
 
     def __str__(self) -> str:
         layers = f"{len(self.model.layers)} layer{'s' * (len(self.model.layers) > 1)}"

@@ -19,8 +19,9 @@ from sglang.srt.plan.drafts.block_draft import (
     describe_block_draft,
     names_of,
 )
-from sglang.srt.plan.drafts.config import DraftConfig
+from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription, Markov
+from sglang.srt.plan.drafts.dspark_bundled import CONFIDENCE, describe_bundled
 from sglang.srt.plan.model_description import ModelDescription
 
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
@@ -30,9 +31,6 @@ _NAMES: Mapping[str, str] = {
     "markov_w2": "markov_head.markov_w2",
 }
 _GATES = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
-CONFIDENCE = "confidence_head."
-"""Beginning of the tensors of a head that predicts whether a guess stands. They are not read: how many guesses pay
-follows from what was verified (`speculative.depth`)."""
 _TABLES = ("dspark_config", "dflash_config")
 _READ = frozenset(
     {
@@ -56,6 +54,8 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
     """Describes a DSpark draft. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
     the target."""
     keys = config.reader()
+    if keys.values.get(BUNDLED_SIZE) is not None:
+        return describe_bundled(config, target)
     check_architecture(keys, DSPARK, DSPARK_ARCHITECTURES)
     keys = dspark_keys(keys)
     rank = keys.count("markov_rank")
