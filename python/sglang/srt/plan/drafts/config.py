@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.checkpoint_header import stored_dtypes
-from sglang.srt.configs.hf_config import ConfigReader, read_config, select_text_config
+from sglang.srt.configs.hf_config import ConfigReader, merge_overrides, read_config, select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule
@@ -73,7 +73,8 @@ def read_draft_config(
     if path is not None:
         folder = resolve_model_path(path, settings.draft_revision, download_dir, with_weights, draft_flag)
     if kind == DSPARK:
-        folder = dspark_folder(folder, path is not None)
+        keys = ConfigReader(model.hf_config, str(folder)) if path is None else config_keys(folder)
+        folder = dspark_folder(folder, keys, path is not None)
     if kind in (DSPARK, EAGLE) and folder.resolve() == Path(model.model_path).resolve():
         return DraftConfig(
             kind=MTP if kind == EAGLE else kind,
@@ -93,11 +94,12 @@ def read_draft_config(
     )
 
 
-def dspark_folder(folder: Path, given: bool = True) -> Path:
-    """Returns the directory of the DSpark draft that is in a model's: it itself, or one in it. `given`: the directory
+def dspark_folder(folder: Path, keys: ConfigReader, given: bool) -> Path:
+    """Returns the directory of the DSpark draft that is in a model's: it itself, or one in it. `keys`:
+    of its config; `given`: the directory
     is that of --speculative-draft-model-path, which may be a draft's. Raises UserError where there is none."""
     inner = folder / _DSPARK_FOLDER
-    if config_keys(folder).values.get(BUNDLED_SIZE) is not None:
+    if keys.values.get(BUNDLED_SIZE) is not None:
         return folder
     if (inner / "config.json").is_file():
         return inner
@@ -109,9 +111,11 @@ def dspark_folder(folder: Path, given: bool = True) -> Path:
     return folder
 
 
-def config_keys(folder: Path) -> ConfigReader:
-    """Returns the keys of the text part of the config.json in a directory. Raises UserError if there is none."""
-    return ConfigReader(select_text_config(read_config(folder)), str(folder / "config.json"))
+def config_keys(folder: Path, overrides: Mapping[str, Any] | None = None) -> ConfigReader:
+    """Returns the keys of the text part of the config.json in a directory, with the overrides of
+    --json-model-override-args. Raises UserError if there is none."""
+    config = merge_overrides(read_config(folder), overrides or {})
+    return ConfigReader(select_text_config(config), str(folder / "config.json"))
 
 
 def _asked(flag: str | None, stated: QuantConfig | None, path: str) -> QuantConfig | None:

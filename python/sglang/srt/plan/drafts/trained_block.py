@@ -29,7 +29,10 @@ def trained_block(args: ServerArgs) -> TrainedBlock:
         return TrainedBlock(rows, rows - 1)
     if args.speculative_algorithm != DSPARK:
         return TrainedBlock(0, 0)
-    keys = config_keys(dspark_folder(_resolved(args), path is not None))
+    folder = _resolved(args)
+    keys = config_keys(folder, None if path is not None else args.model_overrides())
+    inside = dspark_folder(folder, keys, path is not None)
+    keys = keys if inside == folder else config_keys(inside)
     if keys.values.get(BUNDLED_SIZE) is not None:
         rows = keys.positive(BUNDLED_SIZE)
         return TrainedBlock(rows, rows)
