@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
-from sglang.srt.layers.attention.sparse_rows import SparseSite
+from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
         {site: extend.extend_builder(site) for site in plan.attention_sites},
         latent,
         plan.tokens_per_step,
-        sparse_sites(latent, plan),
+        sparse_sites(layers, plan),
     )
 
 
@@ -127,5 +127,11 @@ def latent_sites(layers: Iterable[LayerSpec], tp_size: int) -> dict[AttentionSit
     }
 
 
-def sparse_sites(latent: Mapping[AttentionSite, MLA], plan: Plan) -> dict[AttentionSite, SparseSite]:
-    return {site: SparseSite(spec, plan) for site, spec in latent.items() if spec.sparse}
+def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
+    """The sites whose layers attend to what an indexer selects."""
+    sites: dict[AttentionSite, SparseSite] = {}
+    for mixer in dict.fromkeys(layer.mixer for layer in layers):
+        if isinstance(mixer, GQA | MLA) and mixer.top_k:
+            site = AttentionSite(mixer.attention_shape(plan.ranks.tp_size), top_k=mixer.top_k)
+            sites.setdefault(site, LatentSite(mixer, plan) if isinstance(mixer, MLA) else BlockSite(mixer, plan))
+    return sites

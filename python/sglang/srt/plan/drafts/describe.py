@@ -14,6 +14,7 @@ from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, de
 from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES, describe_assistant
 from sglang.srt.plan.drafts.mtp import describe_mtp
 from sglang.srt.plan.drafts.standalone import describe_standalone
+from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription, architecture_of
 
 _KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]] = {
@@ -30,12 +31,14 @@ def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescri
     """Describes the draft. Raises UserError that names the key, the tensor or the architecture that does not go with
     the target, or what the target lacks for it."""
     kind = config.kind
-    if kind == EAGLE3 or (kind == EAGLE and architecture_of(config.reader()) in EAGLE_ARCHITECTURES):
-        if any(layer.residual.streams > 1 for layer in target.layers):
-            raise UserError(
-                f"{target.architecture} hands several streams from layer to layer, which no {kind} head takes here. Use"
-                " --speculative-algorithm NEXTN or DSPARK with the draft that the checkpoint brings, or NGRAM."
-            )
+    several = any(layer.residual.streams > 1 for layer in target.layers)
+    gated = isinstance(target.layers[-1].residual, GatedStreams)
+    head = kind == EAGLE3 or (kind == EAGLE and architecture_of(config.reader()) in EAGLE_ARCHITECTURES)
+    if several and (head or (gated and kind not in (MTP, STANDALONE))):
+        raise UserError(
+            f"{target.architecture} hands several streams from layer to layer, which no {kind} draft takes here. Use"
+            " --speculative-algorithm NEXTN or DSPARK with the draft that the checkpoint brings, or NGRAM."
+        )
     if kind == EAGLE and architecture_of(config.reader()) in ASSISTANT_ARCHITECTURES:
         return describe_assistant(config, target)
     # A checkpoint of MTP layers alone is asked for as EAGLE, too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.plan.layer_spec import Elements, Matrix, Weights
+from sglang.srt.plan.layer_spec import Elements, HyperConnections, Matrix, Weights
 from sglang.srt.plan.model_description import ModelDescription
 
 
@@ -76,6 +76,31 @@ class ByStream:
     def weights(self, hidden_size: int) -> Weights:
         projections = (Matrix(name, ("",), hidden_size, hidden_size, quantized=False) for name in ("e_proj", "h_proj"))
         return (*projections, Elements(2 * hidden_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A draft of layers for multi-token prediction in a model with gated residual streams (Qwen3.8-Flash-Next).
+    Features are the target's `streams`, as they are before they become one: normed as one vector, then projected one by
+    one; the projected embedding is added to each. They go through the draft's layers, are the features of the next
+    guess, and become the hidden state of its logits by gates of rank `rank`, as behind the target's last layer.
+    """
+
+    streams: int
+    rank: int
+
+    num_captures = 1
+    final_norm = False
+    reads_streams = True
+
+    def weights(self, hidden_size: int) -> Weights:
+        width = self.streams * hidden_size
+        return (
+            Matrix("fc_embedding", ("",), hidden_size, hidden_size, quantized=False),
+            Matrix("fc_hidden", ("",), hidden_size, hidden_size, quantized=False),
+            Elements(2 * self.rank * width),
+            Elements(2 * width + hidden_size, "float32"),  # of both norms, and of the one behind the last layer
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +202,7 @@ class Separate:
         return ()
 
 
-Form = Concatenated | Projected | ByStream | Block | Frozen | Separate
+Form = Concatenated | Projected | ByStream | Streamed | Block | Frozen | Separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +241,8 @@ class DraftDescription:
         hidden = self.model.hidden_size
         norm = Elements(hidden * self.form.final_norm, "float32" if self.model.zero_centred_norms else None)
         table = Elements(2 * self.head_size * self.reduced, "int32")  # int64
-        ends = self.model.layers[0].residual.head_weights(hidden)
+        residual = self.model.layers[0].residual
+        ends = residual.head_weights(hidden) if isinstance(residual, HyperConnections) else ()
         return (*self.form.weights(hidden), *ends, norm, table)
 
     def __str__(self) -> str:

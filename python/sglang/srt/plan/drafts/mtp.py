@@ -10,10 +10,11 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.config_layers import block_kinds
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig, stored_wide
-from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected
+from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected, Streamed
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
+from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -28,6 +29,7 @@ _ONE_LAYER: Mapping[str, Any] = {
     "mlp_only_layers": [],
     "compress_ratios": [0],
     "num_hash_layers": 0,
+    "ple_layer_ids": [],
 }
 """Keys that make a config one of a single draft layer: it attends to everything, and has experts where the model
 has."""
@@ -59,7 +61,7 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
             f"{config.model_path} has no tensors at {at}: it has no layers for multi-token prediction, which some"
             f" exports leave out. {OTHERS}"
         )
-    family = replace(family, names=names, expert_form=_expert_form(family, stored))
+    family = replace(family, names=names, expert_form=_expert_form(family, stored), pooled_index=False)
     model = describe_as(family, keys, stored_wide(config.quantization, stored), config.keep_shared_apart)
     _check_target(model, target, keys.source)
     return DraftDescription(
@@ -68,14 +70,18 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
         form=_form(form, target),
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
-        captures=(len(target.layers) - 1,) if form.by_stream else (),
+        captures=(len(target.layers) - 1,) if form.by_stream or form.streamed else (),
         at=at,
     )
 
 
 def _form(form: MtpForm, target: ModelDescription) -> Form:
+    residual = target.layers[-1].residual
     if form.by_stream:
-        return ByStream(target.layers[0].residual.streams)
+        return ByStream(residual.streams)
+    if form.streamed:
+        assert isinstance(residual, GatedStreams), "families with such drafts have such streams"
+        return Streamed(residual.streams, residual.rank)
     return Projected(hidden_first=form.hidden_first, zero_first=form.zero_first)
 
 
@@ -122,7 +128,7 @@ def _names(form: MtpForm, at: str, family: Family, target: ModelDescription, num
         model={**model, "embed": target.names.model["embed"], "lm_head": target.names.model["lm_head"]},
         layer_prefix=at + form.layer,
         decoder=target.names.decoder,
-        unread=tuple(at + name for name in form.copies),
+        unread=tuple(at + name for name in (*form.copies, *form.unread)),
     )
 
 
