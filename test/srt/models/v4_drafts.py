@@ -115,22 +115,22 @@ class V4DSpark(V4Draft):
         return keys[:, :, -self.config.sliding_window :]
 
 
-def save_v4(folder: Path, dspark: bool, **keys: Any) -> V4Draft:
-    """A target with the draft that its checkpoint brings, written to `folder`; `keys`: more of the config."""
+def save_v4(folder: Path, dspark: bool, name: str = TARGET, **keys: Any) -> V4Draft:
+    """A target `name` with the draft that its checkpoint brings, written to `folder`; `keys`: more of the config."""
     stages = STAGES if dspark else 1
-    changes = TINY[TARGET][1]
+    changes = TINY[name][1]
     count = changes["num_hidden_layers"]
     more = {"num_hidden_layers": count + stages, "compress_ratios": [*changes["compress_ratios"], *[0] * stages]}
-    whole, target = hf_model(TARGET, **more), hf_model(TARGET)
+    whole, target = hf_model(name, **more), hf_model(name)
     target.load_state_dict({k: v for k, v in whole.state_dict().items() if k in target.state_dict()})
     for model, where in ((whole, folder / "whole"), (target, folder)):
         model.save_pretrained(where)
         as_published_v4(where, changes)
     stored = {
-        name.replace(f"layers.{count + stage}.", f"mtp.{stage}.", 1): tensor
+        key.replace(f"layers.{count + stage}.", f"mtp.{stage}.", 1): tensor
         for stage in range(stages)
-        for name, tensor in load_file(folder / "whole" / "model.safetensors").items()
-        if name.startswith(f"layers.{count + stage}.")
+        for key, tensor in load_file(folder / "whole" / "model.safetensors").items()
+        if key.startswith(f"layers.{count + stage}.")
     }
     stored |= heads(dspark, stages, target.config.hc_mult)
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors")

@@ -111,7 +111,8 @@ class DraftParts:
     def unpacked(self, in_features: int, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns a projection: [T, in_features] -> [T, H] on every rank, in 16 bits however the checkpoint stores
         it."""
-        scope, weights = self.scope.sub(name), []
+        scope = self.scope.sub(name)
+        weights: list[torch.Tensor] = []
         linear: LinearOp = scope.plan.entry("linear")
         shard = Shard("", whole(self.model.hidden_size), whole(in_features))
         scope.quant.create_unpacked(scope, shard, weights.append)
