@@ -54,12 +54,14 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
     model = describe_as(replace(family, names=names), reader, quantization, config.keep_shared_apart)
     if model.unsupported:
         raise UserError("\n".join(model.unsupported))
-    for what, own, wanted in (
+    for what, stated, wanted in (
         ("hidden_size", model.hidden_size, target.hidden_size),
         ("vocab_size", model.vocab_size, target.vocab_size),
     ):
-        if own != wanted:
-            raise UserError(f"{keys.source}: {what} is {own}, and the model's {wanted}. Give the draft of this model.")
+        if stated != wanted:
+            raise UserError(
+                f"{keys.source}: {what} is {stated}, and the model's {wanted}. Give the draft of this model."
+            )
     size, mask = keys.positive(BUNDLED_SIZE), keys.require("dspark_noise_token_id", int)
     if not 0 <= mask < target.vocab_size:
         raise UserError(f"{keys.source}: dspark_noise_token_id {mask} is no token of the {target.vocab_size:,}.")
@@ -98,7 +100,7 @@ def _stages(config: DraftConfig, usual: int) -> int:
     if stored is None:
         listed = config.reader().count("num_nextn_predict_layers")
         return listed if listed > 1 else usual
-    numbers = {int(found[1]) for name in stored if (found := _STAGE.match(name))}
+    numbers = {int(stage[1]) for name in stored if (stage := _STAGE.match(name))}
     if not numbers:
         raise UserError(
             f"{config.model_path} has no tensors at {_AT}: it has no DSpark draft, which some exports leave out. Draft"
