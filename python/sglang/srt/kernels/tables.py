@@ -225,7 +225,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
         only_full_heads, flashinfer_head_dims, _HALF, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask"),
+        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways"),
     )  # fmt: skip
     return (
         KernelSpec(
@@ -258,7 +258,9 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLABackend",
             CP_ASYNC,
             "flashinfer",
-            refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask")),
+            refuse=all_of(
+                only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask", "both_ways")
+            ),
             asked_as="flashinfer",
         ),
         KernelSpec(

@@ -59,9 +59,7 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
         ("vocab_size", model.vocab_size, target.vocab_size),
     ):
         if stated != wanted:
-            raise UserError(
-                f"{keys.source}: {what} is {stated}, and the model's {wanted}. Give the draft of this model."
-            )
+            raise UserError(f"{keys.source}: {what} is {stated}, not {wanted}: give the draft of this model.")
     size, mask = keys.positive(BUNDLED_SIZE), keys.require("dspark_noise_token_id", int)
     if not 0 <= mask < target.vocab_size:
         raise UserError(f"{keys.source}: dspark_noise_token_id {mask} is no token of the {target.vocab_size:,}.")
