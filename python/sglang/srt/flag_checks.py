@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.cli_args import flag
-from sglang.srt.configs.speculative import DRAFT_MODEL_NEEDED, NGRAM
+from sglang.srt.configs.speculative import DFLASH, DRAFT_MODEL_NEEDED, DSPARK, NGRAM
 
 OUR_SAMPLING = (None, "pytorch")
 ONE_SAMPLER = "sampling has one implementation for each device"
@@ -110,6 +110,7 @@ _SPECULATION_ONLY = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "speculative_dflash_block_size",
+    "speculative_dspark_block_size",
     "speculative_adaptive",
     "speculative_adaptive_config",
     "speculative_ngram_external_corpus_path",
@@ -138,6 +139,27 @@ def _of_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
     if algorithm != NGRAM and args.speculative_ngram_external_corpus_path is not None:
         text = "--speculative-ngram-external-corpus-path needs --speculative-algorithm NGRAM."
         yield {"speculative_algorithm", "speculative_ngram_external_corpus_path"}, text
+    yield from _of_blocks(args)
     if args.is_embedding:
         text = "--is-embedding generates no tokens that could be guessed; remove --speculative-algorithm."
         yield {"speculative_algorithm", "is_embedding"}, text
+
+
+def _of_blocks(args: Any) -> Iterator[tuple[set[str], str]]:
+    """Yields what contradicts itself among the numbers of tokens and of guesses of a block."""
+    tokens = args.speculative_num_draft_tokens
+    for kind, name, more in (
+        (DFLASH, "speculative_dflash_block_size", 0),
+        (DSPARK, "speculative_dspark_block_size", 1),
+    ):
+        size = getattr(args, name)
+        if size is None:
+            continue
+        if args.speculative_algorithm != kind:
+            yield {name, "speculative_algorithm"}, f"{flag(name)} needs --speculative-algorithm {kind}."
+        if tokens is not None and tokens != size + more:
+            text = (
+                f"--speculative-num-draft-tokens {tokens} and {flag(name)} {size} contradict each other: the second"
+                f" asks for {size + more} tokens of each request in a step. Remove one."
+            )
+            yield {name, "speculative_num_draft_tokens"}, text

@@ -337,7 +337,8 @@ class ServerArgs:
         None,
         SPECULATION,
         "Who guesses tokens that a step verifies: earlier tokens (NGRAM), a small model (STANDALONE), a head (EAGLE, "
-        "EAGLE3), the model's own layers for it (NEXTN). Answers are the same, token for token.",
+        "EAGLE3), the model's own layers for it (NEXTN), a draft of blocks (DFLASH, DSPARK). Answers are the same, "
+        "token for token.",
         choices=(*ALGORITHMS, NEXTN),
     )
     speculative_draft_model_path: str | None = option(
@@ -380,6 +381,13 @@ class ServerArgs:
         "For DFLASH, another name of that; as the draft was trained if not given.",
         minimum=2,
         maximum=MOST_DRAFT_TOKENS,
+    )
+    speculative_dspark_block_size: int | None = option(
+        None,
+        SPECULATION,
+        "For DSPARK, guesses of each request in a step; as the draft was trained if not given.",
+        minimum=1,
+        maximum=MOST_DRAFT_TOKENS - 1,
     )
     speculative_adaptive: bool = option(
         False, SPECULATION, "Choose by load and acceptance among no guesses and those that the flags allow."

@@ -774,6 +774,7 @@ class NativePlan:
     ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 16
     captures: tuple[int, ...] = ()
+    capture_streams: bool = False
 
     @property
     def dtype(self) -> str:

@@ -27,8 +27,9 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import assert_clean, request
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
-from srt.models import test_dflash_drafts, test_eagle3_drafts, test_mtp_drafts, test_other_drafts
+from srt.models import test_dflash_drafts, test_dspark_drafts, test_eagle3_drafts, test_mtp_drafts, test_other_drafts
 from srt.models.harness import VOCAB, save_tiny
+from srt.models.v4_drafts import save_v4
 
 NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
 MODELS = (
@@ -69,6 +70,9 @@ def eagle3(name: str, target: Path, folder: Path) -> dict[str, Any]:
 
 
 def own_layers(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    if name == "deepseek_v4":
+        save_v4(target, dspark=False, name=name)
+        return {"speculative_algorithm": "NEXTN"}
     test_mtp_drafts.build(name, target)
     return {"speculative_algorithm": "NEXTN"}
 
@@ -80,16 +84,28 @@ def dflash(name: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder)}
 
 
+def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    """From a path; of DeepSeek-V4 the draft that its checkpoint brings."""
+    if name == "deepseek_v4":
+        save_v4(target, dspark=True, name=name)
+        return {"speculative_algorithm": "DSPARK"}
+    save_tiny(name, target)
+    config = test_dspark_drafts.CONFIG | {"target_layer_ids": [0, 1], "markov_head_type": "rnn"}
+    test_eagle3_drafts.save(folder, config, test_dspark_drafts.weights(config))
+    return {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(folder)}
+
+
 ONE_STREAM = tuple(name for name in MODELS if name != "deepseek_v4")
-"""Of several streams no head reads the hidden states."""
+"""Of several streams no EAGLE head reads the hidden states."""
 Builder = Callable[[str, Path, Path], dict[str, Any]]
 DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "NGRAM": (no_weights, MODELS),
     "STANDALONE": (small_model, MODELS),
     "EAGLE": (eagle, ONE_STREAM),
     "EAGLE3": (eagle3, ONE_STREAM),
-    "NEXTN": (own_layers, tuple(name for name in MODELS if name in test_mtp_drafts.FORMS)),
-    "DFLASH": (dflash, tuple(name for name in ONE_STREAM if name != "glm_moe_dsa")),
+    "NEXTN": (own_layers, (*(name for name in MODELS if name in test_mtp_drafts.FORMS), "deepseek_v4")),
+    "DFLASH": (dflash, MODELS),
+    "DSPARK": (dspark, MODELS),
 }
 """How each is made beside a target, and the targets that it is served with."""
 

@@ -60,7 +60,8 @@ class ResidualStream(Protocol):
         """Adds rows [N, H] to the stream of the tokens `index` [N] behind a layer."""
 
     def captured(self, stream: Any) -> torch.Tensor:
-        """A copy of the stream [T, H] where a layer has just taken its input, or behind `finish`."""
+        """A copy of the stream [T, H], or of the mean of several, where a layer has just taken its input, or behind
+        `finish`."""
 
     def hand_on(self, stream: Any) -> torch.Tensor:
         """[T, streams * H], of which `resume` of a pipeline's next stage makes the same stream."""

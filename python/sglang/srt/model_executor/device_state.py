@@ -205,7 +205,7 @@ class DeviceState:
             exact = self.attention.decode_plans_on_host
             decode.seq_lens_cpu = seq_lens.tolist() if exact else [self.sizes.context_len] * len(slots)
         batch = ForwardBatch(ids.flatten(), positions, token_slots, decode=decode)
-        batch.metadata = self.attention.metadata(batch, in_graph)
+        batch.metadata = self.attention.metadata(batch, in_graph, in_blocks=True)
         return batch
 
     def query_batch(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, in_graph: bool) -> ForwardBatch:

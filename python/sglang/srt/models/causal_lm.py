@@ -12,7 +12,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.attention import CompressedAttention
+from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.gated_streams import GatedResidual
 from sglang.srt.layers.hyper_connections import HyperResidual
@@ -65,6 +65,10 @@ def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
     return (GQAttention if spec.caches_tokens else SharedCacheAttention)(scope, spec, site)
 
 
+def _compressed(scope: Scope, spec: CompressedSparse, site: Site) -> Block:
+    return (BlockWindowAttention if spec.block > 1 else CompressedAttention)(scope, spec, site)
+
+
 def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
     return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec)
 
@@ -72,7 +76,7 @@ def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
 BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", _grouped_queries),
     MLA: BlockKind("attn", LatentAttention),
-    CompressedSparse: BlockKind("attn", CompressedAttention),
+    CompressedSparse: BlockKind("attn", _compressed),
     PooledSparse: BlockKind("attn", PooledSparseAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
@@ -210,6 +214,7 @@ class CausalLM:
         self.captures = Captures.of(plan.captures, [not layer.elsewhere for layer in model.layers])
         """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
         `batch.captured`."""
+        self.capture_streams = plan.capture_streams
         for i in self.captures.taken:
             if i + 1 < len(self.layers):
                 self.layers[i + 1].input_name = captured_name(i)
@@ -251,7 +256,8 @@ class CausalLM:
             return torch.cat((rows, *captured), dim=-1) if captured else rows
         hidden = self.residual.finish(stream)
         if len(self.layers) - 1 in self.captures.taken:
-            batch.handed_on[captured_name(len(self.layers) - 1)] = self.residual.captured(stream)
+            of_last = residual.hand_on if self.capture_streams else residual.captured
+            batch.handed_on[captured_name(len(self.layers) - 1)] = of_last(stream)
         batch.captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.layers]
         return hidden
 
@@ -260,7 +266,8 @@ class CausalLM:
         layers, hidden_size = self.captures.received, self.description.hidden_size
         if not layers:
             return received
-        rows, *captured = received.split(hidden_size, dim=-1)
+        streams = received.shape[-1] - len(layers) * hidden_size
+        rows, *captured = received.split((streams, *[hidden_size] * len(layers)), dim=-1)
         batch.handed_on |= {captured_name(layer): part for layer, part in zip(layers, captured, strict=True)}
         return rows.contiguous()
 

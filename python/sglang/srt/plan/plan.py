@@ -93,6 +93,7 @@ class Plan:
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
     draft: DraftPlan | None = None  # of the last stage
     captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
+    capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
@@ -307,6 +308,7 @@ def make_plan(
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         draft=draft if stage.model.last_stage else None,
         captures=draft.description.captures if draft is not None else (),
+        capture_streams=draft is not None and draft.description.form.reads_streams,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
         errors=short_of_context(planner, args, trial),

@@ -55,13 +55,13 @@ class EntryRows:
 
     def all(self) -> Selection:
         """Every entry that a token sees."""
-        return self._range(torch.zeros_like(self.counts), self.max_count)
+        return self.since(torch.zeros_like(self.counts), self.max_count)
 
     def last(self, window: int) -> Selection:
         """The last `window` entries that a token sees."""
-        return self._range((self.counts - window).clamp(min=0), min(window, self.max_count))
+        return self.since((self.counts - window).clamp(min=0), min(window, self.max_count))
 
-    def _range(self, first: torch.Tensor, width: int) -> Selection:
+    def since(self, first: torch.Tensor, width: int) -> Selection:
         """Selects the entries from `first` [T] on, at most `width` of them."""
         entries = first[:, None] + torch.arange(width, dtype=torch.int32, device=first.device)
         slots = self.slots_of(torch.where(entries < self.counts[:, None], entries, -1))

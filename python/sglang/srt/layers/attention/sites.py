@@ -53,11 +53,14 @@ class AttentionSites:
         for builder in self._decode_builders:
             builder.prepare_graphs(batch_sizes)
 
-    def metadata(self, batch: ForwardBatch, in_graph: bool = False) -> dict[AttentionSite, SiteMetadata]:
+    def metadata(
+        self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False
+    ) -> dict[AttentionSite, SiteMetadata]:
         """Builds the metadata of a batch whose rows are complete. Requests that decode are planned before prompts;
-        neither runs before both are planned."""
+        neither runs before both are planned. `in_blocks`: each decoding row stands for a block of a draft, whose layers
+        select nothing."""
         sites = {site: SiteMetadata() for site in self.decode}
-        for site, sparse in self.sparse.items():
+        for site, sparse in self.sparse.items() if not in_blocks else ():
             sites[site].sparse = sparse.rows(batch, in_graph)
         if batch.decode is not None:
             self._build_decode(batch.decode, sites, in_graph)

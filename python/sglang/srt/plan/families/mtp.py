@@ -16,8 +16,8 @@ class MtpForm:
 
     `counts`: keys that may hold the number of draft layers, of which the first one in the config counts; `patterns`:
     keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
-    values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`.
-    `streamed`: the form is `drafts.description.Streamed`. `unread`: names of tensors that are not used.
+    values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`; `by_stream`,
+    `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `unread`: names of tensors that are not used.
     """
 
     at: str = ""
@@ -29,6 +29,7 @@ class MtpForm:
     refused: Mapping[str, object] = field(default_factory=dict)
     hidden_first: bool = False
     zero_first: bool = False
+    by_stream: bool = False
     streamed: bool = False
     unread: tuple[str, ...] = ()
 
@@ -72,6 +73,20 @@ MIMO_MTP = MtpForm(
     hidden_first=True,
     zero_first=True,
 )
+V4_MTP = MtpForm(
+    at="mtp.0.",
+    names={
+        "e_proj": "e_proj",
+        "h_proj": "h_proj",
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "norm": "norm",
+        "head_mix": "",
+    },
+    copies=("emb.", "embed.", "head."),
+    by_stream=True,
+)
+"""DeepSeek-V4 before its editions of July 2026, which bring a DSpark draft instead."""
 QWEN4_MTP = MtpForm(
     at="mtp.",
     layer="layers.{layer}.",
