@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,8 @@ class World:
     folder: Path
     num_stages: int = 1
     rank: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the server."""
     prompts: list[list[int]] = field(default_factory=list)
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     runners: dict[tuple[int, str, int], tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
@@ -59,7 +62,7 @@ class World:
             args = ServerArgs.from_kwargs(
                 model_path=str(self.folder), device="cpu", skip_tokenizer_init=True, page_size=page,
                 max_total_tokens=POOL // page * page, max_running_requests=REQUESTS, chunked_prefill_size=32,
-                context_length=160, schedule_conservativeness=0.01, pp_size=num_stages,
+                context_length=160, schedule_conservativeness=0.01, pp_size=num_stages, **self.options,
             )  # fmt: skip
             rendezvous = f"file://{self.folder}/rendezvous-{page}-{guesses}" if num_stages > 1 else None
             spoil_every = GUESSES[guesses]
