@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.mem_cache import host_tier
 from sglang.srt.mem_cache.copy_engine import PagePool, PendingCopy, ThreadedCopies
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
-from srt.managers.test_random_schedules import PAGES, Schedule, World, short_pauses
+from srt.managers.test_random_schedules import Schedule, World, short_pauses
+from srt.models.harness import save_tiny
 
 
 class Trouble(Exception):
@@ -26,14 +30,15 @@ class Trouble(Exception):
 class TroubledCopies(ThreadedCopies):
     """Copies in several threads, each of which sleeps as long as it likes; some fail, and leave garbage behind."""
 
-    def __init__(self, pools: Sequence[PagePool], device: torch.device | str, failures: float = 0.1) -> None:
-        self.random, self.failures, self.failed = random.Random(0), failures, 0
+    def __init__(
+        self, pools: Sequence[PagePool], device: torch.device | str, failures: float = 0.1, seed: int = 0
+    ) -> None:
+        self.random, self.failures, self.failed = random.Random(seed), failures, 0
         super().__init__(pools, device, num_threads=3)
 
     def run(self, pending: PendingCopy, staging: torch.Tensor) -> None:
         time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
-        if self.random.random() < self.failures:
-            self.failed += 1
+        if self.random.random() < 0.1:
             self._leave_garbage(pending)
             raise Trouble
         super().run(pending, staging)
@@ -52,11 +57,11 @@ class TroubledCopies(ThreadedCopies):
 class HostWorld(World):
     """A model whose prefixes are kept in main memory by copies that make trouble."""
 
-    def runner(self, page: int, guesses: str, num_stages: int = 1) -> tuple[ServerArgs, ModelRunner]:
-        args, runner = super().runner(page, guesses, num_stages)
+    def runner(self, page: int, guesses: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
+        args, runner = super().runner(page, guesses, ranks)
         if not isinstance(runner.copies, TroubledCopies):
             assert runner.copies is not None
-            runner.copies = TroubledCopies(runner.copies.pools, "cpu")
+            runner.copies = TroubledCopies(runner.copies.pools, "cpu", seed=self.rank)
         return args, runner
 
 
@@ -64,7 +69,7 @@ class HostSchedule(Schedule):
     """A random run in which the GPU's prefixes go more often, and main memory's now and then."""
 
     def arrive(self) -> None:
-        if self.random.random() < 0.3:
+        if self.random.random() < 0.7:
             self.forget()
         super().arrive()
 
@@ -127,3 +132,25 @@ def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_p
     seen = schedules(world, guesses, page, range(4))
     print(seen)
     assert seen["loaded"] and seen["saved"] and seen["failed"], seen
+
+
+def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int) -> None:
+    """What it is alone is known before the ranks meet."""
+    host_tier.LEAST_GAIN = 1
+    with short_pauses():
+        world = HostWorld(name, folder, ranks, rank, {**OPTIONS, "hicache_write_policy": "write_through"})
+        world.grow_tree()
+        for ids in world.prompts:
+            world.alone(ids)
+        seen = schedules(world, guesses, page, range(num_schedules))
+        assert seen["loaded"] and seen["saved"] and seen["failed"], seen
+        parallel_state.shutdown()
+
+
+SHARED = {"TP2": RankLayout(2), "PP2": RankLayout(pp_size=2)}
+
+
+@pytest.mark.parametrize(("layout", "name", "page"), [("TP2", "deepseek_v3", 1), ("PP2", "mistral_windows", 4)])
+def test_ranks_agree_on_what_was_copied(layout: str, name: str, page: int, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    mp.spawn(_rank, (name, tmp_path, SHARED[layout], "none", page, 3), nprocs=2)
