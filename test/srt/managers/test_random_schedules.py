@@ -53,6 +53,8 @@ class World:
     rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of the server."""
+    whole: int = 1
+    """The smallest page that holds whole entries of every cache."""
     prompts: list[list[int]] = field(default_factory=list)
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     runners: dict[tuple[int, str, RankLayout], tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class World:
         """The plain run: at once, without a cache."""
         key = (output, *ids)
         if key not in self.outputs:
-            args, runner = self.runner(1, "none")
+            args, runner = self.runner(self.whole, "none")
             plain = replace(args, disable_radix_cache=True, disable_overlap_schedule=True)
             scheduler, collector = Scheduler(plain, runner, StopChecker(None)), Collector()
             add(scheduler, request("plain", ids, output, temperature=0.0, ignore_eos=True))

@@ -108,7 +108,7 @@ class Scheduler:
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tier)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -287,8 +287,9 @@ class Scheduler:
         self.kv.place(req, node)
         if self.host_tier is not None:
             self.host_tier.placed(req)
+            if not req.admitted:
+                req.host_len = min(req.num_loaded, req.num_cached)
         if not req.admitted:
-            req.host_len = min(req.num_loaded, req.num_cached)
             req.hit_len, req.admitted = req.num_cached, True
             req.started_time = time.monotonic()
         self.runner.sampling_table.set(

@@ -109,6 +109,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    host_tokens: int | None = None
+    """Of these, the ones that were loaded from main memory; None: nothing is kept there."""
     num_retractions: int = 0
     """Number of times that the request went back to the queue to free memory, or by a pause."""
     started_time: float = 0.0
@@ -151,6 +153,23 @@ class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
     data: dict[str, Any] = {}
 
 
+class HostCacheStats(msgspec.Struct, omit_defaults=True):
+    """Gauges of the prefix cache in main memory, and its totals since the start."""
+
+    hicache_host_used_tokens: int = 0
+    hicache_host_total_tokens: int = 0
+    hicache_host_mamba_used_states: int = 0
+    hicache_host_mamba_total_states: int = 0
+    load_back_tokens: int = 0
+    load_back_bytes: int = 0
+    load_back_seconds: float = 0.0
+    hicache_backup_tokens: int = 0
+    hicache_backup_bytes: int = 0
+    hicache_backup_seconds: float = 0.0
+    hicache_dropped_tokens: int = 0
+    hicache_failed_copies: int = 0
+
+
 class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     """Gauges and counters for the metrics page, sent about once a second while there is work."""
 
@@ -167,6 +186,8 @@ class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     spec_num_draft_tokens: int = 0
     spec_verify_calls: int = 0
     """Number of verifications since the start."""
+    host_cache: HostCacheStats | None = None
+    """None: no prefixes are kept in main memory."""
 
 
 class SchedulerReady(msgspec.Struct, tag=True, omit_defaults=True):
