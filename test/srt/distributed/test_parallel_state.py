@@ -44,6 +44,10 @@ def _rank(rank: int, size: int, folder: str) -> None:
     for dim in (0, 1, -1):
         assert torch.equal(groups.tp.all_gather(mine, dim), torch.cat(every, dim))
     assert torch.equal(groups.tp.all_gather(mine.T, 0), torch.cat([t.T for t in every], 0))
+    parts = torch.arange(size * 3).view(size, 3)
+    expected = torch.stack([parts[rank] + 100 * other for other in range(size)])
+    assert torch.equal(groups.tp.exchange(parts + 100 * rank), expected)
+    assert torch.equal(groups.tp.exchange((parts + 100 * rank).T.contiguous().T), expected)
 
     groups.experts.reduce_with(_OfVectors())
     assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"

@@ -115,6 +115,14 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
+        if self.size == 1:
+            return x
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self.communicator())
+        return received
+
     def send_to_next(self, x: torch.Tensor) -> None:
         """Send to the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
         x = x.contiguous()

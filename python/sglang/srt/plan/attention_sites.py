@@ -14,5 +14,5 @@ def attention_sites(model: ModelDescription, tp_size: int) -> tuple[AttentionSit
         shape = mixer.attention_shape(tp_size)
         if shape is not None:
             window = mixer.window if isinstance(mixer, GQA) else 0
-            sites[AttentionSite(shape, window, mixer.top_k if isinstance(mixer, MLA) else 0)] = None
+            sites[AttentionSite(shape, window, mixer.top_k if isinstance(mixer, GQA | MLA) else 0)] = None
     return tuple(sites)

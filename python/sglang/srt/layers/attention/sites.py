@@ -6,17 +6,23 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
-from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
-from sglang.srt.layers.attention.sparse_rows import SparseSite
+from sglang.srt.layers.attention.metadata import (
+    AttentionBackend,
+    DecodeBuilder,
+    ExtendBuilder,
+    SiteMetadata,
+    WithImages,
+)
+from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 
 if TYPE_CHECKING:
     import torch
 
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns
     from sglang.srt.plan.plan import Plan
 
 
@@ -73,9 +79,23 @@ class AttentionSites:
         built = {builder: builder.build(rows) for builder in dict.fromkeys(dense.values())}
         for site, builder in dense.items():
             sites[site].extend = built[builder]
+        if rows.images is not None:
+            self._add_images(rows.images, {site: builder for site, builder in dense.items() if site.window}, sites)
         for site, spec in self._latent.items():
             if site in dense:
                 sites[site].latent_chunks = self._cut(spec, site, rows)
+
+    def _add_images(
+        self,
+        images: ImageRuns,
+        windows: Mapping[AttentionSite, ExtendBuilder],
+        sites: dict[AttentionSite, SiteMetadata],
+    ) -> None:
+        built = {builder: builder.build(images.rows, causal=False) for builder in dict.fromkeys(windows.values())}
+        for site, builder in windows.items():
+            text = sites[site].extend
+            assert text is not None
+            sites[site].extend = WithImages(text, built[builder], images.tokens)
 
     def _cut(self, spec: MLA, site: AttentionSite, rows: ExtendRows) -> tuple[LatentChunk, ...] | None:
         """None in a graph, which serves prefixes of every length, and where expanding does not pay."""
@@ -111,7 +131,7 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
         {site: extend.extend_builder(site) for site in plan.attention_sites},
         latent,
         plan.tokens_per_step,
-        sparse_sites(latent, plan),
+        sparse_sites(layers, plan),
     )
 
 
@@ -124,5 +144,11 @@ def latent_sites(layers: Iterable[LayerSpec], tp_size: int) -> dict[AttentionSit
     }
 
 
-def sparse_sites(latent: Mapping[AttentionSite, MLA], plan: Plan) -> dict[AttentionSite, SparseSite]:
-    return {site: SparseSite(spec, plan) for site, spec in latent.items() if spec.sparse}
+def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
+    """The sites whose layers attend to what an indexer selects."""
+    sites: dict[AttentionSite, SparseSite] = {}
+    for mixer in dict.fromkeys(layer.mixer for layer in layers):
+        if isinstance(mixer, GQA | MLA) and mixer.top_k:
+            site = AttentionSite(mixer.attention_shape(plan.ranks.tp_size), top_k=mixer.top_k)
+            sites.setdefault(site, LatentSite(mixer, plan) if isinstance(mixer, MLA) else BlockSite(mixer, plan))
+    return sites

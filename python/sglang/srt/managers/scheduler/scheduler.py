@@ -96,7 +96,7 @@ class Scheduler:
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media)
+        self.media = MediaSteps(runner.media, self._least_of_prompt)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -183,6 +183,7 @@ class Scheduler:
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
+        self._free_chunks()
         chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
@@ -242,6 +243,12 @@ class Scheduler:
             if budget.short:
                 break
         return chosen
+
+    def _least_of_prompt(self) -> int:
+        """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
+        rooms = [window.most_alone() for window in self.kv.windows]
+        chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
+        return min([*rooms, *chunk, self.plan.context_len])
 
     def _queue(self) -> list[Req]:
         """Returns the waiting requests in the order in which they enter."""
@@ -338,6 +345,20 @@ class Scheduler:
             self._requeue(victim)
             self.ratio.retracted()
             self.stats.retracted(victim)
+
+    def _free_chunks(self) -> None:
+        """Where nothing runs, prompts that pause may hold what none of them can end without: all but the first go back
+        to the queue, until it can go on."""
+        while len(self.chunked) > 1 and not len(self.running):
+            first, last = self.chunked[0], self.chunked[-1]
+            if self._budget(0).take(first, first.kv_len):
+                return
+            self.settle()
+            if last in self.chunked:
+                self.chunked.remove(last)
+                self._requeue(last)
+                self.ratio.retracted()
+                self.stats.retracted(last)
 
     def _requeue(self, req: Req) -> None:
         """Give up a request's slots and put it at the head of the queue."""
