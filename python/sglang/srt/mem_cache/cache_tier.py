@@ -189,9 +189,9 @@ class Transfer:
             copied = (here == 0) & (there != 0)
             if not (here | there)[-(window.window - 1) :].all():  # nobody could go on behind it
                 copied[:] = False
-            for table, slots in ((of_source, np.where(copied, there, 0)), (window, here)):
-                table.use(slots)
-                self.used.append((table, slots))
+            for table, kept in ((of_source, np.where(copied, there, 0)), (window, here)):
+                table.use(kept)
+                self.used.append((table, kept))
             self.windows.append(np.zeros(end, np.int32))
             slots = window.take(int(copied.sum()))
             if slots is None:

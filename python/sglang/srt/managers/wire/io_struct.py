@@ -109,8 +109,6 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    host_tokens: int | None = None
-    """Of these, the ones that were loaded from main memory; None: nothing is kept there."""
     num_retractions: int = 0
     """Number of times that the request went back to the queue to free memory, or by a pause."""
     started_time: float = 0.0
@@ -121,6 +119,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     """Output tokens that a reasoning parser counted as such."""
     drafts: DraftCounts | None = None
     """None: no guesses were verified."""
+    host_tokens: int | None = None
+    """Of the cached tokens, those that were loaded from main memory; None: nothing is kept there."""
 
 
 class DecodeOptions(msgspec.Struct, omit_defaults=True):
