@@ -282,7 +282,7 @@ def test_a_prefix_returns(folder: Path) -> None:
     answer = server.keep_in_main_memory_alone(PROMPT)
     assert server.answer("returns", PROMPT) == answer
     meta = server.meta["returns"]
-    assert meta.cached_tokens == meta.host_tokens == len(PROMPT) - 1
+    assert meta.cached_tokens == meta.host_tokens == len(PROMPT) - 1 and meta.started_time and not meta.num_retractions
     details = request_info("returns", meta, None)["cached_tokens_details"]
     assert details == {"device": 0, "host": len(PROMPT) - 1}
     assert server.answer("stays", PROMPT) == answer
