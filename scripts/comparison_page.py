@@ -76,7 +76,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     ),
     "Speed": (
         Feature("Prefix cache", "--disable-radix-cache", "`--enable-prefix-caching`"),
-        Feature("Prefix cache in CPU memory or on disk", "--enable-hierarchical-cache", "`--kv-offloading-size`"),
+        Feature("Prefix cache in CPU memory", "--enable-hierarchical-cache", "`--kv-offloading-size`"),
         Feature("Speculative decoding", "--speculative-algorithm", "`--speculative-config`"),
         Feature("CUDA graphs", "--cuda-graph-max-bs", "`--max-cudagraph-capture-size`"),
         Feature("Prefill and decode on different servers", "--disaggregation-mode", "`--kv-transfer-config`"),

@@ -22,6 +22,22 @@ _HOST_AND_PORT = re.compile(r"(tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}")
 _ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
 
 
+def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
+    if args.enable_hierarchical_cache and args.disable_radix_cache:
+        text = "--enable-hierarchical-cache keeps cached prefixes, of which --disable-radix-cache leaves none."
+        yield {"enable_hierarchical_cache", "disable_radix_cache"}, text
+    if args.hicache_write_policy == "write_back":
+        text = (
+            "--hicache-write-policy write_back is not supported: prefixes are copied before they are evicted, so that"
+            " no request waits for it. Use write_through or write_through_selective."
+        )
+        yield {"hicache_write_policy"}, text
+    if args.hicache_ratio is not None and args.hicache_ratio <= 0:
+        yield {"hicache_ratio"}, f"--hicache-ratio must be above 0; got {args.hicache_ratio:g}."
+    if args.hicache_host_memory_fraction <= 0:
+        yield {"hicache_host_memory_fraction"}, "--hicache-host-memory-fraction must be above 0."
+
+
 def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     """The fields and the text of each."""
     fraction, chunk, page = args.mem_fraction_static, args.chunked_prefill_size, args.page_size
@@ -39,6 +55,7 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if page is not None and args.max_total_tokens is not None and args.max_total_tokens < page:
         text = f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} tokens."
         yield {"max_total_tokens", "page_size"}, text
+    yield from _of_host_cache(args)
     if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
         text = "--retraction-policy priority needs --enable-priority-scheduling."
         yield {"retraction_policy", "enable_priority_scheduling"}, text

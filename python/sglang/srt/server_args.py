@@ -280,6 +280,29 @@ class ServerArgs:
     )
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
+    enable_hierarchical_cache: bool = option(
+        False, MEMORY, "Keep cached prefixes in main memory, too, and load them from there.", "--enable-hicache"
+    )
+    hicache_ratio: float | None = option(
+        None, MEMORY, "Size of the cache in main memory over the GPU's. None: 2, or what fits.", minimum=0
+    )
+    hicache_size: float = option(
+        0.0, MEMORY, "Size of the cache in main memory of each GPU, in GB, in place of --hicache-ratio.", minimum=0
+    )
+    hicache_host_memory_fraction: float = option(
+        0.8,
+        MEMORY,
+        "Share of free main memory for this cache, of all GPUs together, where no size is given.",
+        minimum=0,
+        maximum=1,
+    )
+    hicache_write_policy: str = option(
+        "write_through_selective",
+        MEMORY,
+        "When prefixes are copied to main memory: as soon as they are computed, or when a second request uses them.",
+        choices=("write_through", "write_through_selective"),
+        explained=("write_back",),
+    )
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
 
     # --- kernels

@@ -111,6 +111,14 @@ class WindowTable:
             self._num_evictable += len(np.unique(unused[cached]))  # several rows may have shared a page
         self.allocator.free(unused[~cached] * self.page_size)
 
+    def take(self, num_tokens: int) -> Slots | None:
+        """Returns slots of whole pages that are in use from now on, as if a row had them; None without room."""
+        self.evict(num_tokens - self.allocator.available_size())
+        slots = self.allocator.alloc([0], [num_tokens], [0])
+        if slots is not None:
+            self._users[self._pages(slots)] += 1
+        return slots
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths) -> Slots:

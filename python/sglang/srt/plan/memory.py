@@ -62,6 +62,8 @@ class Sizes:
     checkpoints: int = 0
     ngram_bytes: int = 0
     """Bytes of the tables in which n-gram drafts are looked up."""
+    copy_bytes: int = 0
+    """Bytes in which cached prefixes are gathered on their way to main memory and back."""
 
     @property
     def state_rows(self) -> int:
@@ -77,6 +79,7 @@ class MemoryPlan:
     `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
     request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
     which are allocated when requests ask for them. `media` is what encoder steps hold, and the features that are kept.
+    `copies` is what copies of cached prefixes to and from main memory take.
     """
 
     available: int
@@ -93,6 +96,7 @@ class MemoryPlan:
     states: int = 0
     windows: int = 0
     media: int = 0
+    copies: int = 0
 
     @property
     def caches(self) -> int:
@@ -244,6 +248,7 @@ class FixedMemory:
     penalties: int
     attention: int
     media: int
+    copies: int
 
     @property
     def total(self) -> int:
@@ -279,6 +284,7 @@ def fixed_memory(
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, heads),
         media=media_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        copies=sizes.copy_bytes,
     )
 
 
@@ -325,6 +331,7 @@ def plan_gpu_memory(
         penalties=fixed.penalties,
         attention=fixed.attention,
         media=fixed.media,
+        copies=fixed.copies,
         states=states,
         windows=split.window_bytes,
     )

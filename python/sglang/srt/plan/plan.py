@@ -25,6 +25,7 @@ from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.drafts.gemma_assistant import check_stage
 from sglang.srt.plan.drafts.memory import with_draft_memory
+from sglang.srt.plan.host_cache import HostCachePlan, copy_bytes, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, host_table_note, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -94,6 +95,7 @@ class Plan:
     draft: DraftPlan | None = None  # of the last stage
     captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
+    host_cache: HostCachePlan | None = None  # prefixes in main memory
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
@@ -203,6 +205,7 @@ class Plan:
             "cuda_graph_bs": list(self.cuda_graph_bs),
             "cuda_graph_prefill_tokens": list(self.cuda_graph_prefill_tokens),
             "memory": self.memory.describe(),
+            **({"host_cache": self.host_cache.describe()} if self.host_cache is not None else {}),
             "kernels": {
                 op: {
                     "kernel": choice.name,
@@ -248,6 +251,8 @@ class Plan:
         for number, stage in enumerate(self.stages):
             logger.info("Stage %d: %s", number, stage)
         logger.info(self.memory.log_line())
+        if self.host_cache is not None:
+            logger.info("Prefixes in main memory: %s", self.host_cache)
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
             logger.warning(message)
@@ -265,11 +270,13 @@ def make_plan(
     rank: int = 0,
     probe: Probe | None = None,
     advises: bool = True,
+    host_bytes: int | None = None,
 ) -> Plan:
     """Makes the plan of a rank. `available_bytes`: free on the device before anything is allocated, the least over the
     ranks. `packages`: the optional ones to count on (those installed here if None). `links`: what was seen of those
     between the ranks' GPUs. `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's
-    kernel of a need on this GPU. `advises`: messages say what would help.
+    kernel of a need on this GPU. `advises`: messages say what would help. `host_bytes`: of main memory that are free on
+    the rank's machine; None: nobody looked.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
@@ -280,6 +287,9 @@ def make_plan(
     everything = with_draft_layers(trial.description, draft)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
+    host_cache, host_notes = _host_cache(
+        args, model, capacity, arch, serving, host_bytes, host_table_bytes(everything, serving)
+    )
     return Plan(
         arch=arch,
         model=model,
@@ -309,10 +319,41 @@ def make_plan(
         draft=draft if stage.model.last_stage else None,
         captures=draft.description.captures if draft is not None else (),
         capture_streams=draft is not None and draft.description.form.reads_streams,
+        host_cache=host_cache,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
+        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
         errors=short_of_context(planner, args, trial),
     )
+
+
+def _host_cache(
+    args: ServerArgs,
+    model: ModelConfig,
+    capacity: Capacity,
+    arch: ArchTraits,
+    serving: Serving,
+    host_bytes: int | None,
+    table_bytes: int,
+) -> tuple[HostCachePlan | None, list[str]]:
+    """Plans prefixes in main memory. All stages have pools of as many tokens. `table_bytes`: what each rank keeps there
+    besides."""
+    sizes, groups = capacity.sizes, capacity.groups
+    device = PoolSizes(
+        capacity.max_total_num_tokens,
+        serving.page_size,
+        sizes.max_running_requests,
+        sizes.context_len,
+        capacity.windows,
+        any(group.lifetime == PER_REQUEST for group in groups),
+        sizes.checkpoints,
+        tokens_growing(args, model.architecture),
+    )
+    if host_bytes is not None and arch.device == "cpu":
+        host_bytes = max(0, host_bytes - capacity.memory.weights - capacity.memory.caches)
+    processes = -(-serving.ranks.world_size * args.dp_size // args.nnodes)
+    if host_bytes is not None:
+        host_bytes = max(0, host_bytes - table_bytes * processes)
+    return plan_host_cache(args, groups, device, arch, host_bytes, processes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +556,8 @@ def _capacity(
         largest_graph = size.cuda_graph_max_bs
         sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
-        sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables)
+        copies = copy_bytes(args, arch)
+        sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, copy_bytes=copies)
         growing = tokens_growing(args, model.architecture)
         cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
         return sizes, cost, notes
