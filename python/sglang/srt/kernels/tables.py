@@ -223,7 +223,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
         only_full_heads, flashinfer_head_dims, _HALF, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask"),
+        lacks("sinks", "sparse", "logit_cap", "custom_mask", "token_shares"),
     )  # fmt: skip
     return (
         KernelSpec(
@@ -256,7 +256,8 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLABackend",
             CP_ASYNC,
             "flashinfer",
-            refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask")),
+            refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache,
+                          lacks("sparse", "custom_mask", "token_shares")),
             asked_as="flashinfer",
         ),
         KernelSpec(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
@@ -90,6 +91,7 @@ class Plan:
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
     draft: DraftPlan | None = None  # of the last stage
+    merge_method: str = ALL_TO_ALL  # of ranks that share out the tokens of caches
     captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
@@ -156,6 +158,13 @@ class Plan:
         if self.chunked_prefill_size == -1:
             return max(self.max_prefill_tokens, self.context_len)
         return self.chunked_prefill_size
+
+    @property
+    def token_rows(self) -> int:
+        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: those of graphs with
+        prompts, and guesses."""
+        verified = max(self.max_running_requests, *self.cuda_graph_bs, 1) * self.growing
+        return max(verified, *self.cuda_graph_prefill_tokens, 1)
 
     def entry(self, op: str) -> Any:
         """Returns the chosen kernel's callable."""
@@ -283,7 +292,7 @@ def make_plan(
         description=stage.model,
         weights=trial.of_rank.of_stage(stage.model),
         caches=caches_of_stage(cache_groups(everything, serving), stage.cache_layers),
-        attention_sites=attention_sites(everything, args.tp_size),
+        attention_sites=attention_sites(everything, args.tp_size, args.dcp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -304,6 +313,7 @@ def make_plan(
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         draft=draft if stage.model.last_stage else None,
+        merge_method=args.dcp_comm_backend,
         captures=draft.description.captures if draft is not None else (),
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
@@ -423,7 +433,16 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
     if not model.caches_in_fp8:
         kv_dtype = dtype
     ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
-    return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
+    return Serving(
+        dtype,
+        kv_dtype,
+        args.page_size or 1,
+        ranks.tp_size,
+        state_dtype,
+        ranks.ep_size,
+        ranks.pp_size,
+        ranks.dcp_size,
+    )
 
 
 def plan_capacity(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
+from sglang.srt.layers.attention.shared_tokens import builders_of
 from sglang.srt.layers.attention.sparse_rows import SparseSite
+from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
 from sglang.srt.plan.mixers import MLA
 
@@ -82,7 +85,8 @@ class AttentionSites:
         if rows.seq_lens_cpu is None or not spec.expanding_pays(rows.prefix_lens_cpu, rows.new_lens_cpu):
             return None
         table = rows.token_slots[0].req_to_token
-        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens)
+        context = parallel_state.groups().context if site.token_ranks > 1 else parallel_state.ALONE
+        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens, context)
 
     def refresh(self, rows: DecodeRows | None) -> None:
         """Updates, before every replay of a graph, what its decoding rows need that the host plans."""
@@ -105,23 +109,20 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
             backends[choice.name] = choice.load()(plan, device)
     decode, extend = (backends[choice.name] for choice in choices.values())
     layers = plan.description.layers + (plan.draft.description.model.layers if plan.draft is not None else ())
-    latent = latent_sites(layers, plan.ranks.tp_size)
+    latent = latent_sites(layers, plan.ranks.tp_size, plan.ranks.dcp_size)
     return AttentionSites(
-        {site: decode.decode_builder(site) for site in plan.attention_sites},
-        {site: extend.extend_builder(site) for site in plan.attention_sites},
+        *builders_of(plan.attention_sites, decode, extend, plan),
         latent,
         plan.tokens_per_step,
         sparse_sites(latent, plan),
     )
 
 
-def latent_sites(layers: Iterable[LayerSpec], tp_size: int) -> dict[AttentionSite, MLA]:
+def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -> dict[AttentionSite, MLA]:
     """The description of the layers of each latent site."""
-    return {
-        AttentionSite(layer.mixer.attention_shape(tp_size), top_k=layer.mixer.top_k): layer.mixer
-        for layer in layers
-        if isinstance(layer.mixer, MLA)
-    }
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, MLA)]
+    sites = (site_of(mixer, mixer.attention_shape(tp_size), tp_size, dcp_size) for mixer in mixers)
+    return dict(zip(sites, mixers, strict=True))
 
 
 def sparse_sites(latent: Mapping[AttentionSite, MLA], plan: Plan) -> dict[AttentionSite, SparseSite]:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.step_rows import requests_of_tokens
 
@@ -50,6 +52,7 @@ class SparseRows:
     with_prompts: bool
     selection: Selection | None = None
     """Selection of the last layer with an indexer; later layers without one read it."""
+    own: tuple[Selection, Selection] | None = None
 
     @property
     def tokens(self) -> slice:
@@ -67,7 +70,23 @@ class SparseRows:
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         """q [N, heads, rank + rot] -> out [N, heads, rank], over latents of the selected tokens."""
         assert self.selection is not None, "no layer before this one selects tokens"
-        self.site.attention(q, ((layer.cache.k, self.selection),), out, scale=layer.scale)
+        if layer.token_ranks == 1:
+            self.site.attention(q, ((layer.cache.k, self.selection),), out, scale=layer.scale)
+            return
+        own = self._own_selection(self.selection)
+
+        def attend(heads: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
+            self.site.attention(heads, ((layer.cache.k, own),), parts, scale=layer.scale, lse=lse)
+
+        self.site.merge.attend(q, attend, out)
+
+    def _own_selection(self, selection: Selection) -> Selection:
+        """What this rank has of the selected tokens where ranks share them out; made once for all layers that read the
+        selection."""
+        if self.own is None or self.own[0] is not selection:
+            context = self.site.merge.context
+            self.own = (selection, selection.of_rank(context.rank, context.size))
+        return self.own[1]
 
 
 class SparseSite:
@@ -80,6 +99,7 @@ class SparseSite:
         attentions: SparseAttentionFactory = plan.entry("sparse_attention")
         self.indexer: SparseIndexerOp = indexers(plan)
         self.attention: SparseAttentionOp = attentions(plan)
+        self.merge = PartMerge(parallel_state.groups().context, plan.merge_method)
 
     def rows(self, batch: ForwardBatch, in_graph: bool) -> SparseRows | None:
         """None: the whole step is dense. In a graph the tokens of prompts may begin among the rows of decoding requests
