@@ -222,7 +222,6 @@ class ServerArgs:
         1,
         PARALLEL,
         "Ranks of --tp-size that share out the tokens of latents, or of a KV head that all of them would hold.",
-        "--dcp",
         "--decode-context-parallel-size",
         minimum=1,
     )

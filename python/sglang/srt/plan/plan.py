@@ -92,6 +92,7 @@ class Plan:
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
     draft: DraftPlan | None = None  # of the last stage
     merge_method: str = ALL_TO_ALL  # of ranks that share out the tokens of caches
+    token_rows: int = 1  # as Sizes.token_rows
     captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
@@ -158,13 +159,6 @@ class Plan:
         if self.chunked_prefill_size == -1:
             return max(self.max_prefill_tokens, self.context_len)
         return self.chunked_prefill_size
-
-    @property
-    def token_rows(self) -> int:
-        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: those of graphs with
-        prompts, and guesses."""
-        verified = max(self.max_running_requests, *self.cuda_graph_bs, 1) * self.growing
-        return max(verified, *self.cuda_graph_prefill_tokens, 1)
 
     def entry(self, op: str) -> Any:
         """Returns the chosen kernel's callable."""
@@ -314,6 +308,7 @@ def make_plan(
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         draft=draft if stage.model.last_stage else None,
         merge_method=args.dcp_comm_backend,
+        token_rows=sizes.token_rows,
         captures=draft.description.captures if draft is not None else (),
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
@@ -514,8 +509,8 @@ def _capacity(
         largest_graph = size.cuda_graph_max_bs
         sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
-        sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables)
         growing = tokens_growing(args, model.architecture)
+        sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing)
         cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
         return sizes, cost, notes
 

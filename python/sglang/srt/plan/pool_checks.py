@@ -27,6 +27,8 @@ def with_pages(args: ServerArgs, model: ModelDescription, serving: Serving) -> S
     whole = tokens_of_entries(model, serving)
     if args.page_size is None:
         return replace(serving, page_size=whole)
+    # Ranks that share out tokens have a page of each other's size together.
+    serving = replace(serving, page_size=math.lcm(serving.page_size, serving.dcp_size))
     if serving.page_size % whole:
         raise UserError(
             f"{model.architecture} caches one entry for up to {whole} tokens, and a page holds whole entries:"

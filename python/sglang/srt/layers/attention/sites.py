@@ -120,9 +120,8 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
 
 def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -> dict[AttentionSite, MLA]:
     """The description of the layers of each latent site."""
-    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, MLA)]
-    sites = (site_of(mixer, mixer.attention_shape(tp_size), tp_size, dcp_size) for mixer in mixers)
-    return dict(zip(sites, mixers, strict=True))
+    mixers = {site_of(layer.mixer, tp_size, dcp_size): layer.mixer for layer in layers}
+    return {site: mixer for site, mixer in mixers.items() if site is not None and isinstance(mixer, MLA)}
 
 
 def sparse_sites(latent: Mapping[AttentionSite, MLA], plan: Plan) -> dict[AttentionSite, SparseSite]:
