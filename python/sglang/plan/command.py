@@ -85,6 +85,7 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
         "tp_size": prospect.layout.tp_size,
         "ep_size": prospect.layout.ep_size,
         "pp_size": prospect.layout.pp_size,
+        "dcp_size": prospect.layout.dcp_size,
         "servers": prospect.layout.servers,
         "weights": prospect.weights,
         "cache": prospect.cache,
@@ -141,6 +142,10 @@ def to_text(result: Survey) -> str:
     ]
     if any(prospect.layout.ep_size > 1 for prospect in result.prospects):
         lines.append("EP: whole experts on each rank; the average rank is counted, the busiest one has more to do.")
+    if any(prospect.layout.dcp_size > 1 for prospect in result.prospects):
+        lines.append(
+            "DCP: the ranks share out the tokens of latents, for two more collectives a layer when they decode."
+        )
     if result.explanation.not_implemented is not None:
         lines.append(f"This model is not implemented yet, sizes are estimates: {result.explanation.not_implemented}")
     if result.explanation.missing:

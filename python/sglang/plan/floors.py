@@ -90,9 +90,14 @@ class StepFloors:
                 sizes += [float(heads * site.shape.head_dim), float(heads * site.shape.v_head_dim)]
         return sizes
 
-    def _floor(
-        self, read: float, tokens: int, attention: float, logits: int, exchanged: Sequence[float] = ()
-    ) -> Floor:
+    def exchange_seconds(self, num_requests: int) -> float:
+        """Returns the seconds of these collectives in a decode step, by NCCL as measured."""
+        return self._exchange_seconds(self._exchanged(num_requests))
+
+    def _exchange_seconds(self, exchanged: Sequence[float]) -> float:
+        return sum(nccl_seconds(self.serving.dcp_size, size / 2) for size in exchanged)
+
+    def _floor(self, read: float, tokens: int, attention: float, logits: int, exchanged: Sequence[float] = ()) -> Floor:
         flops, seconds = attention, self._seconds_of(attention, HALF)
         head = self.model.head_quant
         products = [(f"linear/{head.scheme}" if head else "linear", 2.0 * self._head.rows * self._head.cols * logits)]
@@ -108,7 +113,7 @@ class StepFloors:
         sent += sum(exchanged) * (sharing - 1) / sharing
         nccl = 0.0
         if ranks > 1 and self.link != "NVLink":
-            nccl = reduces * nccl_seconds(ranks, message) + sum(nccl_seconds(sharing, size / 2) for size in exchanged)
+            nccl = reduces * nccl_seconds(ranks, message) + self._exchange_seconds(exchanged)
         return Floor(read, read / self.arch.bandwidth, flops, seconds, sent, sent / LINK_RATES[self.link], nccl)
 
     @property

@@ -13,6 +13,8 @@ from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.plan import serving_of
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.server_args import ServerArgs
@@ -26,18 +28,21 @@ UNEVEN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each."""
+    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each, and
+    `dcp_size` share out the tokens of the cache."""
 
     tp_size: int
     servers: int
     ep_size: int = 1
     pp_size: int = 1
+    dcp_size: int = 1
 
     @property
     def flags(self) -> list[str]:
         experts = ["--ep", str(self.ep_size)] if self.ep_size > 1 else []
         stages = ["--pp", str(self.pp_size)] if self.pp_size > 1 else []
-        return ["--tp", str(self.tp_size), *experts, *stages]
+        tokens = ["--dcp-size", str(self.dcp_size)] if self.dcp_size > 1 else []
+        return ["--tp", str(self.tp_size), *experts, *stages, *tokens]
 
     @property
     def gpus_each(self) -> int:
@@ -51,7 +56,10 @@ class Layout:
     def __str__(self) -> str:
         experts = f" EP {self.ep_size}" if self.ep_size > 1 else ""
         stages = f" x PP {self.pp_size}" if self.pp_size > 1 else ""
-        return f"TP {self.tp_size}{experts}{stages}" + (f" x {self.servers} servers" if self.servers > 1 else "")
+        tokens = f" DCP {self.dcp_size}" if self.dcp_size > 1 else ""
+        return f"TP {self.tp_size}{experts}{stages}{tokens}" + (
+            f" x {self.servers} servers" if self.servers > 1 else ""
+        )
 
     def commands(self, words: Sequence[str], a_machine: bool = False) -> list[str]:
         """The command that starts the servers, as replicas behind one address. `a_machine`: each has a machine of its
@@ -149,6 +157,10 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
     for layout in _layouts(gpus, arch.gpus_per_machine or gpus):
         if layout.ep_size > 1 and (first is None or first.model.experts is None):
             continue
+        if layout.dcp_size > 1 and not (
+            first is not None and _shares_latents(first.model) and "--dcp-size" not in words
+        ):
+            continue
         args = ServerArgs.from_cli([*words, *layout.flags], prog="sglang plan")
         explained = explain(args, arch, frozenset({"triton"}), free_memory, advises=False)
         first = first or explained
@@ -165,13 +177,20 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
 
 def _layouts(gpus: int, most: int) -> Iterator[Layout]:
     """Yields layouts with every number of GPUs a server, `most` of one machine, whose experts are shared by their dims,
-    or whole; then one server of all GPUs in stages, for models that fewer GPUs have no room for."""
+    or whole, or whose latents are shared out; then one server of all GPUs in stages, for models that fewer GPUs have no
+    room for."""
     for tp_size in range(1, min(gpus, most) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
             yield Layout(tp_size, gpus // tp_size, tp_size)
+            yield Layout(tp_size, gpus // tp_size, dcp_size=tp_size)
         if gpus % tp_size == 0 and tp_size < gpus <= most:
             yield Layout(tp_size, 1, pp_size=gpus // tp_size)
+
+
+def _shares_latents(model: ModelDescription) -> bool:
+    """Returns whether every rank would hold the same latents, which most ranks can share out."""
+    return any(isinstance(layer.mixer, MLA) for layer in model.layers)
 
 
 def _unplanned(explained: Explanation) -> str | None:

@@ -32,8 +32,13 @@ OPS = ("extend_attention", "decode_attention", "prefill_attention", "latent_prom
 KV_DTYPES: dict[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}
 """float16 needs what bfloat16 needs; a uint8 pool is viewed as one of the float8 types before the launch."""
 
-_POINTERS = {"sinks_ptr": "*fp32", "mask_ptr": "*u8", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32",
-             "lse_ptr": "*fp32"}
+_POINTERS = {
+    "sinks_ptr": "*fp32",
+    "mask_ptr": "*u8",
+    "part_o_ptr": "*fp32",
+    "part_lse_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+}
 _INT64_POINTERS = ("req_pool_indices_ptr", "mask_offsets_ptr")
 _FLOATS = ("scale", "k_scale", "v_scale", "cap")
 

@@ -201,8 +201,8 @@ def groups_of(
     context_group: dist.ProcessGroup | None = None,
 ) -> Groups:
     """The groups of one rank. `process_group`: of the ranks of its stage, `stages_group` and `tokens_group`: of the
-    ranks of all stages that have its place, `context_group`: of those that share out tokens; without them nothing can be
-    sent."""
+    ranks of all stages that have its place, `context_group`: of those that share out tokens; without them nothing can
+    be sent."""
     tp_rank = ranks.tp_rank(rank)
     everyone = Group(tp_rank, ranks.tp_size, process_group)
     return Groups(

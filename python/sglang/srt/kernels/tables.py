@@ -256,8 +256,13 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLABackend",
             CP_ASYNC,
             "flashinfer",
-            refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache,
-                          lacks("sparse", "custom_mask", "token_shares")),
+            refuse=all_of(
+                only_latent,
+                flashinfer_latents,
+                _HALF,
+                only_16_bit_cache,
+                lacks("sparse", "custom_mask", "token_shares"),
+            ),
             asked_as="flashinfer",
         ),
         KernelSpec(

@@ -10,8 +10,8 @@ import torch
 
 from sglang.srt.distributed.parallel_state import ALONE, Group
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.attention.sites import AttentionSites
+from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots, requests_of_tokens

@@ -3,8 +3,8 @@
 `pp_size` stages of `tp_size` neighbouring ranks each have layers that follow one another; the ranks of a stage share
 every layer of it. Experts may be shared in two ways at once: `ep_size` groups of neighbouring ranks have whole experts
 each, and the ranks of a group share the intermediate dims of theirs. Rank r of TP 4 x EP 2 belongs to expert group
-r // 2 and has part r % 2 of its experts' dims. `dcp_size` neighbouring ranks share out the tokens of the caches that all
-of them would hold: position p is of the rank whose place among them is p % dcp_size.
+r // 2 and has part r % 2 of its experts' dims. `dcp_size` neighbouring ranks share out the tokens of the caches that
+all of them would hold: position p is of the rank whose place among them is p % dcp_size.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The numbers of ranks by which a model is divided. `ep_size` and `dcp_size` divide `tp_size`. What is shared within
-    a stage is asked for by the rank in it (`tp_rank`)."""
+    """The numbers of ranks by which a model is divided. `ep_size` and `dcp_size` divide `tp_size`. What is shared
+    within a stage is asked for by the rank in it (`tp_rank`)."""
 
     tp_size: int = 1
     ep_size: int = 1

@@ -35,7 +35,9 @@ class PartMerge:
         """Queries of this rank's heads [T, H, D] -> those of all ranks [T, size * H, D]."""
         return self.context.all_gather(q, dim=1)
 
-    def attend(self, q: torch.Tensor, attend_part: AttendPart, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+    def attend(
+        self, q: torch.Tensor, attend_part: AttendPart, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
         """q [T, H, D] -> out [T, H, Dv], over the tokens of all ranks; sinks as in `merge`."""
         heads = self.all_heads(q)
         parts = heads.new_empty((*heads.shape[:2], out.shape[2]))
@@ -71,8 +73,7 @@ class PartMerge:
 
 
 def _weights(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """lse [ranks, ..., H] -> the share of each rank in the softmax; 0 of all where nobody has a token. sinks [..., H].
-    """
+    """lse [ranks, ..., H] -> the share of each rank in the softmax; 0 where nobody has a token. sinks [..., H]."""
     if sinks is not None:
         lse = torch.cat((lse, sinks.to(lse.dtype).expand(lse.shape[1:])[None]))
     weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)

@@ -36,9 +36,7 @@ def own_rows(rows: DecodeRows, context: Group) -> DecodeRows:
     )
 
 
-def own_table(
-    token_slots: tuple[TokenSlots, ...], requests: torch.Tensor, context: Group
-) -> tuple[TokenSlots, ...]:
+def own_table(token_slots: tuple[TokenSlots, ...], requests: torch.Tensor, context: Group) -> tuple[TokenSlots, ...]:
     """The slots with a row table [R, ceil(context_len / size)] of this rank's tokens of the requests [R]."""
     table = token_slots[0].req_to_token[:, context.rank :: context.size]
     return with_own_table(token_slots, table[requests] // context.size)

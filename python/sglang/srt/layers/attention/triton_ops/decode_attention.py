@@ -315,8 +315,8 @@ def decode_attention_fwd(
     head dim, and there is one KV head, it is its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices
     [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have
     run before on the same stream, but not directly before; layers with and without a sliding window (which counts the
-    query itself) share one plan. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of exponentials,
-    seq_lens may be 0, and `keep_all_pieces` follows the plan.
+    query itself) share one plan. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
+    exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v_cache.shape[1], v_cache.shape[2]
