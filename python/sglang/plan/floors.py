@@ -29,7 +29,9 @@ CHOSEN_BY_INDEX = frozenset({"latent", "compressed"})
 """Caches of which attention reads what an indexer chose, where there is one."""
 HALF = ("wgmma bf16",)
 """Stands for products in 16 bits whose kernel is not recorded: at the full rate of every GPU."""
-LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9}
+BETWEEN_MACHINES = "200 Gb/s"
+"""The link between two DGX Sparks, as published."""
+LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9, BETWEEN_MACHINES: 25e9}
 """Bytes a second, each way."""
 NCCL_SECONDS: Mapping[int, tuple[tuple[int, float], ...]] = {
     2: ((4096, 6.6e-6), (65536, 10.5e-6), (1 << 20, 59e-6)),
@@ -68,6 +70,8 @@ class StepFloors:
     serving: Serving
     arch: ArchTraits
     choices: Mapping[str, Choice]
+    crosses_machines: bool = False
+    """Whether ranks that add up are on several machines."""
 
     def decode(self, num_requests: int, length: int) -> Floor:
         """One token for each of `num_requests` requests, all `length` tokens long."""
@@ -118,6 +122,8 @@ class StepFloors:
 
     @property
     def link(self) -> str:
+        if self.crosses_machines:
+            return BETWEEN_MACHINES
         return "NVLink" if "nvlink" in self.arch.features else "PCIe 5 x16"
 
     def _instructions(self, key: str) -> tuple[str, ...]:

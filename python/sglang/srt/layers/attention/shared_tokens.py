@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -230,4 +230,4 @@ def _shared(
 
 def _part_backend(backend: AttentionBackend) -> PartBackend:
     assert hasattr(backend, "part_builder"), "the tables refuse other backends where tokens are shared out"
-    return backend
+    return cast(PartBackend, backend)
