@@ -247,7 +247,7 @@ def test_two_sparks_share_a_model_that_one_has_no_room_for(tmp_path: Path, capsy
     assert [refused["layout"] for refused in result["refused"]] == ["TP 1 x 2 servers"]
     shared = layouts["TP 2 on 2 machines"]
     assert result["recommended"].startswith("TP 2") and shared["weights"] / GIB == pytest.approx(62.6, rel=0.01)
-    assert shared["requests"] >= 8 and shared["predicted"] is None
+    assert shared["requests"] >= 6 and shared["predicted"] is None
     serve = f"sglang serve --model-path {tmp_path} --tp 2 --nnodes 2 --dist-init-addr 10.0.0.1:50000 --node-rank"
     assert shared["commands"] == [f"{serve} 0", f"{serve} 1"]
     load = shared["decode_load"]

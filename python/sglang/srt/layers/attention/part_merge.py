@@ -76,5 +76,5 @@ def _weights(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """lse [ranks, ..., H] -> the share of each rank in the softmax; 0 where nobody has a token. sinks [..., H]."""
     if sinks is not None:
         lse = torch.cat((lse, sinks.to(lse.dtype).expand(lse.shape[1:])[None]))
-    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)
+    weights = lse.softmax(0).nan_to_num(0.0)
     return weights if sinks is None else weights[:-1]
