@@ -44,11 +44,16 @@ def _rank(rank: int, size: int, folder: str) -> None:
     for dim in (0, 1, -1):
         assert torch.equal(groups.tp.all_gather(mine, dim), torch.cat(every, dim))
     assert torch.equal(groups.tp.all_gather(mine.T, 0), torch.cat([t.T for t in every], 0))
+    parts = torch.arange(size * 3).view(size, 3)
+    expected = torch.stack([parts[rank] + 100 * other for other in range(size)])
+    assert torch.equal(groups.tp.exchange(parts + 100 * rank), expected)
+    assert torch.equal(groups.tp.exchange((parts + 100 * rank).T.contiguous().T), expected)
 
     for_each = torch.arange(4.0 * size).view(size, 2, 2) + 100 * rank
-    from_each = torch.stack([torch.arange(4.0 * size).view(size, 2, 2)[rank] + 100 * r for r in range(size)])
-    assert torch.equal(groups.tp.all_to_all(for_each), from_each)
-    assert torch.equal(groups.tp.reduce_scatter(for_each), from_each.sum(0))
+    assert torch.equal(
+        groups.tp.reduce_scatter(for_each),
+        torch.arange(4.0 * size).view(size, 2, 2)[rank] * size + 100 * sum(range(size)),
+    )
 
     groups.experts.reduce_with(_OfVectors())
     assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"

@@ -115,11 +115,11 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """x [ranks, ...]: a tensor for each rank -> [ranks, ...], the one of each rank for this one."""
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
         if self.size == 1:
             return x
-        received = torch.empty_like(x)
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, x.contiguous(), group=self.communicator())
         return received
 
@@ -127,7 +127,7 @@ class Group:
         """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one."""
         if self.size == 1:
             return x[0]
-        total = torch.empty_like(x[0])
+        total = torch.empty_like(x[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(total, x.contiguous().flatten(0, 1), group=self.communicator())
         return total
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -54,6 +56,24 @@ FEWEST_SHARDED_ROWS = 16
 needed. Counted, not measured: 16 rows of 151,936 columns over two ranks are 4.9 MB on their way to each of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """Whole rows of a step's logits on this rank, and how what each rank computes of its own comes together."""
+
+    group: Group
+    logits: torch.Tensor  # [n, V] fp32
+    rows: slice
+    """Which of the step's rows these are; they may be none."""
+    each: int
+    """Rows of a rank, the last ones of which may have fewer."""
+    count: int
+    """Rows of the step."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n] of this rank's rows -> [count] of all."""
+        return self.group.all_gather(F.pad(x, (0, self.each - len(x))), dim=0)[: self.count]
+
+
 class LMHead:
     """hidden [R, H] -> logits [R, V] fp32 on every rank, bent to within +-`cap` where it is not 0. Shares the
     embedding's weight when `tied_to` is given; otherwise a checkpoint may have it quantized."""
@@ -103,6 +123,19 @@ class LMHead:
         missing = self.rows.padded_count - logits.shape[-1]
         logits = F.pad(logits, (0, missing)) if missing else logits
         return self.group.all_gather(logits)[:, : self.vocab_size]
+
+    def whole_share(self, shard: torch.Tensor, width: int) -> RowShare:
+        """Whole rows of logits, of which each rank gets a share: so much less travels than to make every rank's whole.
+        `width` rows at a time stay together."""
+        ranks, count = self.group.size, len(shard)
+        each = -(-count // (width * ranks)) * width
+        missing = self.rows.padded_count - shard.shape[-1]
+        padded = F.pad(shard, (0, missing, 0, each * ranks - count))
+        by_source = self.group.exchange(padded.view(ranks, each, -1))
+        logits = by_source.movedim(0, 1).reshape(each, -1)[:, : self.vocab_size]
+        first = min(self.group.rank * each, count)
+        rows = slice(first, min(first + each, count))
+        return RowShare(self.group, logits[: rows.stop - rows.start], rows, each, count)
 
     def first_largest(self, shard: torch.Tensor) -> torch.Tensor:
         """The first of each row's largest logits of all ranks, [R] int64, or NO_TOKEN, as the sampler has it: eight

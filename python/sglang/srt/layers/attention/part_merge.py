@@ -60,7 +60,7 @@ class PartMerge:
         packed = parts.new_empty((*parts.shape[:-1], dims + extra))
         packed[..., :dims] = parts
         packed[..., dims:].view(torch.float32)[..., 0] = lse
-        packed = self.context.all_to_all(packed)
+        packed = self.context.exchange(packed)
         weights = _weights(packed[..., dims:].view(torch.float32)[..., 0], sinks)
         return (packed[..., :dims] * weights[..., None]).sum(0)
 
