@@ -278,6 +278,8 @@ def test_latents_shared_out_hold_nearly_as_many_times_the_tokens(tmp_path: Path)
     assert found is not None
     shared, whole = (int(number.replace(",", "")) for number in found.groups())
     assert explained.plan["max_total_num_tokens"] == shared and 7.2 < shared / whole < 8
+    small = explain(ServerArgs.from_cli(words), arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}), 60 * GIB)
+    assert small.unfit is not None and "What helps: more GPUs (--tp-size 16)" in small.unfit
 
 
 def test_layouts_that_share_out_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,7 +263,8 @@ def fixed_memory(
 ) -> FixedMemory:
     """Computes the memory that a GPU needs beside weights and caches. `everything`: the model with the layers of a
     draft."""
-    groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
+    ranks = sizes.ranks
+    groups = (ranks.tp_size > 1) + (ranks.pp_size > 1) + (1 < ranks.dcp_size < ranks.tp_size)
     heads = _attention_sizes(everything, sizes, arch.num_sms, available - weights, cost)
     return FixedMemory(
         tables=table_bytes(sizes),
