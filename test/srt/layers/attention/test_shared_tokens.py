@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.kernels.tiles import MLA_LATENT
-from sglang.srt.layers.attention.part_merge import _weights
+from sglang.srt.layers.attention.part_merge import LSE_BYTES, _weights
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens, own_rows, own_slots, with_own_table
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -18,8 +18,10 @@ from sglang.srt.layers.step_rows import DecodeRows, TokenSlots
 from srt.layers.attention.backend_harness import FakeArch, layer_of, plan_of
 from srt.layers.attention.reference import Problem, reference_decode, relative_error
 
-LENS = [0, 45, 2, 1]
-"""Of the tokens before the new one: some ranks have none."""
+LENS = [0, 400, 2, 1]
+SHORT = [0, 9, 2, 1]
+"""Of the tokens before the new one: some ranks have none, and of the first there are several pieces. The interpreter
+takes long for latents."""
 
 
 def own_problem(p: Problem, rank: int, size: int) -> tuple[object, DecodeRows]:
@@ -28,8 +30,8 @@ def own_problem(p: Problem, rank: int, size: int) -> tuple[object, DecodeRows]:
     keys = p.k_cache[rank::size].contiguous()
     values = keys[..., : p.v_head_dim] if p.v_in_k else p.v_cache[rank::size].contiguous()
     layer.cache.bind({"k": keys, "v": values}, table=1)
-    nowhere = torch.zeros(len(LENS), dtype=torch.int64, device=p.device)
-    lens = [length + 1 for length in LENS]
+    nowhere = torch.zeros(len(p.prefix_lens), dtype=torch.int64, device=p.device)
+    lens = [length + 1 for length in p.prefix_lens]
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=p.device)
     rows = DecodeRows(p.req_pool_indices, seq_lens, (TokenSlots(p.req_to_token, nowhere),) * 2, lens)
     return layer, own_rows(rows, Group(rank, size))
@@ -39,16 +41,16 @@ def merged(p: Problem, size: int, backend: type) -> torch.Tensor:
     parts, sums = [], []
     for rank in range(size):
         layer, rows = own_problem(p, rank, size)
-        plan = plan_of(p, max_running_requests=len(LENS), arch=FakeArch(2))
-        builder = backend(plan, p.device).part_builder(layer.site.shape, len(LENS))
-        out = torch.full((len(LENS), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
-        lse = torch.full((len(LENS), p.num_heads), float("nan"), device=p.device)
+        plan = plan_of(p, max_running_requests=len(p.prefix_lens), arch=FakeArch(2))
+        builder = backend(plan, p.device).part_builder(layer.site.shape, len(p.prefix_lens))
+        out = torch.full((len(p.prefix_lens), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
+        lse = torch.full((len(p.prefix_lens), p.num_heads), float("nan"), device=p.device)
         metadata = builder.build(rows)
         if hasattr(builder, "workspace"):
             builder.workspace.part_o.fill_(float("nan"))
             builder.workspace.part_lse.fill_(float("nan"))
         metadata.attend_part(p.q, layer, out, lse)
-        without = torch.tensor(LENS, device=p.device) < rank
+        without = torch.tensor(p.prefix_lens, device=p.device) < rank
         assert not out[without].any() and (lse[without] == float("-inf")).all() and lse[~without].isfinite().all()
         parts.append(out)
         sums.append(lse)
@@ -58,8 +60,9 @@ def merged(p: Problem, size: int, backend: type) -> torch.Tensor:
 
 def problem(latent: bool, kv_dtype: torch.dtype | None, page_size: int, device: str) -> Problem:
     heads, dims = ((16, 1), MLA_LATENT) if latent else ((6, 2), (64, 64))
+    lens = SHORT if latent else LENS
     options = {"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 0.5} if kv_dtype else {}
-    return Problem(LENS, [1] * len(LENS), *heads, *dims, v_in_k=latent, page_size=page_size, device=device, **options)
+    return Problem(lens, [1] * len(lens), *heads, *dims, v_in_k=latent, page_size=page_size, device=device, **options)
 
 
 @interpreter.kernel_test
@@ -72,6 +75,32 @@ def test_parts_of_ranks_are_one_softmax(size: int, latent: bool, kv_dtype: torch
     p = problem(latent, kv_dtype, 12, interpreter.DEVICE)
     got = merged(p, size, TritonAttnBackend)
     assert relative_error(got, reference_decode(p, p.head_dim**-0.5)) < (2e-2 if kv_dtype else 2e-3)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(
+    ("ranks", "dims", "dtype", "sinks"),
+    [(2, 64, torch.bfloat16, False), (3, 72, torch.bfloat16, True), (4, 512, torch.float32, False)],
+    ids=str,
+)
+def test_parts_are_exchanged_in_one_row_each(ranks: int, dims: int, dtype: torch.dtype, sinks: bool) -> None:
+    from sglang.srt.layers.attention.triton_ops.part_exchange import merge_parts, pack_parts
+
+    tokens, heads, device = 3, 2, interpreter.DEVICE
+    torch.manual_seed(ranks)
+    extra = LSE_BYTES // dtype.itemsize
+    parts = torch.randn(ranks, tokens, ranks * heads, dims, device=device).to(dtype)
+    lse = 4 * torch.randn(ranks, tokens, ranks * heads, device=device)
+    lse[0, 1], lse[:, 2] = float("-inf"), float("-inf")  # a rank, and all ranks, without tokens
+    parts[0, 1], parts[:, 2] = 0.0, 0.0
+    sink = torch.randn(heads, device=device) if sinks else None
+    packed = [pack_parts(parts[rank], lse[rank], ranks, extra) for rank in range(ranks)]
+    for rank in range(ranks):
+        out = torch.full((tokens, heads, dims), float("nan"), device=device, dtype=dtype)
+        merge_parts(torch.stack([each[rank] for each in packed]), out, extra, sink)
+        own = slice(rank * heads, (rank + 1) * heads)
+        expected = (parts[:, :, own].float() * _weights(lse[:, :, own], sink)[..., None]).sum(0)
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("latent", [False, True])
