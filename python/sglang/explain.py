@@ -20,6 +20,7 @@ from sglang.plan.floors import StepFloors
 from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.ngram_tables import with_table_dtype
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
@@ -115,7 +116,7 @@ def explain(
 
     Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
-    config = merge_overrides(read_config(directory), args.model_overrides())
+    config = merge_overrides(with_table_dtype(read_config(directory), directory), args.model_overrides())
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)

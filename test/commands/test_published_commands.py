@@ -31,6 +31,7 @@ STAND_INS = {"rk-q397-fp8": ["--quantization", "fp8"]}
 OTHER_FLAWS = {
     "coder30-awq": "--quantization moe_wna16, but the checkpoint",  # the config is that of the model in 16 bits
     "rk-mimo25": "--quantization modelopt_mixed does not fit the checkpoint",  # the config is another checkpoint's
+    "red-fn-yaml": "--context-length 786432 exceeds the 262144 tokens",  # it changes the config's rotary scaling
     "i40877-dsv41": "Unknown option --gpu-memory-utilization. Here that is --mem-fraction-static",
 }
 DRAFTS = {

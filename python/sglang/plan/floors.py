@@ -20,13 +20,14 @@ from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, PerRequest, Serving, Window
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.weights import matrix_bytes
 from sglang.tuning.cost_model import used_blocks
 from sglang.tuning.rates import rates_of
 
 CHOSEN_BY_INDEX = frozenset({"latent", "compressed"})
-"""Caches of which attention reads what an indexer chose, where there is one."""
+"""Caches of which attention reads what an indexer chose, where there is one; and those of keys and values in blocks."""
 HALF = ("wgmma bf16",)
 """Stands for products in 16 bits whose kernel is not recorded: at the full rate of every GPU."""
 BETWEEN_MACHINES = "200 Gb/s"
@@ -181,7 +182,7 @@ class StepFloors:
         return (used / self.serving.ep_size + experts.fused_shared) / matrix.experts
 
     def _cache_bytes(self, length: int) -> float:
-        caches = (cache for layer in self.model.layers for cache in layer.mixer.caches(self.serving))
+        caches = (cache for layer in self.model.layers for cache in layer.caches(self.serving))
         return sum(cache.entry_bytes * self._read(cache, length, _entries) for cache in caches)
 
     def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
@@ -191,8 +192,10 @@ class StepFloors:
         reach, rate = float(length), float(cache.entries_per_token)
         if isinstance(cache.lifetime, Window):
             reach = cache.lifetime.tokens
-        elif self._index_top_k and cache.name in CHOSEN_BY_INDEX:
+        elif self._index_top_k and (cache.name in CHOSEN_BY_INDEX or (cache.name == "kv" and cache.neighbours > 1)):
             reach = self._index_top_k / (rate * cache.token_ranks)
+        elif self._block_budget and cache.name == "kv":
+            reach = self._block_budget
         return count(length, min(reach, length), rate)
 
     @cached_property
@@ -200,6 +203,12 @@ class StepFloors:
         """0: no layer has an indexer."""
         indexers = (getattr(layer.mixer, "indexer", None) for layer in self.model.layers)
         return next((indexer.top_k for indexer in indexers if indexer is not None), 0)
+
+    @cached_property
+    def _block_budget(self) -> int:
+        """Tokens in the blocks that are selected at most; 0: no layer selects blocks."""
+        mixers = (layer.mixer for layer in self.model.layers)
+        return next((mixer.budget for mixer in mixers if isinstance(mixer, PooledSparse)), 0)
 
     def _attended(self, layer: LayerSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Operations of a rank's heads over what they attend to, without an indexer's scores."""

@@ -62,6 +62,9 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
         text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
         yield {"cuda_graph_bs", "disable_cuda_graph"}, text
+    if args.ple_offload_embedding and args.no_ple_offload_embedding:
+        text = "--ple-offload-embedding and --no-ple-offload-embedding contradict each other; remove one."
+        yield {"ple_offload_embedding", "no_ple_offload_embedding"}, text
     yield from _of_media(args)
     yield from _of_speculation(args)
 

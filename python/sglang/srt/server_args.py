@@ -110,6 +110,12 @@ class ServerArgs:
     cpu_offload_gb: float = option(
         0.0, MODEL, "Weights stay in GPU memory: a model that fits starts with a warning.", minimum=0
     )
+    ple_offload_embedding: bool = option(
+        False,
+        MEMORY,
+        "Keep tables of n-grams (Qwen3.8-Flash-Next) in pinned host memory. By default only if GPUs have no room.",
+    )
+    no_ple_offload_embedding: bool = option(False, MEMORY, "Keep tables of n-grams in GPU memory in any case.")
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )

@@ -13,13 +13,15 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import FeedForward, HyperConnections, LayerSpec, Matrix, Serving
+from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, Serving
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.tuning.attention_model import Keys, Prompt
@@ -201,6 +203,9 @@ def _layer(
 def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
     if isinstance(layer.residual, HyperConnections):
         yield "hyper_connection", HyperConnection(tokens, hidden, layer.residual.streams)
+    if isinstance(layer.residual, GatedStreams):
+        yield from _gated_streams(layer.residual, tokens, hidden)
+        return
     yield "fused_add_rmsnorm", Elementwise("fused_add_rmsnorm", 8.0 * tokens * hidden)
 
 
@@ -216,8 +221,11 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
         sharing = mixer.token_ranks(tp, serving.dcp_size)
         yield from _gathered_queries(step, sharing, heads * dims[0])
-        own = _own_tokens(step, sharing)
-        yield _attention(own, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window)
+        if mixer.indexer is not None and step.context > mixer.top_k:
+            yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
+        else:
+            own = _own_tokens(step, sharing)
+            yield _attention(own, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window)
         yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
         yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, mixer.token_ranks(tp, serving.dcp_size))
@@ -239,6 +247,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
     elif isinstance(mixer, CompressedSparse):
         yield from _compressed(mixer, step, mixer.num_heads // tp)
+    elif isinstance(mixer, PooledSparse):
+        yield from _pooled(mixer, step, tp, item)
 
 
 def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int, window: int = 0) -> tuple[str, Op]:
@@ -267,6 +277,19 @@ def _exchanged_parts(step: Step, sharing: int, elements: int) -> Iterator[tuple[
     """As an all-gather of as many bytes. elements: of a token's outputs on one rank."""
     if sharing > 1 and step.decodes:
         yield "exchange of parts", AllGather(2 * step.tokens * elements * sharing, sharing)
+
+
+def _blocks(
+    indexer: BlockIndexer, step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
+) -> Iterator[tuple[str, Op]]:
+    """The indexer's scores, of requests that decode by the bytes of their keys and of prompts as one product in 16
+    bits; attention as in a window of as many tokens as are chosen."""
+    dim, context = indexer.head_dim, _mean_context(step)
+    if step.decodes:
+        yield "block_indexer", Elementwise("block_indexer", 2.0 * dim * step.batch * context, 2)
+    else:
+        yield "block_indexer", Linear(step.tokens * kv, context, dim)
+    yield "block_attention", _attention(step, heads, kv, dims, item, indexer.top_k)[1]
 
 
 def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iterator[tuple[str, Op]]:
@@ -319,6 +342,30 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tup
     groups = max(1, mixer.o_groups * heads // mixer.num_heads)
     # Group by group, with the bytes and operations of one product of this size.
     yield "attn.o_a", Linear(tokens, groups * mixer.o_lora_rank, mixer.group_dim)
+
+
+def _pooled(mixer: PooledSparse, step: Step, tp_size: int, item: int) -> Iterator[tuple[str, Op]]:
+    """Attention to selected blocks as that of as many requests that decode over so many tokens."""
+    shares, index, dims = mixer.shares(tp_size), mixer.indexer, mixer.heads
+    heads, kv = shares.padded_heads, shares.padded_kv_heads
+    tokens, blocks = step.tokens, _mean_context(step) // mixer.block
+    size = 2.0 * tokens * (2 * heads + 3 * kv) * dims.head_dim
+    yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
+    yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * index.head_dim, 2)
+    if blocks > index.top_k:
+        yield "sparse_indexer", EntryChoice(tokens, blocks, step.batch, index.num_heads)
+    seen = min(_mean_context(step), mixer.budget + mixer.block - 1)
+    keys = Keys(tokens, seen, heads, kv, dims.head_dim, dims.v_head_dim, item)
+    yield "selected_block_attention", DecodeAttention(keys)
+    yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * tokens * heads * dims.v_head_dim)
+
+
+def _gated_streams(residual: GatedStreams, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
+    """One of a layer's two blocks: the two products, and the launches around them."""
+    width = residual.streams * hidden
+    yield "gated_streams", Elementwise("gated_streams", 2.0 * tokens * (7 * width + 2 * hidden), 3)
+    yield "gated_streams.down", Linear(tokens, residual.rank + residual.streams, width)
+    yield "gated_streams.up", Linear(tokens, width, residual.rank)
 
 
 def _mean_context(step: Step) -> int:

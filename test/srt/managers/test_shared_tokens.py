@@ -24,6 +24,7 @@ from .test_parallel_schedules import NEW_TOKENS, Outcome, outcome
 DCP2, DCP4 = RankLayout(2, dcp_size=2), RankLayout(4, dcp_size=4)
 TP4_DCP2 = RankLayout(4, dcp_size=2)
 ONE_KV_HEAD = {"num_key_value_heads": 1}
+PAGES_OF_2 = {"page_size": 2}
 DRAFTS = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 
 
@@ -59,8 +60,8 @@ CASES = {
     "KV heads, TP4": Case("qwen3", TP4_DCP2),
     "KV head, DCP4": Case("qwen3_moe", DCP4, ONE_KV_HEAD, guesses=True),
     "experts": Case("qwen3_moe", RankLayout(2, 2, dcp_size=2), ONE_KV_HEAD),
-    "states": Case("qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, guesses=True),
-    "states, no guesses": Case("qwen3_next", DCP2, ONE_KV_HEAD),
+    "states": Case("qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, PAGES_OF_2, guesses=True),
+    "states, no guesses": Case("qwen3_next", DCP2, ONE_KV_HEAD, PAGES_OF_2),
     "windows": Case("qwen3_windows", DCP2, ONE_KV_HEAD),
     "windows, guesses": Case("qwen3_windows", TP4_DCP2, guesses=True),
     "sinks": Case("gpt_oss", DCP2, ONE_KV_HEAD, {"dcp_comm_backend": "ag_rs"}),

@@ -20,11 +20,19 @@ from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.bands import Bands
-from sglang.srt.layers import hyper_native, native_ops, native_sparse_ops
+from sglang.srt.layers import (
+    hyper_native,
+    native_block_ops,
+    native_ops,
+    native_pooled_blocks,
+    native_sparse_ops,
+    native_streams,
+)
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.ngrams import native as ngram_ops
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
@@ -135,13 +143,18 @@ GEMMA4 = {
 }
 GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-NATIVE_OPS = (native_ops, recurrent_ops, native_sparse_ops, compressed_ops, hyper_native)
+NATIVE_OPS = (
+    *(native_ops, recurrent_ops, native_sparse_ops, native_block_ops, compressed_ops, hyper_native),
+    *(native_streams, ngram_ops, native_pooled_blocks),
+)
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
     "gated_delta_rule": "RECURRENCE",
     "state_space_duality": "RECURRENCE",
     "kv_compressor": "KV_COMPRESSOR",
     "clamped_swiglu": "gated",
+    "gated_streams": "GATED_STREAMS",
+    "ngram_embedding": "NGRAM_EMBEDDING",
 }
 """What an op of several functions is called among the torch kernels."""
 HYBRID = {
@@ -228,10 +241,63 @@ NEMOTRON_WIDE = {
     "moe_shared_expert_intermediate_size": 256,
     "intermediate_size": 256,
 }
+POOLED = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "layer_types": ["linear_attention", "linear_attention", "qwen_sparse_attention", "qwen_sparse_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "hc_count": 3,
+    "hc_lowrank": 12,
+    "indexer_n_heads": 16,  # as many as leave no scores equal at zero
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 48,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 90,
+    "make_ngram_vocab_size_divisible_by": 32,
+    "split_ngram_parts": 4,
+    "eos_token_id": 7,
+}
+"""Qwen3.8-Flash-Next: four of the blocks of 4 tokens are selected."""
 ZERO_CENTRED = frozenset(
     {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_wide", "qwen3_5_moe"}
-    | {"qwen3_5_moe_wide"}
+    | {"qwen3_5_moe_wide", "minimax_m3", "minimax_m3_wide", "qwen4_exp", "qwen4_exp_small", "qwen4_exp_wide"}
 )
+BLOCKS = {
+    "intermediate_size": 32,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
+    "eos_token_id": 2,
+}
+"""MiniMax-M3: a layer that attends to everything, and two that attend to three blocks of four tokens."""
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
@@ -329,6 +395,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2Config",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "eos_token_id": 2}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS),
+    "minimax_m3_wide": (
+        "MiniMaxM3VLTextConfig",
+        WIDE
+        | BLOCKS
+        | {"intermediate_size": 128, "dense_intermediate_size": 256, "shared_intermediate_size": 128}
+        | {"rotary_dim": 64, "index_head_dim": 128, "index_block_size": 16},
     ),
     "deepseek_v3_wide": (
         "DeepseekV3Config",
@@ -442,6 +516,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 3, "compress_ratios": [4, 128, 0], "num_hash_layers": 1, "compress_rate_hca": 8}
         | {"hc_mult": 2, "hc_sinkhorn_iters": 2},
     ),
+    "qwen4_exp": ("Qwen4ExpTextConfig", POOLED),
+    "qwen4_exp_small": (
+        "Qwen4ExpTextConfig",
+        POOLED
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "qwen_sparse_attention"], "ple_layer_ids": [1]}
+        | {"indexer_budget": 8, "hc_count": 2, "ngram_size": 2, "ple_conv_kernel_size": 3, "output_gate_type": "silu"},
+    ),
+    "qwen4_exp_wide": (
+        "Qwen4ExpTextConfig",
+        POOLED
+        | {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 3, "hc_count": 4}
+        | {"layer_types": ["linear_attention", "linear_attention", "qwen_sparse_attention"], "hc_lowrank": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "indexer_head_dim": 128, "ple_embed_dim": 128, "heads_per_ngram": 8}
+        | {"rope_parameters": POOLED["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -493,7 +583,68 @@ def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:
     model.save_pretrained(folder)
     if name.startswith("deepseek_v4"):
         as_published_v4(folder, TINY[name][1] | more)
+    if name.startswith("minimax_m3"):
+        as_published_m3(folder)
     return model
+
+
+M3_NAMES = (
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    (".indexer.", ".index_"),
+    (".gate.e_score", ".e_score"),
+)
+"""Pieces of names in what transformers writes of MiniMax-M3's text, and in published checkpoints."""
+
+
+def as_published_m3(folder: Path) -> None:
+    """What transformers wrote of MiniMax-M3's text, with the names and keys of published checkpoints, beside tensors of
+    an encoder and of drafts."""
+    file = folder / "model.safetensors"
+    tensors = {"vision_tower.vision_model.pre_layrnorm.weight": torch.ones(16), "mtp.norm.weight": torch.ones(4)}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        for written, published in M3_NAMES:
+            if name.startswith(written) or written.startswith("."):
+                name = name.replace(written, published, 1)
+        tensors |= published_m3(name, tensor)
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    text = json.loads((folder / "config.json").read_text())
+    sparse = [int(kind == "minimax_m3_sparse") for kind in text.pop("layer_types")]
+    flat = ("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks")
+    nested = ("sparse_num_index_heads", "sparse_index_dim", "sparse_block_size", "sparse_topk_blocks")
+    inner = {ours: text.pop(key) for ours, key in zip((*nested, "sparse_local_block"), flat, strict=True)}
+    inner |= {"use_sparse_attention": True, "sparse_attention_freq": sparse, "sparse_disable_index_value": sparse}
+    inner |= {"sparse_score_type": "max", "sparse_init_block": 0}
+    rope = text.pop("rope_parameters")
+    text |= {"moe_layer_freq": [int(kind == "sparse") for kind in text.pop("mlp_layer_types")], "n_shared_experts": 1}
+    text |= {"hidden_act": "swigluoai", "qk_norm_type": "per_head", "use_gemma_norm": True, "use_qk_norm": True}
+    text |= {"scoring_func": "sigmoid", "use_routing_bias": True, "attention_output_gate": False}
+    text |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": 0.5, "num_mtp_modules": 1}
+    config = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
+    config |= {"text_config": text | {"sparse_attention_config": inner}, "dtype": text["dtype"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def published_m3(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The published tensors of one that transformers wrote: experts one by one, gate and up apart."""
+    if ".mlp.experts." in name:
+        stem = name.rpartition(".")[0].replace(".mlp.", ".block_sparse_moe.")
+        parts = {"w2": tensor}
+        if name.endswith("gate_up_proj"):
+            parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=1), strict=True))
+        return {
+            f"{stem}.{expert}.{part}.weight": weights[expert]
+            for part, weights in parts.items()
+            for expert in range(len(tensor))
+        }
+    for module in ("gate.", "e_score", "shared_experts."):
+        name = name.replace(f".mlp.{module}", f".block_sparse_moe.{module}")
+    if name.endswith("gate_up_proj.weight"):
+        return {
+            name.replace("gate_up_proj", f"{part}_proj"): rows
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True)
+        }
+    return {name: tensor}
 
 
 def as_published_v4(folder: Path, changes: dict[str, Any]) -> None:
@@ -590,7 +741,7 @@ class TinyRunner:
         everything = with_draft_layers(plan.description, plan.draft)
         groups = cache_groups(everything, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
-        self.page = math.lcm(*(group.entries_per_token.denominator for group in groups))
+        self.page = math.lcm(*(group.page_multiple for group in groups))
         sizes = PoolSizes(1024 - self.page, self.page, 8, plan.context_len, windows)
         self.pools = CachePools(groups, sizes, "cpu")
         self.pools.bind(self.model.caches)
@@ -607,7 +758,7 @@ class TinyRunner:
             {site: backend.extend_builder(site) for site in sites},
             latent,
             plan.tokens_per_step,
-            sparse_sites(latent, plan),
+            sparse_sites(everything.layers, plan),
         )
 
     def _batch(self, decodes: bool, new: dict[int, list[int]]) -> ForwardBatch:

@@ -47,7 +47,7 @@ FORM_RULES = {
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
         absent={"HAS_SKIP": ("skip",), "DELTA": ("b",)},
     ),
-    "gated_norm.gated_rmsnorm_kernel": FormRule(counts=frozenset({"rows", "groups"})),
+    "gated_norm.gated_rmsnorm_kernel": FormRule(at_most=frozenset({"SILU"}), counts=frozenset({"rows", "groups"})),
 }
 
 
@@ -117,7 +117,7 @@ def _norms() -> Iterator[Variant]:
             launch = gated_norm.norm_launch(1 << 20 if many else 1, size)
             for first in (False, True):
                 key = f"{size}/{'many' if many else 'few'}/{'gate_first' if first else 'gate_last'}"
-                kernel, constants = gated_norm.gated_rmsnorm_kernel, {"GATE_FIRST": first}
+                kernel, constants = gated_norm.gated_rmsnorm_kernel, {"GATE_FIRST": first, "SILU": True}
                 aligned = ("size", "weight_stride")
                 yield describe("gated_rmsnorm", key, kernel, types, constants, launch, ("gate_stride", *aligned))
                 if first:  # a part of the same projection as of the convolution

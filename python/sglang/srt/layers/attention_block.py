@@ -12,6 +12,7 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
+from sglang.srt.layers.block_selector import BlockSelector
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
@@ -98,6 +99,7 @@ class GQAttention:
         if spec.output_gate:
             self.output_gate = scope.plan.entry("attention_output_gate")
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
+        self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
             self.cache,
             self.num_heads * spec.block,
@@ -109,6 +111,7 @@ class GQAttention:
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
             token_ranks=spec.token_ranks(group.size, scope.groups.context.size),
+            top_k=spec.top_k,
         )
 
     def defer_all_reduce(self) -> Group | None:
@@ -118,6 +121,8 @@ class GQAttention:
         q, k, v, gates = self._stored(x, batch)
         if self.cache_shared:
             batch.metadata[self.attention.site].keys_values[self.layer_id] = (k, v)
+        if self.indexer is not None:
+            self.indexer(x, batch, batch.metadata[self.attention.site].sparse)
         out = self.attention(q, k, v, batch)
         if self.output_gate is not None:
             out = self.output_gate(out, gates)

@@ -131,7 +131,7 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     out_cache_loc: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -141,10 +141,16 @@ def qk_norm_rope_store(
 
     qkv [T, (Hq + Hkv) D + Hkv Dv], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then
     sines), weights [D], caches [slots, Hkv, D] and [slots, Hkv, Dv] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv].
+    Without v_cache there is no v, neither in qkv nor in what is returned (Dv 0).
     """
-    v_head_dim = v_cache.shape[-1]
+    v_head_dim = 0 if v_cache is None else v_cache.shape[-1]
     parts = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_head_dim], dim=-1)
-    q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, (head_dim, head_dim, v_head_dim), strict=True))
+    q, k, v = (
+        part.unflatten(-1, (heads, dim))
+        for part, heads, dim in zip(
+            parts, (num_heads, num_kv_heads, num_kv_heads), (head_dim, head_dim, v_head_dim), strict=True
+        )
+    )
     if q_weight is not None:
         q = rmsnorm(q, q_weight, eps)
     if k_weight is not None:
@@ -153,7 +159,8 @@ def qk_norm_rope_store(
     q = apply_rope(q, cos, sin, interleaved).to(qkv.dtype)
     k = apply_rope(k, cos, sin, interleaved).to(qkv.dtype)
     store_cache(k_cache, k, out_cache_loc, k_scale)
-    store_cache(v_cache, v, out_cache_loc, v_scale)
+    if v_cache is not None:
+        store_cache(v_cache, v, out_cache_loc, v_scale)
     return q, k, v
 
 

@@ -21,8 +21,8 @@ from sglang.srt.plan.model_description import ModelDescription
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
-MIXER, FFN, INPUTS = "input_norm", "mlp_norm", "inputs"
-"""The blocks of a layer, by the name of the norm before them; there is none before INPUTS."""
+NGRAMS, MIXER, FFN, INPUTS = "ngrams", "input_norm", "mlp_norm", "inputs"
+"""The blocks of a layer, by the name of the norm before them; there is none before INPUTS and NGRAMS."""
 
 
 class Block(Protocol):
@@ -51,7 +51,7 @@ class Join(Protocol):
 
 class ResidualStream(Protocol):
     def join(self, scope: Scope, block: str) -> Join:
-        """Builds the join of a layer's block (MIXER, FFN or INPUTS); `scope` is the layer's."""
+        """Builds the join of a layer's block (NGRAMS, MIXER, FFN or INPUTS); `scope` is the layer's."""
 
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""

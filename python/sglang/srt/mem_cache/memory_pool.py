@@ -17,6 +17,7 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "uint8": torch.uint8,
+    "int32": torch.int32,
 }
 
 

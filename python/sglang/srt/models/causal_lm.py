@@ -14,26 +14,31 @@ from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.attention import CompressedAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.gated_streams import GatedResidual
 from sglang.srt.layers.hyper_connections import HyperResidual
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
+from sglang.srt.layers.ngrams.block import NgramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
+from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
-from sglang.srt.layers.residual import FFN, INPUTS, MIXER, ResidualStream, SumResidual
+from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Sum
+from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 if TYPE_CHECKING:
@@ -68,14 +73,20 @@ BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", _grouped_queries),
     MLA: BlockKind("attn", LatentAttention),
     CompressedSparse: BlockKind("attn", CompressedAttention),
+    PooledSparse: BlockKind("attn", PooledSparseAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
     Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, spec)),
     MoE: BlockKind("moe", _experts),
     PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
+    NgramEmbedding: BlockKind("ngrams", NgramBlock),
 }
-"""Kinds of blocks, by the type of a LayerSpec's mixer, ffn or inputs."""
-RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {Sum: SumResidual, HyperConnections: HyperResidual}
+"""Kinds of blocks, by the type of a LayerSpec's mixer, ffn, inputs or ngrams."""
+RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {
+    Sum: SumResidual,
+    HyperConnections: HyperResidual,
+    GatedStreams: GatedResidual,
+}
 """Residual streams, by the type of a LayerSpec's residual: built with (scope of the model, ModelDescription,
 residual)."""
 
@@ -87,7 +98,7 @@ class DecoderLayer:
     def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
         self.blocks = [
             (residual.join(scope, name), build_block(scope, block, site))
-            for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
+            for name, block in ((NGRAMS, spec.ngrams), (MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
         for join, block in self.blocks:

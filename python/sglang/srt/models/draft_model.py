@@ -26,7 +26,8 @@ from sglang.srt.models.block_draft import DFlashDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.models.frozen_draft import FrozenDraft
-from sglang.srt.plan.drafts.description import Block, Concatenated, Frozen, Projected
+from sglang.srt.models.stream_draft import StreamDraft
+from sglang.srt.plan.drafts.description import Block, Concatenated, Frozen, Projected, Streamed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -48,7 +49,8 @@ class DraftModel(Protocol):
 
     def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns features [T, H'] made of the target's final hidden states [T, H] and the captured residual streams
-        [T, H], in the order of `captures`; None where the draft reads nothing but tokens."""
+        [T, H], or [T, N * H] of N streams, in the order of `captures`; None where the draft reads nothing but
+        tokens."""
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         """Computes the features [T, H'] of the next draft step. `batch.input_ids` [T] are the draft's. Writes over
@@ -198,6 +200,8 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel:
         return Eagle3Draft(DraftParts(plan, target), form)
     if isinstance(form, Projected):
         return ProjectedDraft(DraftParts(plan, target), form)
+    if isinstance(form, Streamed):
+        return StreamDraft(DraftParts(plan, target), form)
     if isinstance(form, Block):
         return DFlashDraft(DraftParts(plan, target), form)
     if isinstance(form, Frozen):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.gated_streams import GatedResidual
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.parameter import Init, Param, Part, Scope, Shard
@@ -19,7 +20,8 @@ from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.residual import SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.models.causal_lm import CausalLM, DecoderLayer
-from sglang.srt.plan.layer_spec import Sum
+from sglang.srt.plan.layer_spec import GatedStreams, Sum
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
@@ -67,9 +69,7 @@ class DraftParts:
         """Copy of the target's embedding, in a last stage that has no embedding of its own: filled from the target's
         checkpoint."""
         self.rotary = RotaryTables(plan.context_len, scope.device)
-        residual = model.layers[0].residual
-        assert isinstance(residual, Sum)
-        self.residual = SumResidual(scope, model, residual)
+        self.residual = _residual(scope, model)
         self.embedding = self._embedding(target)
         self.head = self._head(target)
 
@@ -120,6 +120,15 @@ class DraftParts:
         if bias:  # some heads were trained without
             added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=True)}, Init.ZEROS)
         return Unquantized().create_weights(scope, [Shard("", whole(rows), whole(in_features))], added)
+
+
+def _residual(scope: Scope, model: ModelDescription) -> Any:
+    """The stream of the draft's layers: a SumResidual, or a GatedResidual where the target has gated streams."""
+    residual = model.layers[0].residual
+    if isinstance(residual, GatedStreams):
+        return GatedResidual(scope, model, residual)
+    assert isinstance(residual, Sum)
+    return SumResidual(scope, model, residual)
 
 
 class ReducedHead:

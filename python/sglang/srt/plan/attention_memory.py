@@ -71,8 +71,9 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
     """Returns the bytes of the indexer's scores, of the entries that it keeps of long rows (at most a quarter as many,
     as `select_entries.launch_for` chooses), and of the partial results, in fp32, of programs that share a token's
     selected entries; graphs have their own."""
-    indexer, attention = choices.get("sparse_indexer"), choices.get("sparse_attention")
-    if indexer is None or attention is None:
+    chosen = (choices.get(op) for op in ("block_attention", "selected_block_attention", "sparse_attention"))
+    attention = next((choice for choice in chosen if choice is not None), None)
+    if attention is None or not {"sparse_indexer", "block_indexer"} & choices.keys():
         return 0
     total = min(INDEX_LOGIT_BYTES, sizes.index_logits) * 5 // 4
     if attention.tile is not None:

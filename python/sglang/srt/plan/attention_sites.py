@@ -20,5 +20,5 @@ def site_of(mixer: Mixer, tp_size: int, dcp_size: int = 1) -> AttentionSite | No
         return None
     assert isinstance(mixer, GQA | MLA), "other mixers have no attention over a cache"
     window = mixer.window if isinstance(mixer, GQA) else 0
-    top_k = mixer.top_k if isinstance(mixer, MLA) else 0
+    top_k = mixer.top_k
     return AttentionSite(shape, window, top_k, mixer.token_ranks(tp_size, dcp_size))

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +30,11 @@ class CacheGroup:
     entries_per_token: Fraction
     members: tuple[CacheOfLayer, ...]
     token_ranks: int = 1
+
+    @property
+    def page_multiple(self) -> int:
+        """Fewest tokens of a page that holds whole entries, and the entries of all tokens that are kept together."""
+        return math.lcm(self.entries_per_token.denominator, *(member.cache.neighbours for member in self.members))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,7 +88,7 @@ class CacheGroup:
 
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
     """Groups the caches of the model's layers, in the order in which layers need them."""
-    return group_caches(layer.mixer.caches(serving) for layer in model.layers)
+    return group_caches(layer.caches(serving) for layer in model.layers)
 
 
 def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:

@@ -12,6 +12,14 @@ from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.config_blocks import (
+    BLOCK_SPARSE,
+    POOLED_SPELLINGS,
+    SPELLINGS,
+    block_indexer,
+    block_sparse_layers,
+    pooled_sparse,
+)
 from sglang.srt.plan.config_sharing import (
     Override,
     layer_overrides,
@@ -19,28 +27,34 @@ from sglang.srt.plan.config_sharing import (
     widened,
     with_shared_caches,
 )
+from sglang.srt.plan.config_streams import ngram_embeddings, residual_streams
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
-from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual, Sum
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Mixer, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
-    """Reads the layers. Adds to `unsupported` whatever of them is described and not computed. Raises UserError."""
+def read_layers(
+    keys: ConfigReader, family: Family, unsupported: list[str], quantized: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Reads the layers, of a checkpoint that is quantized or not. Adds to `unsupported` whatever of them is described
+    and not computed. Raises UserError."""
     if family.one_block_layers:
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = _num_experts(keys, family)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
-    residual = _hyper_connections(keys) if keys.count("hc_mult") > 1 else family.residual
+    residual = residual_streams(keys, family.residual)
     dense = None if all(sparse) else _dense(keys, family)
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
     inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
+    ngrams = ngram_embeddings(keys, num_layers, quantized)
     layers = []
     for i, (mixer, has_experts) in enumerate(zip(mixers, sparse, strict=True)):
         ffn: Dense | MoE | None = experts if has_experts else dense
@@ -50,15 +64,10 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
             ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
         if isinstance(ffn, MoE) and ffn.branches and isinstance(residual, Sum):
             residual = replace(residual, ffn_norms=False)
-        layer = LayerSpec(mixer, ffn, residual, inputs)
+        layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT))
         shares = isinstance(mixer, GQA) and not mixer.caches_tokens
         layers.append(widened(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
     return tuple(layers)
-
-
-def _hyper_connections(keys: ConfigReader) -> Residual:
-    rounds, eps = keys.positive("hc_sinkhorn_iters", 20), keys.default("hc_eps", float, 1e-6)
-    return HyperConnections(keys.positive("hc_mult"), rounds, eps)
 
 
 def _num_experts(keys: ConfigReader, family: Family) -> int:
@@ -117,11 +126,13 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
-    kinds = _layer_types(keys, family, num_layers)
+    names = {**SPELLINGS, **POOLED_SPELLINGS}
+    kinds = [names.get(str(kind), kind) for kind in _layer_types(keys, family, num_layers)]
     makers: dict[str, Callable[[ConfigReader], Mixer]] = {
-        "full_attention": lambda reader: _grouped(reader, family, 0, rotation),
+        "full_attention": lambda reader: _whole_attention(reader, family, rotation),
         "sliding_attention": lambda reader: _grouped(reader, family, reader.positive("sliding_window"), rotation),
         "linear_attention": lambda reader: _gated_delta(reader, family),
+        BLOCK_SPARSE: lambda reader: _block_sparse(reader, family, rotation),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
     if unknown:
@@ -135,6 +146,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
 
 
 def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    blocks = block_sparse_layers(keys, num_layers)
+    if blocks is not None:
+        return blocks
     listed = keys.values.get("hybrid_layer_pattern")
     if keys.values.get("layer_types") is None and listed is not None:
         windowed = _flags_by_layer(keys, "hybrid_layer_pattern", num_layers)
@@ -238,6 +252,17 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         value_norm=family.value_norm,
         values_from_keys=values_from_keys,
     )
+
+
+def _whole_attention(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA | PooledSparse:
+    """Reads attention without a window: to all tokens, or to blocks that an indexer selects by pooled keys."""
+    heads = _grouped(keys, family, 0, rotation)
+    return pooled_sparse(keys, heads) if family.pooled_index else heads
+
+
+def _block_sparse(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA:
+    mixer = _grouped(keys, family, 0, rotation)
+    return replace(mixer, indexer=block_indexer(keys, mixer.num_kv_heads, rotation.unsupported))
 
 
 def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
@@ -364,7 +389,12 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
         conv_kernel=keys.positive("linear_conv_kernel_dim"),
         state_dtype=_state_dtype(keys, "mamba_ssm_dtype"),
         by_key_head=family.projected_by_key_head,
+        sigmoid_gate=family.sigmoid_output_gates and _output_gate(keys) == "sigmoid",
     )
+
+
+def _output_gate(keys: ConfigReader) -> str:
+    return str(keys.values.get("output_gate_type") or keys.values.get("hidden_act"))
 
 
 def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
@@ -416,7 +446,8 @@ def _activation(keys: ConfigReader, family: Family) -> Activation:
     name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
     function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
     limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
-    return replace(family.activation, function=function, limit=limit or None)
+    alpha = keys.default("swiglu_alpha", float, family.activation.alpha)
+    return replace(family.activation, function=function, alpha=alpha, limit=limit or None)
 
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
@@ -461,6 +492,8 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
 def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
     if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
         return Shared(keys.count("moe_shared_expert_intermediate_size"))
+    if keys.count("shared_intermediate_size"):
+        return Shared((keys.count("n_shared_experts") or 1) * keys.count("shared_intermediate_size"))
     gated = keys.count("shared_expert_intermediate_size")
     if gated:
         return Shared(gated, gated=True)

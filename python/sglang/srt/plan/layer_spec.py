@@ -5,6 +5,7 @@
     layer.mixer      how the tokens of a request see each other: GQA, MLA (`mixers`), CompressedSparse, GatedDelta
     layer.ffn        what each token goes through alone: Dense, MoE (`feed_forward`)
     layer.inputs     what a token itself adds in every layer: PerLayerEmbedding (`per_layer`), in few families
+    layer.ngrams     what a token and those before it add before a layer: NgramEmbedding (`ngram_embedding`), likewise
     layer.residual   how they add to the stream
 """
 
@@ -62,7 +63,8 @@ class CacheTensor:
 class CacheSpec:
     """One cache of one layer, on one rank; its name is unique in the layer.
 
-    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request.
+    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request. `neighbours`: so
+    many tokens, from a multiple of their number on, have entries that follow one another.
     """
 
     name: str  # "kv", "latent", "index", "compressed", "state"
@@ -71,6 +73,7 @@ class CacheSpec:
     lifetime: Lifetime = FULL
     token_ranks: int = 1
     """Number of ranks that share out the tokens: this one keeps the entries of every token_ranks-th position."""
+    neighbours: int = 1
 
     @property
     def entry_bytes(self) -> int:
@@ -253,6 +256,12 @@ class FeedForward(Protocol):
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int: ...
 
 
+class NgramBlock(FeedForward, Protocol):
+    """The block before a layer that looks at a token and those before it by their ids, of which it keeps a state."""
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
+
+
 def uneven_sizes(*sizes: int) -> frozenset[str]:
     """Returns the trait of needs with sizes that are no powers of two, if one is not."""
     return frozenset({"uneven_sizes"} if any(size & (size - 1) for size in sizes) else ())
@@ -314,11 +323,35 @@ class HyperConnections:
         return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
 
 
+@dataclass(frozen=True, slots=True)
+class GatedStreams:
+    """A residual stream of `streams` vectors a token. Before a block each is normed by itself, and the block takes
+    their mean, channel by channel weighted by gates, which a product of `rank` makes of all normed streams; what the
+    block makes is added to each stream, times a gate of that stream (Qwen3.8-Flash-Next)."""
+
+    streams: int
+    rank: int
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield Need("gated_streams", q_dtype=serving.dtype)
+
+    def weights(self, hidden_size: int) -> Weights:
+        """Returns the weights around two blocks; the norm of one of the streams is counted as the block's."""
+        width = self.streams * hidden_size
+        gates = (2 * self.rank + self.streams) * width
+        return Elements(2 * gates), Elements(2 * (width - hidden_size), "float32")
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        width = self.streams * hidden_size
+        return Elements(2 * self.rank * width), Elements(width - hidden_size, "float32")
+
+
 SUM = Sum()
 
 
 class Residual(Protocol):
-    """The residual stream: how the outputs of blocks add to it from layer to layer (Sum, HyperConnections)."""
+    """The residual stream: how the outputs of blocks add to it from layer to layer (Sum, HyperConnections,
+    GatedStreams)."""
 
     @property
     def streams(self) -> int:
@@ -366,6 +399,7 @@ class LayerSpec:
     ffn: FeedForward
     residual: Residual = SUM
     inputs: FeedForward = ABSENT
+    ngrams: NgramBlock = ABSENT
 
     @property
     def elsewhere(self) -> bool:
@@ -375,7 +409,11 @@ class LayerSpec:
     @property
     def token_blocks(self) -> tuple[FeedForward, ...]:
         """Blocks that a token goes through alone."""
-        return (self.ffn, self.inputs)
+        return (self.ngrams, self.ffn, self.inputs)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        """Returns the caches of the layer's blocks, on one rank."""
+        return (*self.ngrams.caches(serving), *self.mixer.caches(serving))
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the layer's blocks."""

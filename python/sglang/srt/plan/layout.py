@@ -13,6 +13,8 @@ from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA, HeadDims
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
@@ -132,7 +134,7 @@ def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
     """Describes the heads that the busiest rank has where they do not divide; None: all ranks have as many."""
     for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
-        if isinstance(mixer, GQA | MLA):
+        if isinstance(mixer, GQA | MLA | PooledSparse):
             shares = mixer.shares(tp_size)
             most, heads = shares.padded_heads, mixer.num_heads
             if most * tp_size != heads:
@@ -196,6 +198,8 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     for i, layer in enumerate(model.layers):
         yield from _mixer_problems(model, i, layer.mixer, tp_size)
         yield from _dense_problems(layer.ffn, tp_size)
+        if isinstance(layer.ngrams, NgramEmbedding) and layer.ngrams.num_heads % tp_size:
+            yield f"--tp-size {tp_size} does not divide the {layer.ngrams.num_heads} rows of n-grams of a token"
     try:
         expert_rows(model, ranks)
     except UserError as error:
@@ -227,7 +231,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
     those of recurrent layers are not."""
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
-    elif isinstance(mixer, GQA | MLA):
+    elif isinstance(mixer, GQA | MLA | PooledSparse):
         yield from _head_problems(model, layer, mixer, tp_size)
     elif isinstance(mixer, GatedDelta) and (mixer.key_heads % tp_size or mixer.value_heads % tp_size):
         yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
@@ -239,7 +243,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
 
-def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA, tp_size: int) -> Iterator[str]:
+def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSparse, tp_size: int) -> Iterator[str]:
     shares = mixer.shares(tp_size)
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
         heads = mixer.num_kv_heads

@@ -14,8 +14,9 @@ from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.media import FEATURE_BYTES, PATCHES_A_STEP
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
@@ -147,9 +148,17 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
     if model.per_layer_inputs is not None:
         widest += model.per_layer_inputs.stream_elements
     routing = 4 * model.experts.num_experts * 2 if model.experts else 0
-    # Slots of the selected tokens, which later layers read.
-    selected = 4 * max((layer.mixer.top_k for layer in model.layers if isinstance(layer.mixer, MLA)), default=0)
+    selected = 4 * max((_selected_slots(layer.mixer, ranks.tp_size) for layer in model.layers), default=0)
     return int(num_tokens * (widest * item + routing + selected) * _FRAGMENTATION)
+
+
+def _selected_slots(mixer: Mixer, tp_size: int) -> int:
+    """Returns the slots that a token's selection is kept as, of tokens or of blocks for each KV head."""
+    if isinstance(mixer, MLA):
+        return mixer.top_k
+    if isinstance(mixer, GQA) and mixer.indexer is not None:
+        return mixer.shares(tp_size).padded_kv_heads * mixer.indexer.top_blocks
+    return 0
 
 
 def logits_bytes(model: ModelDescription, rows: int) -> int:
@@ -358,7 +367,9 @@ def _attention_sizes(
     return AttentionSizes(
         heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shapes),
         value_dim=max(layer.mixer.value_dim for layer in model.layers),
-        index_logits=sizes.tokens_per_step * sizes.context_len * 4,
+        index_logits=sizes.tokens_per_step
+        * 4
+        * max(_scores_of_a_token(layer.mixer, sizes.context_len, sizes.ranks.tp_size) for layer in model.layers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
         graph_batch_sizes=sizes.graph_batch_sizes,
@@ -372,6 +383,14 @@ def _attention_sizes(
         own_tables=own_rows * -(-sizes.context_len // sizes.ranks.dcp_size) * OWN_SLOT_BYTES if shared else 0,
         gathered=sizes.context_len * (cost.shared_entry + GATHER_BYTES) if shared else 0,
     )
+
+
+def _scores_of_a_token(mixer: Mixer, context_len: int, tp_size: int) -> int:
+    """Returns the scores that an indexer makes of a token at the end of the context: of tokens, or of blocks for each
+    KV head."""
+    if isinstance(mixer, GQA) and mixer.indexer is not None:
+        return mixer.shares(tp_size).padded_kv_heads * -(-context_len // mixer.indexer.block)
+    return context_len
 
 
 def plan_cpu_memory(

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import (
     FULL,
@@ -24,6 +25,7 @@ from sglang.srt.plan.layer_spec import (
     latent_cache,
     packed_latent_cache,
     shared_out,
+    uneven_sizes,
 )
 from sglang.srt.plan.ranks import HeadShares
 
@@ -51,7 +53,8 @@ class GQA:
     makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
     >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
-    of a request see each other and all tokens before them (block drafts).
+    of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
+    blocks that it chooses.
     """
 
     num_heads: int
@@ -76,10 +79,16 @@ class GQA:
     cache_shared: bool = False
     input_size: int = 0
     block: int = 1
+    indexer: BlockIndexer | None = None
 
     @property
     def value_dim(self) -> int:
         return self.v_head_dim
+
+    @property
+    def top_k(self) -> int:
+        """Number of tokens that a token attends to; 0: all."""
+        return 0 if self.indexer is None else self.indexer.top_k
 
     @property
     def rotary_dim(self) -> int:
@@ -98,9 +107,10 @@ class GQA:
 
     def token_ranks(self, tp_size: int, dcp_size: int) -> int:
         """Returns how many ranks share out the tokens of the cache: all of a group, where they would hold the same KV
-        head. A window is short, and stays whole."""
+        head. A window is short, and stays whole, and so do blocks that an indexer selects."""
         copies = self.shares(tp_size).kv_copies
-        shared = copies is not None and copies % dcp_size == 0 and not self.window and self.block == 1
+        shared = copies is not None and copies % dcp_size == 0
+        shared = shared and not self.window and self.block == 1 and self.indexer is None
         return dcp_size if shared else 1
 
     def head_dims(self) -> Iterator[HeadDims]:
@@ -109,6 +119,8 @@ class GQA:
             yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
             if not self.values_from_keys:
                 yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
+        if self.indexer is not None:
+            yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
 
     def needs(self, serving: Serving) -> Iterator[Need]:
@@ -134,6 +146,9 @@ class GQA:
         traits += ["token_shares"] if self.token_ranks(serving.tp_size, serving.dcp_size) > 1 else []
         yield serving.need("extend_attention", dims, traits)
         yield serving.need("decode_attention", dims, traits)
+        if self.indexer is not None:
+            yield from self.indexer.needs(serving, heads[1], self.rotary_dim)
+            yield serving.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
         if self.output_gate:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
 
@@ -143,7 +158,9 @@ class GQA:
         heads = self.shares(serving.tp_size).padded_kv_heads
         lifetime = Window(self.window) if self.window else FULL
         cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
-        return (shared_out(cache, self.token_ranks(serving.tp_size, serving.dcp_size)),)
+        if self.indexer is None:
+            return (shared_out(cache, self.token_ranks(serving.tp_size, serving.dcp_size)),)
+        return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(serving))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         """The rows of a block have the keys of the same tokens, so their heads are those of one row."""
@@ -165,11 +182,13 @@ class GQA:
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),
             Elements(heads if self.sinks else 0, "float32"),
+            *(self.indexer.weights(hidden_size, kv_heads) if self.indexer is not None else ()),
         )
 
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
-        return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim
+        index = 0 if self.indexer is None else 2 * (shares.padded_kv_heads + 1) * self.indexer.head_dim
+        return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim + index
 
 
 @dataclass(frozen=True, slots=True)

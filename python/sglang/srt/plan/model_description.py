@@ -25,6 +25,7 @@ from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -144,8 +145,9 @@ class ModelDescription:
 
     @property
     def caches_in_fp8(self) -> bool:
-        """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits."""
-        return not any(isinstance(layer.mixer, CompressedSparse) for layer in self.layers)
+        """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits, and so do keys
+        and values that are selected by blocks."""
+        return not any(isinstance(layer.mixer, CompressedSparse | PooledSparse) for layer in self.layers)
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here."""
@@ -205,11 +207,11 @@ def describe_as(
         num_layers = len(block_kinds(keys.values, source))
         keys = ConfigReader({**keys.values, "num_hidden_layers": num_layers}, source)
     for key, what in UNREAD_LAYERS.items():
-        if keys.values.get(key) is not None and not family.one_block_layers:
+        if keys.values.get(key) is not None and not family.one_block_layers and key not in family.computed:
             raise UserError(f"{source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
     unsupported = list(_unsupported(keys, family, architecture))
     hidden_size, vocab_size = keys.positive("hidden_size"), keys.positive("vocab_size")
-    layers = read_layers(keys, family, unsupported)
+    layers = read_layers(keys, family, unsupported, quantization is not None)
     model = ModelDescription(
         architecture=architecture,
         model_type=model_type,

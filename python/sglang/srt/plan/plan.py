@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
 from sglang.srt.kernels.launch import TileLadder
@@ -25,6 +26,7 @@ from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.drafts.gemma_assistant import check_stage
 from sglang.srt.plan.drafts.memory import with_draft_memory
+from sglang.srt.plan.host_tables import has_tables, host_table_bytes, host_table_note, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
@@ -348,7 +350,7 @@ class ModelPlanner:
         if apart not in self.described:
             source = str(Path(self.model.model_path) / "config.json")
             self.described[apart] = _described(args, self.model, apart, source)
-        model = self.described[apart]
+        model = with_tables(self.described[apart], args.ple_offload_embedding and self.arch.device != "cpu")
         if self.served:
             model.require_served()
         check_layout(model, ranks)
@@ -371,7 +373,23 @@ class ModelPlanner:
         return max(stage.weight_bytes for stage in _stages(of_rank, serving, self.arch, draft))
 
     def trial(self, args: ServerArgs) -> Trial:
-        """Plans the model with these flags. Raises UserError where no server would start."""
+        """Plans the model with these flags. Tables of n-grams go into host memory where the GPU has no room for them
+        and a request of the full context. Raises UserError where no server would start."""
+        fixed = args.ple_offload_embedding or args.no_ple_offload_embedding or self.arch.unified_memory
+        if fixed or self.arch.device == "cpu" or not has_tables(self.describe(args)[0]):
+            return self._trial(args)
+        try:
+            trial = self._trial(args)
+            if trial.capacity.max_total_num_tokens >= trial.capacity.sizes.context_len:
+                return trial
+        except UserError as error:
+            try:
+                return self._trial(replace(args, ple_offload_embedding=True))
+            except UserError:
+                raise error from None
+        return self._trial(replace(args, ple_offload_embedding=True))
+
+    def _trial(self, args: ServerArgs) -> Trial:
         model, serving = self.describe(args)
         of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
         wanted = (*needs_with_draft(of_rank, draft, serving), *ngram_needs(args, serving.dtype))
@@ -516,6 +534,8 @@ def _capacity(
 
     def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
         fixed = fixed_memory(model, everything, serving.dtype, weights, available, sizes, cost, choices, arch)
+        if arch.unified_memory:
+            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, serving))
         return fixed if draft is None else with_draft_memory(fixed, draft, model, serving.dtype, sizes)
 
     def room(running: int) -> int:
@@ -527,6 +547,7 @@ def _capacity(
     sizes, cost, notes = sized(states.running)
     sizes = replace(sizes, checkpoints=states.checkpoints)
     notes += [states.note] if states.note else []
+    notes += [host_table_note(size) for size in [host_table_bytes(everything, serving)] if size]
     most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
     if not cost.bytes_per_token:
         most_tokens = min(most_tokens, FREE_TOKENS, states.running * context_len)

@@ -35,6 +35,18 @@ class EntryRows:
         """Returns the rows of some of the tokens."""
         return replace(self, req_pool_indices=self.req_pool_indices[tokens], counts=self.counts[tokens])
 
+    def blocks(self, block: int, num_heads: int) -> EntryRows:
+        """Of rows of tokens: the blocks of `block` tokens that each sees, its own included, once for each of H heads:
+        T * H rows."""
+        return EntryRows(
+            self.req_to_token,
+            self.req_pool_indices.repeat_interleave(num_heads),
+            ((self.counts + (block - 1)) // block).repeat_interleave(num_heads),
+            -(-self.max_count // block),
+            block,
+            self.run * num_heads,
+        )
+
     def slots_of(self, entries: torch.Tensor) -> torch.Tensor:
         """entries [T, K] integers, of which negative ones are none -> their slots [T, K] int32, -1 for none."""
         at = entries.clamp(min=0).long() * self.rate

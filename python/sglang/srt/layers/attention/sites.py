@@ -9,10 +9,10 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
 from sglang.srt.layers.attention.shared_tokens import builders_of
-from sglang.srt.layers.attention.sparse_rows import SparseSite
+from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
 from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
         *builders_of(plan.attention_sites, decode, extend, plan),
         latent,
         plan.tokens_per_step,
-        sparse_sites(latent, plan),
+        sparse_sites(layers, plan),
     )
 
 
@@ -124,5 +124,12 @@ def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -
     return {site: mixer for site, mixer in mixers.items() if site is not None and isinstance(mixer, MLA)}
 
 
-def sparse_sites(latent: Mapping[AttentionSite, MLA], plan: Plan) -> dict[AttentionSite, SparseSite]:
-    return {site: SparseSite(spec, plan) for site, spec in latent.items() if spec.sparse}
+def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
+    """The sites whose layers attend to what an indexer selects."""
+    sites: dict[AttentionSite, SparseSite] = {}
+    for mixer in dict.fromkeys(layer.mixer for layer in layers):
+        if isinstance(mixer, GQA | MLA) and mixer.top_k:
+            site = site_of(mixer, plan.ranks.tp_size, plan.ranks.dcp_size)
+            assert site is not None
+            sites.setdefault(site, LatentSite(mixer, plan) if isinstance(mixer, MLA) else BlockSite(mixer, plan))
+    return sites

@@ -124,6 +124,7 @@ class PrefillBudget:
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
+        self.tokens_ahead = running.tokens_ahead
         self.first = True
         self.short = False
         """True if the request that was looked at last got less than it could use."""
@@ -137,8 +138,8 @@ class PrefillBudget:
         page = self.kv.page_size
         want = len(req.tokens) - prefix_len
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
-        # A request that runs alone needs no promise: its limit keeps it within the pool.
-        needed = want + page if self.alone else want + output + page
+        # A request that runs alone needs no promise beyond the step: its limit keeps it within the pool.
+        needed = want + (min(output, self.tokens_ahead) if self.alone else output) + page
         if needed > self.free():
             return 0
         take = want

@@ -169,6 +169,7 @@ class Scheduler:
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
+        self._free_chunks()
         chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
@@ -311,6 +312,20 @@ class Scheduler:
             self._requeue(victim)
             self.ratio.retracted()
             self.stats.retracted(victim)
+
+    def _free_chunks(self) -> None:
+        """Where nothing runs, prompts that pause may hold what none of them can end without: all but the first go back
+        to the queue, until it can go on."""
+        while len(self.chunked) > 1 and not len(self.running):
+            first, last = self.chunked[0], self.chunked[-1]
+            if self._budget(0).take(first, first.kv_len):
+                return
+            self.settle()
+            if last in self.chunked:
+                self.chunked.remove(last)
+                self._requeue(last)
+                self.ratio.retracted()
+                self.stats.retracted(last)
 
     def _requeue(self, req: Req) -> None:
         """Give up a request's slots and put it at the head of the queue."""

@@ -13,6 +13,7 @@ from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, de
 from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES, describe_assistant
 from sglang.srt.plan.drafts.mtp import describe_mtp
 from sglang.srt.plan.drafts.standalone import describe_standalone
+from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription, architecture_of
 
 _KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]] = {
@@ -28,7 +29,8 @@ def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescri
     """Describes the draft. Raises UserError that names the key, the tensor or the architecture that does not go with
     the target, or what the target lacks for it."""
     kind = config.kind
-    if kind != STANDALONE and any(layer.residual.streams > 1 for layer in target.layers):
+    several = any(layer.residual.streams > 1 for layer in target.layers)
+    if several and kind != STANDALONE and not (kind == MTP and isinstance(target.layers[-1].residual, GatedStreams)):
         raise UserError(
             f"{target.architecture} hands several streams from layer to layer, which no draft that reads hidden states"
             " (NEXTN, EAGLE, EAGLE3, DFLASH) takes here. Use --speculative-algorithm NGRAM, or STANDALONE with a model"

@@ -60,6 +60,30 @@ class Projected:
 
 
 @dataclass(frozen=True, slots=True)
+class Streamed:
+    """A draft of layers for multi-token prediction in a model with gated residual streams (Qwen3.8-Flash-Next).
+    Features are the target's `streams`, as they are before they become one: normed as one vector, then projected one by
+    one; the projected embedding is added to each. They go through the draft's layers, are the features of the next
+    guess, and become the hidden state of its logits by gates of rank `rank`, as behind the target's last layer.
+    """
+
+    streams: int
+    rank: int
+
+    num_captures = 1
+    final_norm = False
+
+    def weights(self, hidden_size: int) -> Weights:
+        width = self.streams * hidden_size
+        return (
+            Matrix("fc_embedding", ("",), hidden_size, hidden_size, quantized=False),
+            Matrix("fc_hidden", ("",), hidden_size, hidden_size, quantized=False),
+            Elements(2 * self.rank * width),
+            Elements(2 * width + hidden_size, "float32"),  # of both norms, and of the one behind the last layer
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A draft of DFlash: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in
     one pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from what the
@@ -119,7 +143,7 @@ class Separate:
         return ()
 
 
-Form = Concatenated | Projected | Block | Frozen | Separate
+Form = Concatenated | Projected | Streamed | Block | Frozen | Separate
 
 
 @dataclass(frozen=True, slots=True)

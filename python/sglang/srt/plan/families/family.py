@@ -47,6 +47,7 @@ class Family:
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
     recurrent_pattern: int = 0  # every so many layers one is attention and no gated delta net, likewise
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
+    pooled_index: bool = False  # attention without a window is as PooledSparse
     compressed: bool = False  # `compress_ratios` says of each layer how many tokens an entry stands for
     qkv_bias: bool | None = None
     o_bias: bool | None = None
@@ -56,6 +57,7 @@ class Family:
     window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
     positions: bool = True  # False: attention does not rotate heads
     among_recurrent: str = ""  # as GQA.among_recurrent
+    sigmoid_output_gates: bool = False  # `output_gate_type` of recurrent layers may be a sigmoid
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
     # feed-forward

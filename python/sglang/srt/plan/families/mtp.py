@@ -17,6 +17,7 @@ class MtpForm:
     `counts`: keys that may hold the number of draft layers, of which the first one in the config counts; `patterns`:
     keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
     values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`.
+    `streamed`: the form is `drafts.description.Streamed`. `unread`: names of tensors that are not used.
     """
 
     at: str = ""
@@ -28,6 +29,8 @@ class MtpForm:
     refused: Mapping[str, object] = field(default_factory=dict)
     hidden_first: bool = False
     zero_first: bool = False
+    streamed: bool = False
+    unread: tuple[str, ...] = ()
 
 
 EH_PROJ = MtpForm(
@@ -64,3 +67,22 @@ MIMO_MTP = MtpForm(
     hidden_first=True,
     zero_first=True,
 )
+QWEN4_MTP = MtpForm(
+    at="mtp.",
+    layer="layers.{layer}.",
+    names={
+        "fc_embedding": "fc_embedding",
+        "fc_hidden": "fc_hidden",
+        "embedding_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "norm": "hyper_connection_mixer.hc_norm",
+        "head_mix.gates": "hyper_connection_mixer.{{part}}",
+        "head_mix.up": "hyper_connection_mixer.input_mix_weight_up",
+    },
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    refused={"mtp_use_dedicated_embeddings": True},
+    streamed=True,
+    unread=("layers.0.self_attn.indexer.",),
+)
+"""Qwen3.8-Flash-Next. The draft attends to all tokens: its indexer, which would choose as many as the target's layers
+choose, is not used. Guesses are verified either way."""

@@ -14,7 +14,7 @@ GATE_BLOCK = 1024
 @triton.jit
 def gated_rmsnorm_kernel(
     x, gate, weight, out, rows, groups, size, gate_stride, weight_stride, eps, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, GATE_FIRST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, GATE_FIRST: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x, out [T, groups, size] contiguous, gate the same in rows `gate_stride` apart, weight of group i from
     i * weight_stride on. `rows`: T * groups. Grid: (blocks of ROWS rows,)."""
@@ -29,7 +29,9 @@ def gated_rmsnorm_kernel(
     values = tl.load(x + row[:, None] * size + cols[None, :], mask=ok, other=0.0).to(tl.float32)
     gate_offsets = (row // groups)[:, None] * gate_stride + group[:, None] * size + cols[None, :]
     own_gate = tl.load(gate + gate_offsets, mask=ok, other=0.0).to(tl.float32)
-    factor = own_gate * tl.sigmoid(own_gate)
+    factor = tl.sigmoid(own_gate)
+    if SILU:
+        factor *= own_gate
     if GATE_FIRST:
         values *= factor
     inverse = tl.rsqrt(tl.sum(values * values, 1) / size + eps)
@@ -61,11 +63,16 @@ def norm_launch(num_rows: int, size: int) -> dict[str, int]:
 
 
 def gated_rmsnorm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool = False
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """x [T, groups, size] contiguous, gate [T, groups * size] -> [T, groups * size]: each group normed by itself,
-    times silu(gate), which comes before the norm with `gate_first`. weight: [size] for all groups, or
-    [groups * size]."""
+    times silu(gate), or sigmoid(gate) with `sigmoid`, which comes before the norm with `gate_first`. weight: [size] for
+    all groups, or [groups * size]."""
     num_tokens, groups, size = x.shape
     out = torch.empty((num_tokens, groups * size), dtype=x.dtype, device=x.device)
     rows = num_tokens * groups
@@ -73,7 +80,7 @@ def gated_rmsnorm(
         launch = norm_launch(rows, size)
         gated_rmsnorm_kernel[(triton.cdiv(rows, launch["ROWS"]),)](
             x, gate, weight, out, rows, groups, size, gate.stride(0), 0 if weight.shape[0] == size else size, eps,
-            GATE_FIRST=gate_first, **launch, **pdl.options(),
+            GATE_FIRST=gate_first, SILU=not sigmoid, **launch, **pdl.options(),
         )  # fmt: skip
     return out
 
