@@ -21,12 +21,11 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import band_of
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.tables import MIXED_ROWS
-from sglang.srt.kernels.tiles import AttentionTile, attention_tiles
+from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
-from sglang.srt.layers.attention.part_merge import LSE_BYTES
 from sglang.srt.layers.attention.selection import EntryRows, Selection
-from sglang.srt.layers.attention.triton_ops import latent_prompt, part_exchange
+from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
@@ -328,30 +327,6 @@ def _attention(
                 q[:8], empty(8, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
                 scale=0.1, tile=tile, **layer,
             )  # fmt: skip
-            if not window:
-                _shared_tokens(shape, tile, (k_cache, v_cache, table, slots, lens), cap, sink, arch)
-
-
-def _shared_tokens(
-    shape: AttentionShape,
-    tile: AttentionTile,
-    cached: tuple[torch.Tensor, ...],
-    cap: float,
-    sinks: torch.Tensor | None,
-    arch: ArchTraits,
-) -> None:
-    """Decoding with the heads of all ranks that share out the tokens, what they exchange, and what comes of it."""
-    heads, v_dim, extra = shape.num_heads, shape.v_head_dim, LSE_BYTES // 2
-    for ranks in (2, 8):
-        workspace = DecodeWorkspace.allocate(64, ranks * heads, shape.num_kv_heads, v_dim, arch.num_sms, tile, "meta")
-        parts, lse = empty(8, ranks * heads, v_dim), empty(8, ranks * heads, dtype=torch.float32)
-        decode_attention_fwd(
-            empty(8, ranks * heads, shape.head_dim), parts, *cached, workspace, scale=0.1, tile=tile, logit_cap=cap,
-            lse=lse,
-        )  # fmt: skip
-        part_exchange.merge_parts(
-            part_exchange.pack_parts(parts, lse, ranks, extra), empty(8, heads, v_dim), extra, sinks
-        )
 
 
 def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:

@@ -10,7 +10,6 @@ import triton
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant
 from sglang.srt.kernels import tiles
-from sglang.srt.layers.attention.part_merge import LSE_BYTES
 from sglang.srt.layers.attention.triton_ops.common import split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     SPREAD_COLS,
@@ -27,11 +26,6 @@ from sglang.srt.layers.attention.triton_ops.latent_prompt import (
     gather_latents_kernel,
     latent_prompt_kernel,
 )
-from sglang.srt.layers.attention.triton_ops.part_exchange import (
-    merge_parts_kernel,
-    pack_parts_kernel,
-    part_constants,
-)
 
 OPS = ("extend_attention", "decode_attention", "prefill_attention", "latent_prompt_attention")
 
@@ -44,7 +38,6 @@ _POINTERS = {
     "part_o_ptr": "*fp32",
     "part_lse_ptr": "*fp32",
     "lse_ptr": "*fp32",
-    "packed_lse_ptr": "*fp32",
 }
 _INT64_POINTERS = ("req_pool_indices_ptr", "mask_offsets_ptr")
 _FLOATS = ("scale", "k_scale", "v_scale", "cap")
@@ -98,16 +91,6 @@ FORM_RULES = {
         counts=frozenset({"num_heads", "stride_ob", "stride_oh"}),
         absent={"HAS_SINKS": ("sinks_ptr",), "HAS_LSE": ("lse_ptr",)},
     ),
-    "part_exchange.pack_parts_kernel": FormRule(
-        free=frozenset({"V_HEAD_DIM", "WIDTH", "LSE_WIDTH", "LSE_AT"}),
-        counts=frozenset({"num_tokens", "num_heads", "ranks"}),
-    ),
-    "part_exchange.merge_parts_kernel": FormRule(
-        free=frozenset({"V_HEAD_DIM", "WIDTH", "LSE_WIDTH", "LSE_AT"}),
-        at_most=frozenset({"HAS_SINKS"}),
-        counts=frozenset({"num_rows", "num_heads", "ranks", "stride_ot", "stride_oh"}),
-        absent={"HAS_SINKS": ("sinks_ptr",)},
-    ),
     "decode_attention.plan_kernel": FormRule(counts=frozenset({"num_seqs", "num_slots", "num_pieces"})),
     "latent_prompt.latent_prompt_kernel": FormRule(
         at_most=frozenset({"CARRY_OUT"}),
@@ -150,10 +133,6 @@ def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
         shape = {"V_HEAD_DIM": max(head_dims, key=lambda dim: (dim % block != 0, dim)), **combine_blocks(block)}
         launch = {**shape, "HAS_SINKS": True, "HAS_LSE": True, "PDL": False, "num_warps": 4}
         yield _small(f"combine/{block}", combine_kernel, launch)
-        if block != SPREAD_COLS:
-            row = {**part_constants(shape["V_HEAD_DIM"], 2, LSE_BYTES // 2), "PDL": False}
-            yield _small(f"pack_parts/{block}", pack_parts_kernel, row)
-            yield _small(f"merge_parts/{block}", merge_parts_kernel, {**row, "HAS_SINKS": True})
 
 
 def _gathers() -> Iterator[Variant]:
@@ -282,7 +261,7 @@ def _type_of(name: str, kv_dtype: str, constexprs: dict[str, Any]) -> str:
         return KV_DTYPES[kv_dtype]
     if name == "cache_ptr":  # float8 in pairs
         return "*bf16" if kv_dtype == "bfloat16" else "*i16"
-    if name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "parts_ptr", "packed_ptr"):
+    if name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr"):
         return "*bf16"
     if name.endswith("_ptr"):
         return "*i32"

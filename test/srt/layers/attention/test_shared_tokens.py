@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.kernels.tiles import MLA_LATENT
-from sglang.srt.layers.attention.part_merge import LSE_BYTES, _weights
+from sglang.srt.layers.attention.part_merge import _weights
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens, own_rows, own_slots, with_own_table
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -75,32 +75,6 @@ def test_parts_of_ranks_are_one_softmax(size: int, latent: bool, kv_dtype: torch
     p = problem(latent, kv_dtype, 12, interpreter.DEVICE)
     got = merged(p, size, TritonAttnBackend)
     assert relative_error(got, reference_decode(p, p.head_dim**-0.5)) < (2e-2 if kv_dtype else 2e-3)
-
-
-@interpreter.kernel_test
-@pytest.mark.parametrize(
-    ("ranks", "dims", "dtype", "sinks"),
-    [(2, 64, torch.bfloat16, False), (3, 72, torch.bfloat16, True), (4, 512, torch.float32, False)],
-    ids=str,
-)
-def test_parts_are_exchanged_in_one_row_each(ranks: int, dims: int, dtype: torch.dtype, sinks: bool) -> None:
-    from sglang.srt.layers.attention.triton_ops.part_exchange import merge_parts, pack_parts
-
-    tokens, heads, device = 3, 2, interpreter.DEVICE
-    torch.manual_seed(ranks)
-    extra = LSE_BYTES // dtype.itemsize
-    parts = torch.randn(ranks, tokens, ranks * heads, dims, device=device).to(dtype)
-    lse = 4 * torch.randn(ranks, tokens, ranks * heads, device=device)
-    lse[0, 1], lse[:, 2] = float("-inf"), float("-inf")  # a rank, and all ranks, without tokens
-    parts[0, 1], parts[:, 2] = 0.0, 0.0
-    sink = torch.randn(heads, device=device) if sinks else None
-    packed = [pack_parts(parts[rank], lse[rank], ranks, extra) for rank in range(ranks)]
-    for rank in range(ranks):
-        out = torch.full((tokens, heads, dims), float("nan"), device=device, dtype=dtype)
-        merge_parts(torch.stack([each[rank] for each in packed]), out, extra, sink)
-        own = slice(rank * heads, (rank + 1) * heads)
-        expected = (parts[:, :, own].float() * _weights(lse[:, :, own], sink)[..., None]).sum(0)
-        torch.testing.assert_close(out.float(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("latent", [False, True])

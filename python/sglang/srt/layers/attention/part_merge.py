@@ -29,8 +29,7 @@ class PartMerge:
 
     def __init__(self, context: Group, method: str = ALL_TO_ALL) -> None:
         self.context = context
-        self._in_one_exchange = method == ALL_TO_ALL
-        self._exchange = self._all_to_all if self._in_one_exchange else self._gather_scatter
+        self._exchange = self._all_to_all if method == ALL_TO_ALL else self._gather_scatter
 
     def all_heads(self, q: torch.Tensor) -> torch.Tensor:
         """Queries of this rank's heads [T, H, D] -> those of all ranks [T, size * H, D]."""
@@ -52,13 +51,6 @@ class PartMerge:
         """parts [T, size * H, Dv] and lse [T, size * H] fp32, natural logarithms -> out [T, H, Dv]. sinks [H]: one more
         logit a head, without a value."""
         num_tokens, num_heads, _ = out.shape
-        if parts.is_cuda and self._in_one_exchange:
-            from sglang.srt.layers.attention.triton_ops.part_exchange import merge_parts, pack_parts
-
-            extra = LSE_BYTES // parts.element_size()
-            packed = pack_parts(parts, lse, self.context.size, extra)
-            merge_parts(self.context.exchange(packed), out, extra, sinks)
-            return
         by_rank = (num_tokens, self.context.size, num_heads)
         out.copy_(self._exchange(parts.view(*by_rank, -1).transpose(0, 1), lse.view(by_rank).transpose(0, 1), sinks))
 
