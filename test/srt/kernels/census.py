@@ -98,6 +98,8 @@ from .published import LAYOUTS, accepted_layouts, described
 
 BF16 = torch.bfloat16
 CACHES = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+SEEING_THEMSELVES = ("Gemma4ForConditionalGeneration",)
+"""Models whose images see themselves both ways in layers with a window."""
 OWN_FORMAT_OF_BIASES = "mxfp4"
 MANY = 4096
 """Tokens of one step: for the largest tiles, and for the way of grouping that takes several launches."""
@@ -132,6 +134,8 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
         once(_MIXERS[type(layer.mixer)], layer.mixer, tp_size, arch)
+        if isinstance(layer.mixer, GQA) and layer.mixer.window and model.architecture in SEEING_THEMSELVES:
+            once(_images_both_ways, layer.mixer.attention_shape(tp_size), layer.mixer.window, arch)
         for block in layer.token_blocks:
             _feed_forward(once, block, model.hidden_size, tp_size, arch)
         if isinstance(layer.residual, HyperConnections):
@@ -327,6 +331,22 @@ def _attention(
                 q[:8], empty(8, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
                 scale=0.1, tile=tile, **layer,
             )  # fmt: skip
+
+
+def _images_both_ways(shape: AttentionShape, window: int, arch: ArchTraits) -> None:
+    """Rows of the step that are gathered, so that nothing lies between them."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    for dtype in CACHES:
+        cache = [empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv"]
+        q, k, v = (empty(100, count, dim) for count in (heads, kv_heads, kv_heads))
+        table, slots = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32), empty(8, dtype=torch.int64)
+        for tile in attention_tiles("extend_attention", dim, dim, dtype, arch.features):
+            for prefix in (True, False):
+                extend_attention_fwd(
+                    q, k, v, empty(100, heads, dim), *cache, table, slots, empty(8, dtype=torch.int32),
+                    empty(9, dtype=torch.int32), scale=0.1, tile=tile, has_prefix=prefix, causal=False,
+                    sliding_window=window,
+                )  # fmt: skip
 
 
 def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:

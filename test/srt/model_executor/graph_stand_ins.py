@@ -51,8 +51,8 @@ class DeviceLengths:
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         pass
 
-    def build(self, rows: DecodeRows | ExtendRows) -> Any:
-        return DeviceDecode(rows) if isinstance(rows, DecodeRows) else DeviceExtend(rows)
+    def build(self, rows: DecodeRows | ExtendRows, causal: bool = True) -> Any:
+        return DeviceDecode(rows) if isinstance(rows, DecodeRows) else DeviceExtend(rows, causal)
 
     build_in_graph = build
 
@@ -74,6 +74,7 @@ class DeviceDecode:
 @dataclass
 class DeviceExtend:
     rows: ExtendRows
+    causal: bool
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
         rows = self.rows
@@ -83,7 +84,7 @@ class DeviceExtend:
             rows.req_pool_indices[used], rows.seq_lens[used], rows.prefix_lens[used], rows.start_loc,
             rows.token_slots, lens[used].tolist(), rows.prefix_lens[used].tolist(),
         )  # fmt: skip
-        NativeExtendMetadata(requests).attend(q, k, v, layer, out)
+        NativeExtendMetadata(requests, self.causal).attend(q, k, v, layer, out)
 
 
 def with_attention(runner: ModelRunner, decode: Any, extend: Any) -> AttentionSites:

@@ -49,6 +49,7 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "cap_sinks": _SCORES,
         "window_cap_sinks": ("HAS_WINDOW", *_SCORES),
         "custom_mask": ("HAS_MASK",),
+        "window_both_ways": ("HAS_WINDOW",),
     },
     "decode_attention": {"plain": (), "cap_sinks": _SCORES, "window_cap_sinks": ("HAS_WINDOW", *_SCORES)},
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
@@ -57,6 +58,8 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 """The flags that are recorded, those that cost most: a cap and sinks together, in layers with a window and in those
 without."""
 
+_BOTH_WAYS = ((256, 256),)
+"""Heads of models whose images see themselves both ways in layers with a window (Gemma 4)."""
 GROUP = 8
 """Query heads a kv head, in every row: with 1 to 128 of them shared memory is the same, and none takes more registers
 but 12, which takes up to 10 more and spills no more."""
@@ -191,7 +194,9 @@ def _of_tile(
         flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
-        if name != "custom_mask" or kv_dtype == "bfloat16":
+        if name == "custom_mask" and kv_dtype != "bfloat16":
+            continue
+        if name != "window_both_ways" or head_dims in _BOTH_WAYS:
             yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
 
 
@@ -220,7 +225,7 @@ def describe(
         if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
             constexprs[name] = name in flags
     if op == "extend_attention":
-        constexprs |= {"CAUSAL": True, "HAS_PREFIX": True}
+        constexprs |= {"CAUSAL": flags_name != "window_both_ways", "HAS_PREFIX": True}
     signature = {name: _type_of(name, kv_dtype, constexprs) for name in fn.arg_names}
     divisible = _multiples(fn, signature, head_dims)
     shape = f"{head_dims[0]}x{head_dims[1]}"

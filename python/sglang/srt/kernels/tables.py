@@ -225,7 +225,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
         only_full_heads, flashinfer_head_dims, _HALF, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask", "token_shares"),
+        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares"),
     )  # fmt: skip
     return (
         KernelSpec(
@@ -263,7 +263,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
                 flashinfer_latents,
                 _HALF,
                 only_16_bit_cache,
-                lacks("sparse", "custom_mask", "token_shares"),
+                lacks("sparse", "custom_mask", "both_ways", "token_shares"),
             ),
             asked_as="flashinfer",
         ),

@@ -66,6 +66,10 @@ class WindowTable:
         it decodes behind them."""
         return window_tokens(self.window, self.page_size, chunk + self.growing - 1)
 
+    def most_alone(self) -> int:
+        """The tokens of a chunk that a request which runs alone can have at least."""
+        return max(0, (self.size - self.most_of_prompt(0)) // self.page_size * self.page_size - self.page_size)
+
     def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
         """Tokens that further requests may use, when these (which have `lens` tokens and may grow to `limits`) decode
         on and whoever else has a row keeps what it has."""

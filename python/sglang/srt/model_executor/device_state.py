@@ -14,9 +14,9 @@ from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
-from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots, requests_of_tokens
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns, TokenSlots, requests_of_tokens
 from sglang.srt.model_executor.media_features import MediaFeatures
-from sglang.srt.model_executor.step import MediaTokens, PromptTokens, StepInput
+from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
@@ -122,6 +122,8 @@ class DeviceState:
             assert batch.turned_by is not None
             decodes = batch.turned_by[:num_decodes].expand(len(media.positions), -1)
             batch.turned_by = torch.cat((decodes, arrays["sections"]), dim=1)
+        if media.runs is not None and batch.extend is not None:
+            batch.extend.images = _image_runs(batch.extend, arrays, media.runs, num_decodes)
         if media.sources and self.features is not None and self.features.encoder is not None:
             ends = np.cumsum([len(rows) for _, rows in media.sources]).tolist()
             parts = [
@@ -290,6 +292,20 @@ class DeviceState:
         input_ids = self.next_tokens[slots, :width].flatten()
         turned_by = self._turned_by(positions, rows.flatten())
         return ForwardBatch(input_ids, positions, token_slots, extend=extend, state_records=[], turned_by=turned_by)
+
+
+def _image_runs(extend: ExtendRows, arrays: DeviceArrays, runs: MediaRuns, num_decodes: int) -> ImageRuns:
+    rows = ExtendRows(
+        arrays["run_slots"],
+        arrays["run_ends"],
+        arrays["run_starts"],
+        arrays["run_locs"],
+        extend.token_slots,
+        runs.lens.tolist(),
+        runs.starts.tolist(),
+        (runs.starts + runs.lens).tolist(),
+    )
+    return ImageRuns(arrays["media_tokens"] + num_decodes, rows)
 
 
 def _prompts(step: StepInput) -> PromptTokens:

@@ -274,11 +274,14 @@ class CausalLM:
         """Returns the embeddings [T, H] of token ids, and rows that the batch brings itself (images) where it has
         some."""
         assert self.embed is not None, "the first stage has it"
-        embedded = self.embed(batch.input_ids)
-        if batch.embedding_rows is not None:
-            embedded[batch.embedding_rows.index] = batch.embedding_rows.rows
+        ids, rows = batch.input_ids, batch.embedding_rows
+        embedded = self.embed(ids)
+        if rows is not None:
+            embedded[rows.index] = rows.rows
         if self.layer_inputs is not None:
-            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(batch.input_ids, embedded)
+            if rows is not None and self.description.media is not None:
+                ids = ids.index_fill(0, rows.index, self.description.media.plain_token)
+            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded)
         return embedded
 
     def ignored_weight(self, name: str) -> bool:

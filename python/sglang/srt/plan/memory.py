@@ -125,12 +125,16 @@ class MemoryPlan:
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
-def media_bytes(model: ModelDescription, dtype: str) -> int:
-    """Returns the bytes of the features of images and videos that are kept, and of the largest encoder step."""
+def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
+    """Returns the bytes of the features of images and videos that are kept, of the largest encoder step, and of the
+    queries, keys, values and outputs of `num_tokens` of images that attend once more (`attention.metadata.WithImages`).
+    """
     if model.media is None:
         return 0
     encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
-    return FEATURE_BYTES + encoding * KV_DTYPE_BYTES[dtype]
+    windows = [site.shape for site in attention_sites(model, ranks.tp_size) if site.window and model.media.both_ways]
+    sizes = [(shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.v_head_dim) for shape in windows]
+    return FEATURE_BYTES + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
@@ -288,7 +292,7 @@ def fixed_memory(
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, heads),
-        media=media_bytes(model, dtype),
+        media=media_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
     )
 
 

@@ -107,7 +107,8 @@ class SharedExtend:
         self.plans_on_host = whole.plans_on_host
         self.in_graphs = whole.in_graphs and tokens.in_graphs
 
-    def build(self, rows: ExtendRows) -> ExtendMetadata:
+    def build(self, rows: ExtendRows, causal: bool = True) -> ExtendMetadata:
+        assert causal, "images see each other in windows, whose tokens are not shared out"
         if rows.seq_lens_cpu is None:
             return self._one_by_one(rows)
         lens = rows.seq_lens_cpu if self.reads_new_tokens else rows.prefix_lens_cpu

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
-from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
+from sglang.srt.layers.attention.metadata import (
+    AttentionBackend,
+    DecodeBuilder,
+    ExtendBuilder,
+    SiteMetadata,
+    WithImages,
+)
 from sglang.srt.layers.attention.shared_tokens import builders_of
 from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
 from sglang.srt.plan.attention_sites import site_of
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns
     from sglang.srt.plan.plan import Plan
 
 
@@ -76,9 +82,23 @@ class AttentionSites:
         built = {builder: builder.build(rows) for builder in dict.fromkeys(dense.values())}
         for site, builder in dense.items():
             sites[site].extend = built[builder]
+        if rows.images is not None:
+            self._add_images(rows.images, {site: builder for site, builder in dense.items() if site.window}, sites)
         for site, spec in self._latent.items():
             if site in dense:
                 sites[site].latent_chunks = self._cut(spec, site, rows)
+
+    def _add_images(
+        self,
+        images: ImageRuns,
+        windows: Mapping[AttentionSite, ExtendBuilder],
+        sites: dict[AttentionSite, SiteMetadata],
+    ) -> None:
+        built = {builder: builder.build(images.rows, causal=False) for builder in dict.fromkeys(windows.values())}
+        for site, builder in windows.items():
+            text = sites[site].extend
+            assert text is not None
+            sites[site].extend = WithImages(text, built[builder], images.tokens)
 
     def _cut(self, spec: MLA, site: AttentionSite, rows: ExtendRows) -> tuple[LatentChunk, ...] | None:
         """None in a graph, which serves prefixes of every length, and where expanding does not pay."""

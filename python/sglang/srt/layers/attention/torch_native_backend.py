@@ -71,13 +71,14 @@ class NativeDecode(_OutsideGraphs):
 class NativeExtend(_OutsideGraphs):
     """Implements ExtendBuilder."""
 
-    def build(self, rows: ExtendRows) -> NativeExtendMetadata:
-        return NativeExtendMetadata(rows)
+    def build(self, rows: ExtendRows, causal: bool = True) -> NativeExtendMetadata:
+        return NativeExtendMetadata(rows, causal)
 
 
 @dataclass(slots=True)
 class NativeExtendMetadata:
     rows: ExtendRows
+    causal: bool
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
@@ -92,9 +93,11 @@ class NativeExtendMetadata:
             step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new - begin)))
             for first in range(0, new, step):
                 rows = slice(start + first, start + min(first + step, new))
-                end = prefix + first + rows.stop - rows.start
-                positions = torch.arange(prefix + first, end, device=q.device)
-                mask = _visible(positions, torch.arange(begin, end, device=q.device), layer.sliding_window)
+                last = prefix + first + rows.stop - rows.start
+                end = last if self.causal else prefix + new
+                positions = torch.arange(prefix + first, last, device=q.device)
+                keys_at = torch.arange(begin, end, device=q.device)
+                mask = _visible(positions, keys_at, layer.sliding_window, self.causal)
                 out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer)
             start += new
 
@@ -177,10 +180,12 @@ def _first_visible(position: int, layer: AttentionLayer) -> int:
     return max(0, position + 1 - layer.sliding_window) if layer.sliding_window > 0 else 0
 
 
-def _visible(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
+def _visible(
+    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int, causal: bool = True
+) -> torch.Tensor:
     """[..., N] and [L] -> [..., N, L]: causal, within the sliding window when there is one."""
     distance = query_positions[..., None] - key_positions
-    mask = distance >= 0
+    mask = distance >= (0 if causal else -len(key_positions))
     return mask & (distance < window) if window > 0 else mask
 
 

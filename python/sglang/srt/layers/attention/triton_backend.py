@@ -157,8 +157,8 @@ class TritonExtend:
     def __init__(self, plan: Plan, shape: AttentionShape) -> None:
         self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
 
-    def build(self, rows: ExtendRows) -> TritonExtendMetadata:
-        return TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu))
+    def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata:
+        return TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu), causal)
 
 
 @dataclass(slots=True)
@@ -166,6 +166,7 @@ class TritonExtendMetadata:
     ladder: TileLadder
     rows: ExtendRows
     has_prefix: bool
+    causal: bool
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
@@ -191,5 +192,6 @@ class TritonExtendMetadata:
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
                 has_prefix=self.has_prefix,
+                causal=self.causal,
             )
         )

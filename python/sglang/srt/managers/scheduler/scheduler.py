@@ -89,7 +89,7 @@ class Scheduler:
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media)
+        self.media = MediaSteps(runner.media, self._least_of_prompt)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -222,6 +222,12 @@ class Scheduler:
             if budget.short:
                 break
         return chosen
+
+    def _least_of_prompt(self) -> int:
+        """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
+        rooms = [window.most_alone() for window in self.kv.windows]
+        chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
+        return min([*rooms, *chunk, self.plan.context_len])
 
     def _queue(self) -> list[Req]:
         """Returns the waiting requests in the order in which they enter."""
