@@ -433,7 +433,7 @@ def test_larger_layouts_divide_the_model_and_fit_a_machine() -> None:
         ("kimi_k25", RankLayout(8, dcp_size=3), "--dcp-size 3 does not divide --tp-size 8, whose ranks share out"),
         ("kimi_k25", RankLayout(dcp_size=2), "--dcp-size 2 does not divide --tp-size 1"),
         ("glm47", RankLayout(8, dcp_size=2), "with --tp-size 8 no 2 ranks hold the same of the model's 8 KV heads"),
-        ("deepseek_v4", RankLayout(8, dcp_size=2), "--dcp-size 2: compressed entries are whole on every rank"),
+        ("deepseek_v4", RankLayout(8, dcp_size=2), "--dcp-size 2: entries that stand for several tokens are whole"),
     ],
 )
 def test_tokens_that_cannot_be_shared_out_are_refused_by_name(name: str, ranks: RankLayout, problem: str) -> None:

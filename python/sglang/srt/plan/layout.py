@@ -216,8 +216,8 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
         yield f"{asked} does not divide --tp-size {tp_size}, whose ranks share out the tokens"
         return
     mixers = [layer.mixer for layer in model.layers]
-    if any(isinstance(mixer, CompressedSparse) for mixer in mixers):
-        yield f"{asked}: compressed entries are whole on every rank"
+    if any(isinstance(mixer, CompressedSparse | PooledSparse) for mixer in mixers):
+        yield f"{asked}: entries that stand for several tokens are whole on every rank"
     elif not any(isinstance(mixer, GQA | MLA) and mixer.token_ranks(tp_size, dcp_size) > 1 for mixer in mixers):
         heads = max((mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA)), default=0)
         yield (
