@@ -188,6 +188,11 @@ class TuningValues:
 
 
 TUNING_VALUES: Mapping[str, TuningValues] = {
+    "dcp_comm_backend": TuningValues(
+        "a2a",
+        "parts are exchanged by the library that all collectives use",
+        frozenset({"fi_a2a"}),
+    ),
     "load_format": TuningValues(
         "auto",
         "safetensors are read in one way",

@@ -26,6 +26,12 @@ def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.enable_hierarchical_cache and args.disable_radix_cache:
         text = "--enable-hierarchical-cache keeps cached prefixes, of which --disable-radix-cache leaves none."
         yield {"enable_hierarchical_cache", "disable_radix_cache"}, text
+    if args.enable_hierarchical_cache and args.dcp_size > 1:
+        text = (
+            f"--enable-hierarchical-cache does not keep caches whose tokens --dcp-size {args.dcp_size} shares out."
+            " Remove one of them."
+        )
+        yield {"enable_hierarchical_cache", "dcp_size"}, text
     if args.hicache_write_policy == "write_back":
         text = (
             "--hicache-write-policy write_back is not supported: prefixes are copied before they are evicted, so that"

@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
 from sglang.srt.compat import FOREIGN_KERNELS
 from sglang.srt.configs.load_balance import BALANCE_METHODS
+from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
@@ -222,6 +223,20 @@ class ServerArgs:
         "--ep",
         "--expert-parallel-size",
         minimum=1,
+    )
+    dcp_size: int = option(
+        1,
+        PARALLEL,
+        "Ranks of --tp-size that share out the tokens of latents, or of a KV head that all of them would hold.",
+        "--decode-context-parallel-size",
+        minimum=1,
+    )
+    dcp_comm_backend: str = option(
+        "a2a",
+        PARALLEL,
+        "How these ranks merge what each attends to. a2a: one exchange of parts and sums; ag_rs: a gather of the sums "
+        "and a reduce-scatter of the weighted parts.",
+        choices=MERGE_METHODS,
     )
     disable_custom_all_reduce: bool = option(False, PARALLEL, "Let the GPUs exchange data through NCCL alone.")
     enable_flashinfer_allreduce_fusion: bool = option(

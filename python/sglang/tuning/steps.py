@@ -7,7 +7,7 @@ total(rows).seconds
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import Ledger
@@ -221,12 +221,16 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
         if mixer.head_gate:
             yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
+        sharing = mixer.token_ranks(tp, serving.dcp_size)
+        yield from _gathered_queries(step, sharing, heads * dims[0])
         if mixer.indexer is not None and step.context > mixer.top_k:
             yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
         else:
-            yield _attention(step, heads, kv, dims, item, mixer.window)
+            own = _own_tokens(step, sharing)
+            yield _attention(own, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window)
+        yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
-        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item)
+        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, mixer.token_ranks(tp, serving.dcp_size))
     elif isinstance(mixer, GatedDelta):
         heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
         channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
@@ -260,6 +264,23 @@ def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
     )
 
 
+def _own_tokens(step: Step, sharing: int) -> Step:
+    """A rank decodes over its own tokens where `sharing` ranks share them out; prompts have all."""
+    return replace(step, context=-(-step.context // sharing)) if step.decodes else step
+
+
+def _gathered_queries(step: Step, sharing: int, elements: int) -> Iterator[tuple[str, Op]]:
+    """elements: of a token's queries on one rank."""
+    if sharing > 1 and step.decodes:
+        yield "all_gather of queries", AllGather(2 * step.tokens * elements * sharing, sharing)
+
+
+def _exchanged_parts(step: Step, sharing: int, elements: int) -> Iterator[tuple[str, Op]]:
+    """As an all-gather of as many bytes. elements: of a token's outputs on one rank."""
+    if sharing > 1 and step.decodes:
+        yield "exchange of parts", AllGather(2 * step.tokens * elements * sharing, sharing)
+
+
 def _blocks(
     indexer: BlockIndexer, step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
 ) -> Iterator[tuple[str, Op]]:
@@ -274,7 +295,7 @@ def _blocks(
     yield "block_attention", _attention(step, heads, kv, dims, item, indexer.top_k)[1]
 
 
-def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
+def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iterator[tuple[str, Op]]:
     """Absorbed where a step decodes or selects; other prompts over keys and values that are made of latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
@@ -284,13 +305,16 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str
         yield "sparse_indexer", EntryChoice(tokens, _mean_context(step), step.batch, mixer.indexer.num_heads)
     if step.decodes or selects:
         yield "latent_absorb", LatentAbsorb(tokens, heads, lora, mixer.nope_dim)
+        yield from _gathered_queries(step, sharing, heads * mixer.latent_dim)
         if selects:
             stored = step.batch * step.context
-            sizes = (tokens, mixer.top_k, stored, heads, mixer.latent_dim, lora, item)
+            sizes = (tokens, mixer.top_k, stored, heads * sharing, mixer.latent_dim, lora, item)
             yield "sparse_attention", SelectedAttention(*sizes)
         else:
-            keys_of = Keys(step.batch, step.context, heads, 1, mixer.latent_dim, lora, item, True)
+            own = _own_tokens(step, sharing).context
+            keys_of = Keys(step.batch, own, heads * sharing, 1, mixer.latent_dim, lora, item, True)
             yield "decode_attention", DecodeAttention(keys_of)
+        yield from _exchanged_parts(step, sharing, heads * lora)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
     else:
         yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)

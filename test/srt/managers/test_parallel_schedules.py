@@ -115,13 +115,15 @@ def outcome(
     rendezvous: str | None,
     replayed: set[int] | None = None,
     known: dict[str, list[int]] | None = None,
+    **more: Any,
 ) -> Outcome:
     """replayed: steps go through graphs, and the numbers of requests of those that decode are added; None: no graphs.
     known: outputs of which guesses are made, of every third token wrong ones; None: no guesses."""
+    flags: dict[str, Any] = {"max_total_tokens": POOL, "chunked_prefill_size": CHUNK, "max_running_requests": 4, **more}
     args = ServerArgs.from_kwargs(
-        model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=POOL,
-        max_running_requests=4, chunked_prefill_size=CHUNK, schedule_conservativeness=0.01, random_seed=3,
-        tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
+        model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, random_seed=3,
+        schedule_conservativeness=0.01, tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
+        dcp_size=ranks.dcp_size, **flags,
     )  # fmt: skip
     if known is None:
         runner = create_runner(args, rank, rendezvous)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers.attention.shared_tokens import builders_of
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import NativeDecodeMetadata, NativeExtendMetadata
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
@@ -36,11 +37,15 @@ class DeviceLengths:
 
     plans_on_host = False
     in_graphs = True
+    reads_new_tokens = True
 
     def decode_builder(self, site: object) -> DeviceLengths:
         return self
 
     def extend_builder(self, site: object) -> DeviceLengths:
+        return self
+
+    def part_builder(self, shape: object, max_rows: int) -> DeviceLengths:
         return self
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
@@ -61,6 +66,9 @@ class DeviceDecode:
 
     def attend(self, q: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
         NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend(q, layer, out)
+
+    def attend_part(self, q: torch.Tensor, layer: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+        NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend_part(q, layer, out, lse)
 
 
 @dataclass
@@ -83,8 +91,7 @@ def with_attention(runner: ModelRunner, decode: Any, extend: Any) -> AttentionSi
     """From now on these backends attend."""
     sites = runner.state.attention
     runner.state.attention = AttentionSites(
-        {site: decode.decode_builder(site) for site in sites.decode},
-        {site: extend.extend_builder(site) for site in sites.extend},
+        *builders_of(sites.decode, decode, extend, runner.plan),
         sites._latent,
         sites._chunk_tokens,
         sites.sparse,

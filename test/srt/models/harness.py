@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 
+from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.bands import Bands
@@ -775,6 +776,7 @@ class NativePlan:
     tokens_per_step: int = 16
     captures: tuple[int, ...] = ()
     capture_streams: bool = False
+    merge_method: str = ALL_TO_ALL
 
     @property
     def dtype(self) -> str:

@@ -32,7 +32,13 @@ OPS = ("extend_attention", "decode_attention", "prefill_attention", "latent_prom
 KV_DTYPES: dict[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}
 """float16 needs what bfloat16 needs; a uint8 pool is viewed as one of the float8 types before the launch."""
 
-_POINTERS = {"sinks_ptr": "*fp32", "mask_ptr": "*u8", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
+_POINTERS = {
+    "sinks_ptr": "*fp32",
+    "mask_ptr": "*u8",
+    "part_o_ptr": "*fp32",
+    "part_lse_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+}
 _INT64_POINTERS = ("req_pool_indices_ptr", "mask_offsets_ptr")
 _FLOATS = ("scale", "k_scale", "v_scale", "cap")
 
@@ -84,9 +90,9 @@ FORM_RULES = {
     "decode_attention.combine_kernel": FormRule(
         # Rows have a head dim that their columns do not divide, so that columns are masked.
         free=frozenset({"V_HEAD_DIM"}),
-        at_most=frozenset({"HAS_SINKS"}),
+        at_most=frozenset({"HAS_SINKS", "HAS_LSE"}),
         counts=frozenset({"num_heads", "stride_ob", "stride_oh"}),
-        absent={"HAS_SINKS": ("sinks_ptr",)},
+        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_LSE": ("lse_ptr",)},
     ),
     "decode_attention.plan_kernel": FormRule(counts=frozenset({"num_seqs", "num_slots", "num_pieces"})),
     "latent_prompt.latent_prompt_kernel": FormRule(
@@ -128,7 +134,7 @@ def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
         yield _small(f"plan/{block}x{waves}", plan_kernel, {**plan_constants(tile, waves), "PDL": False})
     for block, head_dims in sorted(values.items()):
         shape = {"V_HEAD_DIM": max(head_dims, key=lambda dim: (dim % block != 0, dim)), **combine_blocks(block)}
-        launch = {**shape, "HAS_SINKS": True, "PDL": False, "num_warps": 4}
+        launch = {**shape, "HAS_SINKS": True, "HAS_LSE": True, "PDL": False, "num_warps": 4}
         yield _small(f"combine/{block}", combine_kernel, launch)
 
 

@@ -225,7 +225,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
         only_full_heads, flashinfer_head_dims, _HALF, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways"),
+        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares"),
     )  # fmt: skip
     return (
         KernelSpec(
@@ -259,7 +259,11 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             CP_ASYNC,
             "flashinfer",
             refuse=all_of(
-                only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask", "both_ways")
+                only_latent,
+                flashinfer_latents,
+                _HALF,
+                only_16_bit_cache,
+                lacks("sparse", "custom_mask", "both_ways", "token_shares"),
             ),
             asked_as="flashinfer",
         ),

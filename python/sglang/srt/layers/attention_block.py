@@ -119,6 +119,7 @@ class GQAttention:
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
+            token_ranks=spec.token_ranks(group.size, scope.groups.context.size),
             top_k=spec.top_k,
         )
 

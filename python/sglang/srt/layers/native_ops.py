@@ -254,7 +254,7 @@ def expanded_latent_attention(
     bounds = start_loc.tolist()
     prefixes: list[list[torch.Tensor]] = [[] for _ in bounds[:-1]]
     for chunk in chunks:
-        cached = load_cache(cache, chunk.slots, cache_scale)[:, 0].to(q.dtype)
+        cached = load_cache(*chunk.of(cache), cache_scale)[:, 0].to(q.dtype)
         for parts, rows in zip(prefixes, cached.tensor_split(chunk.key_start[1:-1].long().cpu()), strict=True):
             parts.append(rows)
     for parts, first, end in zip(prefixes, bounds, bounds[1:], strict=False):

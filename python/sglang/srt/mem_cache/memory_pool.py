@@ -127,9 +127,14 @@ class CachePools:
         """Give each store its tensors."""
         for store in stores:
             number, index = self._place[store.layer_id, store.name]
-            lifetime = self.groups[number].lifetime
-            table = 0 if isinstance(lifetime, PerRequest) else self.tables.index(lifetime)
-            store.bind(self.tensors[number][index], table)
+            store.bind(self.tensors[number][index], self._table_of(self.groups[number]))
+
+    def _table_of(self, group: CacheGroup) -> int:
+        """The number of the row table, or of what stands behind all of them: that of all tokens, for ranks that share
+        them out."""
+        if group.token_ranks > 1:
+            return len(self.tables)
+        return 0 if isinstance(group.lifetime, PerRequest) else self.tables.index(group.lifetime)
 
     def size_bytes(self) -> int:
         return sum(

@@ -85,6 +85,7 @@ class ModelRunner:
         attention = create_attention_sites(plan, plan.device)
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
         self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, inputs)
+        self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else self._create_media(create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])

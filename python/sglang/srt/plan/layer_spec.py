@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
@@ -71,6 +71,8 @@ class CacheSpec:
     tensors: tuple[CacheTensor, ...]
     entries_per_token: Fraction = Fraction(1)
     lifetime: Lifetime = FULL
+    token_ranks: int = 1
+    """Number of ranks that share out the tokens: this one keeps the entries of every token_ranks-th position."""
     neighbours: int = 1
 
     @property
@@ -117,11 +119,17 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
     """The properties that call sites must have in common for one plan of a step to serve them. `window` 0: all tokens.
-    `top_k` > 0: the number of them that an indexer selects."""
+    `top_k` > 0: the number of them that an indexer selects. `token_ranks`: as in CacheSpec."""
 
     shape: AttentionShape
     window: int = 0
     top_k: int = 0
+    token_ranks: int = 1
+
+    @property
+    def gathered(self) -> AttentionShape:
+        """The heads of all ranks that share out the tokens: each of them attends with these to its own tokens."""
+        return replace(self.shape, num_heads=self.shape.num_heads * self.token_ranks)
 
     @property
     def lifetime(self) -> Full | Window:
@@ -170,10 +178,11 @@ class Serving:
     state_dtype: str = ""  # of recurrent states; empty: as the model says
     ep_size: int = 1
     pp_size: int = 1
+    dcp_size: int = 1
 
     @property
     def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size, self.pp_size)
+        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size)
 
     def need(
         self,
@@ -196,6 +205,13 @@ class Serving:
             heads=heads,
             rotary_dim=rotary_dim,
         )
+
+
+def shared_out(cache: CacheSpec, token_ranks: int) -> CacheSpec:
+    """Returns the cache of a rank where `token_ranks` ranks share out its tokens."""
+    if token_ranks == 1:
+        return cache
+    return replace(cache, entries_per_token=cache.entries_per_token / token_ranks, token_ranks=token_ranks)
 
 
 class Mixer(Protocol):

@@ -38,6 +38,10 @@ _COLLECTIVE_RESERVE = 512 * MIB  # NCCL channels and staging buffers
 _HOST_SHARE = 8  # of unified memory, for the system and the server's host processes: recipes for GB10 leave 0.15
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
+OWN_SLOT_BYTES = 8
+"""Bytes of a slot of a rank's own tokens, and of the one that it is made of."""
+GATHER_BYTES = 32
+"""Bytes of a token's place, owner and order where tokens come together on every rank."""
 PREFILL_GRAPH_PROMPTS = 16
 """Number of prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
@@ -60,6 +64,8 @@ class Sizes:
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
     checkpoints: int = 0
+    growing: int = 1
+    """As PoolSizes.growing."""
     ngram_bytes: int = 0
     """Bytes of the tables in which n-gram drafts are looked up."""
     copy_bytes: int = 0
@@ -69,6 +75,13 @@ class Sizes:
     def state_rows(self) -> int:
         """Rows of states: one for each request slot, of which 0 is padding, and the checkpoints."""
         return self.max_running_requests + 1 + self.checkpoints
+
+    @property
+    def token_rows(self) -> int:
+        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: guesses, and those
+        of graphs with prompts."""
+        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.growing
+        return max(verified, *self.prefill_graph_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +281,8 @@ def fixed_memory(
 ) -> FixedMemory:
     """Computes the memory that a GPU needs beside weights and caches. `everything`: the model with the layers of a
     draft."""
-    groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
+    ranks = sizes.ranks
+    groups = (ranks.tp_size > 1) + (ranks.pp_size > 1) + (1 < ranks.dcp_size < ranks.tp_size)
     heads = _attention_sizes(everything, sizes, arch.num_sms, available - weights, cost)
     return FixedMemory(
         tables=table_bytes(sizes),
@@ -357,8 +371,10 @@ def _attention_sizes(
 ) -> AttentionSizes:
     pages_each = -(-sizes.context_len // sizes.page_size)
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
-    sites = attention_sites(model, sizes.ranks.tp_size)
-    shapes = dict.fromkeys(site.shape for site in sites)
+    sites = attention_sites(model, sizes.ranks.tp_size, sizes.ranks.dcp_size)
+    shapes = dict.fromkeys(site.shape for site in sites if site.token_ranks == 1)
+    shared = dict.fromkeys(site.gathered for site in sites if site.token_ranks > 1)
+    own_rows = 2 * sizes.max_running_requests + PREFILL_GRAPH_PROMPTS + 1
     return AttentionSizes(
         heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shapes),
         value_dim=max(layer.mixer.value_dim for layer in model.layers),
@@ -373,6 +389,10 @@ def _attention_sizes(
         windows=tuple(
             -(-(site.window + sizes.page_size - 1) // sizes.page_size) if site.window else 0 for site in sites
         ),
+        part_heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shared),
+        token_rows=sizes.token_rows if shared else 0,
+        own_tables=own_rows * -(-sizes.context_len // sizes.ranks.dcp_size) * OWN_SLOT_BYTES if shared else 0,
+        gathered=sizes.context_len * (cost.shared_entry + GATHER_BYTES) if shared else 0,
     )
 
 

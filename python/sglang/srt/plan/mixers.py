@@ -24,6 +24,7 @@ from sglang.srt.plan.layer_spec import (
     key_value_cache,
     latent_cache,
     packed_latent_cache,
+    shared_out,
     uneven_sizes,
 )
 from sglang.srt.plan.ranks import HeadShares
@@ -108,6 +109,14 @@ class GQA:
     def shares(self, tp_size: int) -> HeadShares:
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
+    def token_ranks(self, tp_size: int, dcp_size: int) -> int:
+        """Returns how many ranks share out the tokens of the cache: all of a group, where they would hold the same KV
+        head. A window is short, and stays whole, and so do blocks that an indexer selects."""
+        copies = self.shares(tp_size).kv_copies
+        shared = copies is not None and copies % dcp_size == 0
+        shared = shared and not self.window and self.block == 1 and self.indexer is None
+        return dcp_size if shared else 1
+
     def head_dims(self) -> Iterator[HeadDims]:
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
         if self.caches_tokens:
@@ -142,6 +151,7 @@ class GQA:
         }
         traits = [name for name, here in present.items() if here]
         traits += [self.among_recurrent] if self.among_recurrent else []
+        traits += ["token_shares"] if self.token_ranks(serving.tp_size, serving.dcp_size) > 1 else []
         yield serving.need("extend_attention", dims, traits)
         yield serving.need("decode_attention", dims, traits)
         if self.indexer is not None:
@@ -159,7 +169,7 @@ class GQA:
         lifetime = Window(self.window) if self.window else FULL
         cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
         if self.indexer is None:
-            return (cache,)
+            return (shared_out(cache, self.token_ranks(serving.tp_size, serving.dcp_size)),)
         return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(serving))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
@@ -287,6 +297,10 @@ class MLA:
         """Returns the shares of the heads; they have nothing in common but the latent, which every rank has."""
         return HeadShares(self.num_heads, self.num_heads, tp_size)
 
+    def token_ranks(self, tp_size: int, dcp_size: int) -> int:
+        """Returns how many ranks share out the latents of a token: all of a group, which would each hold them."""
+        return dcp_size if tp_size % dcp_size == 0 else 1
+
     def head_dims(self) -> Iterator[HeadDims]:
         queries = ("attn.q_b", "") if self.q_lora_rank else ("attn.qkv_a", "q_proj")
         yield HeadDims(queries[0], (queries[1],), 0, self.qk_dim)
@@ -316,10 +330,14 @@ class MLA:
         dims = (self.qk_dim, self.v_dim)
         yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
+        # Over shared out tokens a rank attends with the heads of all that share them.
+        token_ranks = self.token_ranks(serving.tp_size, serving.dcp_size)
+        traits = ["mla", "token_shares"] if token_ranks > 1 else ["mla"]
+        heads = (heads[0] * token_ranks, 1)
         # In sparse layers: over requests with no more tokens than are selected.
         dense = replace(serving, kv_dtype=serving.dtype) if self.packed(serving.kv_dtype) else serving
-        yield dense.need("extend_attention", latent, ["mla"])
-        yield dense.need("decode_attention", latent, ["mla"], heads)
+        yield dense.need("extend_attention", latent, traits)
+        yield dense.need("decode_attention", latent, traits, heads)
         if self.sparse:
             yield serving.need("sparse_attention", latent, ["mla"], heads)
         if self.packed(serving.kv_dtype):
@@ -330,6 +348,7 @@ class MLA:
             latent = packed_latent_cache("latent")
         else:
             latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
+        latent = shared_out(latent, self.token_ranks(serving.tp_size, serving.dcp_size))
         return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._of_index(serving)))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
@@ -93,6 +94,8 @@ class Plan:
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
     draft: DraftPlan | None = None  # of the last stage
+    merge_method: str = ALL_TO_ALL  # of ranks that share out the tokens of caches
+    token_rows: int = 1  # as Sizes.token_rows
     captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
@@ -296,7 +299,7 @@ def make_plan(
         description=stage.model,
         weights=trial.of_rank.of_stage(stage.model),
         caches=caches_of_stage(cache_groups(everything, serving), stage.cache_layers),
-        attention_sites=attention_sites(everything, args.tp_size),
+        attention_sites=attention_sites(everything, args.tp_size, args.dcp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -317,6 +320,8 @@ def make_plan(
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         draft=draft if stage.model.last_stage else None,
+        merge_method=args.dcp_comm_backend,
+        token_rows=sizes.token_rows,
         captures=draft.description.captures if draft is not None else (),
         capture_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
@@ -484,7 +489,16 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
     if not model.caches_in_fp8:
         kv_dtype = dtype
     ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
-    return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
+    return Serving(
+        dtype,
+        kv_dtype,
+        args.page_size or 1,
+        ranks.tp_size,
+        state_dtype,
+        ranks.ep_size,
+        ranks.pp_size,
+        ranks.dcp_size,
+    )
 
 
 def plan_capacity(
@@ -556,9 +570,11 @@ def _capacity(
         largest_graph = size.cuda_graph_max_bs
         sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
-        copies = copy_bytes(args, arch)
-        sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, copy_bytes=copies)
         growing = tokens_growing(args, model.architecture)
+        sizes = replace(
+            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing,
+            copy_bytes=copy_bytes(args, arch),
+        )  # fmt: skip
         cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
         return sizes, cost, notes
 

@@ -32,6 +32,8 @@ def with_pages(args: ServerArgs, model: ModelDescription, serving: Serving) -> S
     if args.page_size is None:
         states = any(isinstance(group.lifetime, PerRequest) for group in cache_groups(model, serving))
         return replace(serving, page_size=math.lcm(whole, STATE_PAGE) if states and whole > 1 else whole)
+    # Ranks that share out tokens have a page of each other's size together.
+    serving = replace(serving, page_size=math.lcm(serving.page_size, serving.dcp_size))
     if serving.page_size % whole:
         raise UserError(
             f"{model.architecture} caches or reads up to {whole} tokens as one, and a page holds these together:"

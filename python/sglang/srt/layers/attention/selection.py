@@ -75,3 +75,8 @@ class Selection:
 
     slots: torch.Tensor  # [T, K] int32; -1: none
     counts: torch.Tensor  # [T] int32, at most K: slots from there on are not looked at
+
+    def of_rank(self, rank: int, size: int) -> Selection:
+        """Returns what `rank` of `size` has of the entries where they share out the tokens, by its own slots."""
+        own = (self.slots >= 0) & (self.slots % size == rank)
+        return replace(self, slots=torch.where(own, self.slots // size, -1))

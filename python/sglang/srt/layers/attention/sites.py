@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.metadata import (
     AttentionBackend,
@@ -13,7 +14,9 @@ from sglang.srt.layers.attention.metadata import (
     SiteMetadata,
     WithImages,
 )
+from sglang.srt.layers.attention.shared_tokens import builders_of
 from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
+from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
 from sglang.srt.plan.mixers import GQA, MLA
 
@@ -105,7 +108,8 @@ class AttentionSites:
         if rows.seq_lens_cpu is None or not spec.expanding_pays(rows.prefix_lens_cpu, rows.new_lens_cpu):
             return None
         table = rows.token_slots[0].req_to_token
-        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens)
+        context = parallel_state.groups().context if site.token_ranks > 1 else parallel_state.ALONE
+        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens, context)
 
     def refresh(self, rows: DecodeRows | None) -> None:
         """Updates, before every replay of a graph, what its decoding rows need that the host plans."""
@@ -128,23 +132,19 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
             backends[choice.name] = choice.load()(plan, device)
     decode, extend = (backends[choice.name] for choice in choices.values())
     layers = plan.description.layers + (plan.draft.description.model.layers if plan.draft is not None else ())
-    latent = latent_sites(layers, plan.ranks.tp_size)
+    latent = latent_sites(layers, plan.ranks.tp_size, plan.ranks.dcp_size)
     return AttentionSites(
-        {site: decode.decode_builder(site) for site in plan.attention_sites},
-        {site: extend.extend_builder(site) for site in plan.attention_sites},
+        *builders_of(plan.attention_sites, decode, extend, plan),
         latent,
         plan.tokens_per_step,
         sparse_sites(layers, plan),
     )
 
 
-def latent_sites(layers: Iterable[LayerSpec], tp_size: int) -> dict[AttentionSite, MLA]:
+def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -> dict[AttentionSite, MLA]:
     """The description of the layers of each latent site."""
-    return {
-        AttentionSite(layer.mixer.attention_shape(tp_size), top_k=layer.mixer.top_k): layer.mixer
-        for layer in layers
-        if isinstance(layer.mixer, MLA)
-    }
+    mixers = {site_of(layer.mixer, tp_size, dcp_size): layer.mixer for layer in layers}
+    return {site: mixer for site, mixer in mixers.items() if site is not None and isinstance(mixer, MLA)}
 
 
 def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
@@ -152,6 +152,7 @@ def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite,
     sites: dict[AttentionSite, SparseSite] = {}
     for mixer in dict.fromkeys(layer.mixer for layer in layers):
         if isinstance(mixer, GQA | MLA) and mixer.top_k:
-            site = AttentionSite(mixer.attention_shape(plan.ranks.tp_size), top_k=mixer.top_k)
+            site = site_of(mixer, plan.ranks.tp_size, plan.ranks.dcp_size)
+            assert site is not None
             sites.setdefault(site, LatentSite(mixer, plan) if isinstance(mixer, MLA) else BlockSite(mixer, plan))
     return sites

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.step_rows import requests_of_tokens
 
@@ -124,11 +126,29 @@ class LatentSite(SparseSite):
         super().__init__(spec.top_k, plan.context_len, spec.packed(plan.kv_cache_dtype))
         attentions: SparseAttentionFactory = plan.entry("sparse_attention")
         self.attention: SparseAttentionOp = attentions(plan)
+        self.merge = PartMerge(parallel_state.groups().context, plan.merge_method)
+        self._own: tuple[Selection, Selection] | None = None
 
     def attend(
         self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
     ) -> None:
-        self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale)
+        if layer.token_ranks == 1:
+            self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale)
+            return
+        own = self._own_selection(selection)
+
+        def attend(heads: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
+            self.attention(heads, ((layer.cache.k, own),), parts, scale=layer.scale, lse=lse)
+
+        self.merge.attend(q, attend, out)
+
+    def _own_selection(self, selection: Selection) -> Selection:
+        """What this rank has of the selected tokens where ranks share them out; made once for all layers that read the
+        selection."""
+        if self._own is None or self._own[0] is not selection:
+            context = self.merge.context
+            self._own = (selection, selection.of_rank(context.rank, context.size))
+        return self._own[1]
 
 
 class BlockSite(SparseSite):

@@ -17,7 +17,7 @@ from sglang.srt.layers.native_ops import load_cache
 if TYPE_CHECKING:
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.mem_cache.memory_pool import CacheStore
-    from sglang.srt.plan.layer_spec import AttentionSite
+    from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
     from sglang.srt.plan.plan import Plan
 
 _MAX_SCORES = 1 << 23
@@ -27,8 +27,13 @@ _MAX_SCORES = 1 << 23
 class TorchNativeAttnBackend:
     """Implements AttentionBackend. Keeps nothing between steps."""
 
+    reads_new_tokens = True
+
     def __init__(self, plan: Plan, device: str | torch.device) -> None:
         del plan, device
+
+    def part_builder(self, shape: AttentionShape, max_rows: int) -> NativeDecode:
+        return NativeDecode()
 
     def decode_builder(self, site: AttentionSite) -> NativeDecode:
         return NativeDecode()
@@ -109,7 +114,17 @@ class NativeDecodeMetadata:
             out[group] = self._attend_group(q[group], layer, group)
             start = group.stop
 
-    def _attend_group(self, q: torch.Tensor, layer: AttentionLayer, group: slice) -> torch.Tensor:
+    def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """As `shared_tokens.PartMetadata` says."""
+        start = 0
+        while start < len(q):
+            group = _group(self.seq_lens, start, q.shape[1])
+            out[group] = self._attend_group(q[group], layer, group, lse[group])
+            start = group.stop
+
+    def _attend_group(
+        self, q: torch.Tensor, layer: AttentionLayer, group: slice, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows, seq_lens = self.rows, self.seq_lens[group]
         lens = rows.seq_lens[group].long()
         key_positions = torch.arange(_first_visible(min(seq_lens) - 1, layer), max(seq_lens), device=q.device)
@@ -119,15 +134,21 @@ class NativeDecodeMetadata:
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
         keys, values = _gather(layer.cache, loc)
-        return attend(q[:, None], keys, values, mask, layer)[:, 0]
+        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None])[:, 0]
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionLayer
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    layer: AttentionLayer,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv], mask [..., N, L] bool, True where a query sees a key
-    -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key."""
-    group = layer.num_heads // layer.num_kv_heads
+    -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key. With `lse` [..., N, Hq], which takes the
+    logarithms of the sums of exponentials, some may see none, and sinks are left out."""
+    group = q.shape[-2] // layer.num_kv_heads
     # Query heads of one kv head become rows of one product: [..., Hkv, group * N, D].
     queries = torch.unflatten(q.float(), -2, (layer.num_kv_heads, group)).movedim(-4, -2).flatten(-3, -2)
     # Heads outside tokens, in memory too: the products run several times faster on a CPU.
@@ -136,7 +157,11 @@ def attend(
     if layer.logit_cap > 0:
         scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
     scores = torch.unflatten(scores, -2, (group, -1)).masked_fill(~mask[..., None, None, :, :], float("-inf"))
-    if layer.sinks is None:
+    if lse is not None:
+        sums = scores.logsumexp(dim=-1)
+        lse.copy_(sums.flatten(-3, -2).transpose(-1, -2))
+        probs = (scores - sums[..., None]).exp().nan_to_num(0.0)
+    elif layer.sinks is None:
         probs = torch.softmax(scores, dim=-1)
     else:
         sinks = layer.sinks.float().view(layer.num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)

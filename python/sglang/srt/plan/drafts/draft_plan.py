@@ -72,7 +72,7 @@ class DraftPlan:
 def plan_draft(asked: AskedDraft, ranks: RankLayout) -> DraftPlan:
     """Plans the rank's share of the draft. Raises UserError for a draft that the ranks cannot share."""
     description = asked.description
-    within_stage = replace(ranks, pp_size=1, ep_size=ranks.ep_size if description.model.experts else 1)
+    within_stage = replace(ranks, pp_size=1, dcp_size=1, ep_size=ranks.ep_size if description.model.experts else 1)
     check_layout(description.model, within_stage)
     of_rank = rank_weights(description.model, within_stage)
     if not description.separate:
