@@ -97,14 +97,14 @@ def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes) -> list[
     page, num_windows = sizes.page_size, len(sizes.windows)
     device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]
     host_pages = [of_host.tokens // page, *(window.tokens // page for window in of_host.windows)]
-    made = [
+    by_table = [
         PagePool([_bytes(tensor, device_pages[table]) for tensor in pools.of_table(table)], host_pages[table])
         for table in range(1 + num_windows)
     ]
     if sizes.has_states:
         parts = [_bytes(state, sizes.state_rows) for states in pools.states for state in states]
-        made.append(PagePool(parts, of_host.checkpoints))
-    return made
+        by_table.append(PagePool(parts, of_host.checkpoints))
+    return by_table
 
 
 def _bytes(tensor: torch.Tensor, num_pages: int) -> torch.Tensor:
