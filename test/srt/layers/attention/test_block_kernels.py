@@ -26,7 +26,7 @@ BOUND = 3e-3
 NUM_SMS = 4 if interpreter.INTERPRETED else 100
 DEVICE = interpreter.DEVICE
 BLOCK, DIM = 16, 128
-SLOTS = 768 if interpreter.INTERPRETED else 40_000
+SLOTS = 768 if interpreter.INTERPRETED else 40_960
 CONTEXT = 384 if interpreter.INTERPRETED else 18_048
 
 DECODED = ([150, 20, 0, 65, 33], [3, 6, 0, 2, 1])
