@@ -17,17 +17,26 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from tiny_model.drafts import load_target
-from tiny_model.layout import IMAGE_TOKENS, TOKENIZER_FILE, VISION_CONFIG
+from tiny_model.layout import TOKENIZER_FILE, VISION_CONFIG
 from tiny_model.model import TinyModel
-from tiny_model.pictures import Painter, patches
+from tiny_model.pictures import (
+    COLORS,
+    DIGIT_PICTURE,
+    KINDS,
+    SHAPES,
+    SHAPES_PICTURE,
+    SLOTS,
+    Painter,
+    Pictures,
+    patches,
+)
 from tiny_model.questions import TOPICS, Asked, Asker
-from tiny_model.tower import Tower, hidden_of
+from tiny_model.seeing import VISION_FILE, read_seeing_tokenizer
+from tiny_model.tower import Hints, Tower, hidden_of
 
-VISION_FILE = "vision.safetensors"
 SIZES = ((4, 4), (4, 4), (4, 4), (3, 5), (5, 3), (4, 5), (5, 4), (3, 6), (6, 3))
 """Rows and columns of a picture's tokens, as the processor makes them of squares (most often) and of others."""
 SEPARATE = 1 << 40
@@ -50,34 +59,58 @@ class Settings:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """`patches` [B, P, values] in the tower's order; `size`: rows and columns of tokens."""
+
+    patches: Tensor
+    pictures: Pictures
+    asked: Asked
+    size: tuple[int, int]
+
+    def told(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """As Hints.loss takes it."""
+        pictures, kind = self.pictures, self.pictures.kind
+        everywhere = torch.ones_like(kind)
+        counts = {f"{shape}s": (pictures.counts[:, i], everywhere) for i, shape in enumerate(SHAPES)}
+        return {
+            "kind": (kind, everywhere),
+            "color": (pictures.color, kind != SHAPES_PICTURE),
+            "digit": (pictures.digit, kind == DIGIT_PICTURE),
+            **counts,
+        }
+
+
+HINTED = {"kind": len(KINDS), "color": len(COLORS), "digit": 10, **{f"{shape}s": SLOTS + 1 for shape in SHAPES}}
+HINT_WEIGHT = 0.5
+
+
 class Lessons:
     """Batches of pictures with questions, of every size in turn."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        tokenizer = Tokenizer.from_file(str(TOKENIZER_FILE))
+        tokenizer = read_seeing_tokenizer(TOKENIZER_FILE)
         image = int(tokenizer.token_to_id("<|image_pad|>"))
-        assert "<|image_pad|>" in IMAGE_TOKENS.values()
         self.painter = Painter(device, seed)
         self.askers = {size: Asker(tokenizer, image, *size, device, seed) for size in dict.fromkeys(SIZES)}
 
-    def batch(self, number: int, count: int) -> tuple[Tensor, Asked, tuple[int, int]]:
-        """Patches [count, P, values] in the tower's order, questions and the size."""
+    def batch(self, number: int, count: int) -> Lesson:
         size = SIZES[number % len(SIZES)]
         side = VISION_CONFIG["patch_size"] * VISION_CONFIG["spatial_merge_size"]
         pictures = self.painter.paint(count, size[0] * side, size[1] * side)
         asked = self.askers[size].ask(pictures, number % ASKED_AGAIN_ONE_IN == 0)
         shape = (VISION_CONFIG["patch_size"], VISION_CONFIG["spatial_merge_size"], VISION_CONFIG["temporal_patch_size"])
-        return patches(pictures.pixels, *shape), asked, size
+        return Lesson(patches(pictures.pixels, *shape), pictures, asked, size)
 
 
-def answer_logits(tower: Tower, target: TinyModel, pixels: Tensor, asked: Asked, size: tuple[int, int]) -> Tensor:
-    """[n, V] of the tokens before those of answers."""
-    merge = VISION_CONFIG["spatial_merge_size"]
-    device = pixels.device.type
+def answer_logits(tower: Tower, target: TinyModel, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    """[n, V] of the tokens before those of answers, and what the tower's last block gives."""
+    merge, size, asked = VISION_CONFIG["spatial_merge_size"], lesson.size, lesson.asked
+    device = lesson.patches.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        seen, features = tower(pixels, size[0] * merge, size[1] * merge)
+        seen, features, last = tower(lesson.patches, size[0] * merge, size[1] * merge)
     hidden = hidden_of(target, asked.tokens, asked.image, seen, features, *size)
-    return target.logits(hidden[:, :-1][asked.answers[:, 1:]])
+    return target.logits(hidden[:, :-1][asked.answers[:, 1:]]), last
 
 
 def learning_rate(share: float) -> float:
@@ -89,8 +122,10 @@ def train(tower: Tower, target: TinyModel, settings: Settings) -> list[dict[str,
     """Returns the mean losses along the way."""
     lessons = Lessons(target.embedding.device, settings.seed)
     fused = settings.device.startswith("cuda")
+    hints = Hints(HINTED).to(settings.device)
+    parameters = [*tower.parameters(), *hints.parameters()]
     optimizer = torch.optim.AdamW(
-        tower.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.02, fused=fused
+        parameters, lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.02, fused=fused
     )
     started, history, losses = time.monotonic(), [], []
     for step in itertools.count():
@@ -100,11 +135,11 @@ def train(tower: Tower, target: TinyModel, settings: Settings) -> list[dict[str,
             return history
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * learning_rate(share)
-        pixels, asked, size = lessons.batch(step, settings.batch)
-        logits = answer_logits(tower, target, pixels, asked, size)
-        loss = F.cross_entropy(logits, asked.tokens[:, 1:][asked.answers[:, 1:]])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(tower.parameters(), 1.0)
+        lesson = lessons.batch(step, settings.batch)
+        logits, last = answer_logits(tower, target, lesson)
+        loss = F.cross_entropy(logits, lesson.asked.tokens[:, 1:][lesson.asked.answers[:, 1:]])
+        (loss + HINT_WEIGHT * hints.loss(last, lesson.told())).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())  # read seldom: reading waits for the device
@@ -123,8 +158,9 @@ def scores(tower: Tower, target: TinyModel, count: int, seed: int = 0, batch: in
     lessons = Lessons(target.embedding.device, seed + SEPARATE)
     right, total = torch.zeros(2, len(TOPICS))
     for number in range(-(-count // batch)):
-        pixels, asked, size = lessons.batch(number * (1 + ASKED_AGAIN_ONE_IN) + 1, min(batch, count))
-        logits = answer_logits(tower, target, pixels, asked, size)
+        lesson = lessons.batch(number * ASKED_AGAIN_ONE_IN + 1, min(batch, count))
+        logits, _ = answer_logits(tower, target, lesson)
+        asked = lesson.asked
         marks = asked.answers[:, 1:]
         wrong = torch.zeros(marks.shape, device=marks.device)
         wrong[marks] = (logits.argmax(-1) != asked.tokens[:, 1:][marks]).float()

@@ -77,9 +77,9 @@ class Tower(nn.Module):
             Merger(config, True, 0.03) for _ in config["deepstack_visual_indexes"]
         )
 
-    def forward(self, patches: Tensor, rows: int, columns: int) -> tuple[Tensor, list[Tensor]]:
-        """patches [B, rows * columns, values], in squares. Returns tokens [B, N, out], and the features of each level
-        likewise."""
+    def forward(self, patches: Tensor, rows: int, columns: int) -> tuple[Tensor, list[Tensor], Tensor]:
+        """patches [B, rows * columns, values], in squares. Returns tokens [B, N, out], the features of each level
+        likewise, and what the last block gives [B, P, hidden]."""
         row, column = _places(rows, columns, self.config["spatial_merge_size"], patches.device)
         x = self.patch_embed["proj"](patches) + self._positions(row, column, rows, columns)
         quarter = self.config["hidden_size"] // self.config["num_heads"] // 4
@@ -91,7 +91,7 @@ class Tower(nn.Module):
             x = block(x, cos, sin)
             if number in self.config["deepstack_visual_indexes"]:
                 features.append(self.deepstack_merger_list[len(features)](x))
-        return self.merger(x), features
+        return self.merger(x), features, x
 
     def _positions(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
         """[P, hidden]: the table, stretched over the picture corner to corner."""
@@ -113,6 +113,26 @@ class Tower(nn.Module):
         name = "model.visual.patch_embed.proj.weight"
         named[name] = named[name].view(-1, shape["in_channels"], shape["temporal_patch_size"], patch, patch)
         return named
+
+
+class Hints(nn.Module):
+    """What is in a picture, told from the mean of the last block's outputs: in training a second reason to see it."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        hidden = VISION_CONFIG["hidden_size"]
+        self.norm = nn.LayerNorm(hidden, EPS)
+        self.heads = nn.ModuleDict({name: nn.Linear(hidden, size) for name, size in sizes.items()})
+
+    def loss(self, x: Tensor, told: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """x [B, P, hidden]; told: by name the right class [B] and where it is known [B]."""
+        seen = self.norm(x.float().mean(1))
+        losses = []
+        for name, (right, known) in told.items():
+            all_losses = F.cross_entropy(self.heads[name](seen), right, reduction="none")
+            losses.append((all_losses * known).sum() / known.sum().clamp_min(1))
+        return torch.stack(losses).mean()
 
 
 def _places(rows: int, columns: int, merge: int, device: torch.device) -> tuple[Tensor, Tensor]:

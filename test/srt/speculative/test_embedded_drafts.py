@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_model.draft_heads import Draft, Eagle3Head, MtpLayer
+from tiny_model.draft_heads import Eagle3Head, MtpLayer
 from tiny_model.draft_texts import GREEDY
-from tiny_model.drafts import GUESSES, Sample, acceptance, load_target
+from tiny_model.drafts import GUESSES, Draft, Sample, acceptance, load_target
 from tiny_model.model import TinyModel
 from tokenizers import Tokenizer
 
