@@ -125,8 +125,9 @@ def _add_eyes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=80, help="of training")
     parser.add_argument("--steps", type=int, help="at most")
     parser.add_argument("--batch", type=int, default=512, help="pictures of a step")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="the largest learning rate")
+    parser.add_argument("--rate", type=float, default=1.0, help="of the usual learning rates, the share")
     parser.add_argument("--judged", type=int, default=4096, help="held-out pictures")
+    parser.add_argument("--log-every", type=int, default=100, help="steps")
     parser.add_argument("--device", default="cuda")
 
 
@@ -236,6 +237,7 @@ def run_eyes(args: argparse.Namespace) -> None:
         rate=args.rate,
         steps=args.steps,
         judged=args.judged,
+        log_every=args.log_every,
     )
     train_eyes(args.model, settings)
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tiny_model.drafts import load_target
 from tiny_model.layout import TOKENIZER_FILE, VISION_CONFIG
 from tiny_model.model import TinyModel
+from tiny_model.optimizer import Optimizer
 from tiny_model.pictures import (
     COLORS,
     DIGIT_PICTURE,
@@ -36,6 +37,7 @@ from tiny_model.pictures import (
 from tiny_model.questions import TOPICS, Asked, Asker
 from tiny_model.seeing import VISION_FILE, read_seeing_tokenizer
 from tiny_model.tower import Hints, Tower, hidden_of
+from tiny_model.train import prepare_torch
 
 SIZES = ((4, 4), (4, 4), (4, 4), (3, 5), (5, 3), (4, 5), (5, 4), (3, 6), (6, 3))
 """Rows and columns of a picture's tokens, as the processor makes them of squares (most often) and of others."""
@@ -43,6 +45,8 @@ SEPARATE = 1 << 40
 """Added to the seed of pictures that are judged, none of which are trained on."""
 ASKED_AGAIN_ONE_IN = 5
 WARM_UP = 0.02
+HINTS_ALONE = 0.3
+"""Share of the training in which the tower learns by hints only, without the text model: steps are many then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,11 @@ class Settings:
     seconds: float
     device: str = "cuda"
     batch: int = 512
-    rate: float = 1.5e-3
+    rate: float = 1.0
+    """The largest learning rates, as a share of the optimizer's."""
     steps: int | None = None
-    judged: int = 2048
+    judged: int = 4096
+    log_every: int = 100
     seed: int = 0
 
 
@@ -103,14 +109,39 @@ class Lessons:
         return Lesson(patches(pictures.pixels, *shape), pictures, asked, size)
 
 
-def answer_logits(tower: Tower, target: TinyModel, lesson: Lesson) -> tuple[Tensor, Tensor]:
-    """[n, V] of the tokens before those of answers, and what the tower's last block gives."""
-    merge, size, asked = VISION_CONFIG["spatial_merge_size"], lesson.size, lesson.asked
+def encoded(tower: Tower, lesson: Lesson) -> tuple[Tensor, list[Tensor], Tensor]:
+    """As Tower.forward; on a GPU in 16 bits."""
+    merge, (rows, columns) = VISION_CONFIG["spatial_merge_size"], lesson.size
     device = lesson.patches.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        seen, features, last = tower(lesson.patches, size[0] * merge, size[1] * merge)
-    hidden = hidden_of(target, asked.tokens, asked.image, seen, features, *size)
+        seen: tuple[Tensor, list[Tensor], Tensor] = tower(lesson.patches, rows * merge, columns * merge)
+    return seen
+
+
+def answer_logits(tower: Tower, target: TinyModel, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    """[n, V] of the tokens before those of answers, and what the tower's last block gives."""
+    seen, features, last = encoded(tower, lesson)
+    asked = lesson.asked
+    hidden = hidden_of(target, asked.tokens, asked.image, seen, features, *lesson.size)
     return target.logits(hidden[:, :-1][asked.answers[:, 1:]]), last
+
+
+def muon_moves(name: str) -> bool:
+    """The matrices of blocks and mergers; positions, heads, norms and biases are Adam's."""
+    return name.startswith("tower.") and name.endswith(".weight") and "norm" not in name and "pos_embed" not in name
+
+
+def step_losses(
+    tower: Tower, hints: Hints, target: TinyModel, lesson: Lesson, hints_alone: bool
+) -> tuple[Tensor, Tensor]:
+    """Of the hints, and of the answers (0 without the text model)."""
+    if hints_alone:
+        last = encoded(tower, lesson)[2]
+        return hints.loss(last, lesson.told()), last.new_zeros(())
+    logits, last = answer_logits(tower, target, lesson)
+    asked = lesson.asked
+    loss = F.cross_entropy(logits, asked.tokens[:, 1:][asked.answers[:, 1:]])
+    return hints.loss(last, lesson.told()), loss
 
 
 def learning_rate(share: float) -> float:
@@ -121,32 +152,28 @@ def learning_rate(share: float) -> float:
 def train(tower: Tower, target: TinyModel, settings: Settings) -> list[dict[str, float]]:
     """Returns the mean losses along the way."""
     lessons = Lessons(target.embedding.device, settings.seed)
-    fused = settings.device.startswith("cuda")
     hints = Hints(HINTED).to(settings.device)
-    parameters = [*tower.parameters(), *hints.parameters()]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.02, fused=fused
-    )
+    both = nn.ModuleDict({"tower": tower, "hints": hints})
+    optimizer = Optimizer(both, muon_moves)
     started, history, losses = time.monotonic(), [], []
     for step in itertools.count():
         elapsed = time.monotonic() - started
         share = max(elapsed / settings.seconds, step / settings.steps if settings.steps else 0)
         if share >= 1:
             return history
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate * learning_rate(share)
         lesson = lessons.batch(step, settings.batch)
-        logits, last = answer_logits(tower, target, lesson)
-        loss = F.cross_entropy(logits, lesson.asked.tokens[:, 1:][lesson.asked.answers[:, 1:]])
-        (loss + HINT_WEIGHT * hints.loss(last, lesson.told())).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        hint, loss = step_losses(tower, hints, target, lesson, share < HINTS_ALONE)
+        (loss + HINT_WEIGHT * hint).backward()
+        torch.nn.utils.clip_grad_norm_(both.parameters(), 1.0)
+        optimizer.step(settings.rate * learning_rate(share))
         optimizer.zero_grad()
-        losses.append(loss.detach())  # read seldom: reading waits for the device
-        if len(losses) == 50:
-            mean = float(torch.stack(losses).mean())
-            history.append({"step": step + 1, "seconds": round(elapsed, 1), "loss": round(mean, 4)})
-            print(f"eyes: step {step + 1}, {elapsed:.0f} s, loss {mean:.4f}", flush=True)
+        losses.append(torch.stack((hint.detach(), loss.detach())))  # read seldom: reading waits for the device
+        if len(losses) == settings.log_every:
+            hinted, mean = torch.stack(losses).mean(0).tolist()
+            history.append(
+                {"step": step + 1, "seconds": round(elapsed, 1), "hints": round(hinted, 4), "loss": round(mean, 4)}
+            )
+            print(f"eyes: step {step + 1}, {elapsed:.0f} s, hints {hinted:.4f}, answers {mean:.4f}", flush=True)
             losses.clear()
     raise AssertionError
 
@@ -178,7 +205,7 @@ def named_tensors(tower: Tower) -> Iterator[tuple[str, Tensor]]:
 
 def train_eyes(directory: Path, settings: Settings) -> dict[str, float]:
     """Of the text model in `directory`; writes the tower and eyes.json to the output."""
-    torch.set_float32_matmul_precision("high")
+    prepare_torch()
     settings.output.mkdir(parents=True, exist_ok=True)
     target = load_target(directory, settings.device)
     if settings.device.startswith("cuda"):

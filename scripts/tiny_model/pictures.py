@@ -135,7 +135,7 @@ class Painter:
         several = kind == SHAPES_PICTURE
         crowd = (forms != NOTHING).sum(1).clamp_min(1).float()
         largest = torch.where(several, 0.62 * least / (1 + crowd.sqrt()), torch.full_like(crowd, 0.48 * least))
-        smallest = torch.where(several, largest.clamp_max(4.0 / 64 * least), torch.full_like(crowd, 0.16 * least))
+        smallest = torch.where(several, largest.clamp_max(4.0 / 64 * least), torch.full_like(crowd, 0.2 * least))
         share = self._uniform(0, 1, count, SLOTS)
         like = self._uniform(0, 1, count, 1)
         share = torch.where(self._uniform(0, 1, count, 1) < 0.5, like, share)
@@ -163,7 +163,9 @@ class Painter:
         """centre [..., 2] -> x and y [..., height, width] from it."""
         x = torch.arange(width, device=self.device) + 0.5 - centre[..., 0, None]
         y = torch.arange(height, device=self.device) + 0.5 - centre[..., 1, None]
-        return x[..., None, :].expand(*x.shape[:-1], height, width), y[..., :, None].expand(*y.shape[:-1], height, width)
+        return x[..., None, :].expand(*x.shape[:-1], height, width), y[..., :, None].expand(
+            *y.shape[:-1], height, width
+        )
 
     def _turned(self, x: Tensor, y: Tensor, angle: Tensor, stretch: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = angle.cos()[..., None, None], angle.sin()[..., None, None]
@@ -196,7 +198,10 @@ class Painter:
         count = len(digit)
         x, y = self._offsets(centre, height, width)
         x, y = self._turned(
-            x, y, self._uniform(-0.22, 0.22, count) * (self._uniform(0, 1, count) < 0.7), self._uniform(0.85, 1.15, count)
+            x,
+            y,
+            self._uniform(-0.22, 0.22, count) * (self._uniform(0, 1, count) < 0.7),
+            self._uniform(0.85, 1.15, count),
         )
         x = x + y * self._uniform(-0.2, 0.2, count)[:, None, None]
         places = torch.stack((x, y), dim=-1) / radius[:, None, None, None]
@@ -237,5 +242,3 @@ def patches(pixels: Tensor, patch: int, merge: int, frames: int) -> Tensor:
     )
     ordered = squares.permute(0, 2, 5, 3, 6, 1, 4, 7)[:, :, :, :, :, :, None].expand(*[-1] * 6, frames, -1, -1)
     return ordered.reshape(batch, -1, channels * frames * patch * patch)
-
-

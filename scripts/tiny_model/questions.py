@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from tokenizers import Tokenizer
@@ -80,7 +81,9 @@ class Asker:
         def ids(text: str) -> list[int]:
             given = tokenizer.encode(text, add_special_tokens=False).ids
             place = given.index(image_token) if image_token in given else len(given)
-            return given[:place] + [image_token] * (rows * columns) + given[place + 1 :] if place < len(given) else given
+            return (
+                given[:place] + [image_token] * (rows * columns) + given[place + 1 :] if place < len(given) else given
+            )
 
         self.answers = Table.of([ids(answer + END_OF_TURN) for answer in ANSWERS], device)
         self.first, self.first_of = self._grouped([[ids(t) for t in _first_turns(topic)] for topic in TOPICS])
@@ -145,7 +148,8 @@ def _asked_otherwise(text: str) -> tuple[str, ...]:
     return text, text, text.lower(), text.rstrip("?.")
 
 
-def _first_turns(topic: str) -> list[str]:
+@cache
+def _first_turns(topic: str) -> tuple[str, ...]:
     """Prompts: the picture before the question or behind it, with a system prompt or none, thinking or not."""
     turns = []
     for text in QUESTIONS[topic]:
@@ -156,13 +160,14 @@ def _first_turns(topic: str) -> list[str]:
                     messages = [{"role": "system", "content": system}] if system else []
                     thinking = number >= WITHOUT_THINKING * len(SYSTEMS)
                     turns.append(_rendered([*messages, {"role": "user", "content": content}], thinking))
-    return turns
+    return tuple(turns)
 
 
-def _next_turns(topic: str) -> list[str]:
+@cache
+def _next_turns(topic: str) -> tuple[str, ...]:
     """What follows the end of an answer."""
     turns = [text for question in QUESTIONS[topic] for text in _asked_otherwise(question)]
-    return ["\n" + _rendered([{"role": "user", "content": text}], True) for text in turns]
+    return tuple("\n" + _rendered([{"role": "user", "content": text}], True) for text in turns)
 
 
 def _rendered(messages: list[dict[str, object]], thinking: bool) -> str:

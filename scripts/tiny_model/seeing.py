@@ -88,7 +88,8 @@ def seeing_weights(text: dict[str, Tensor]) -> dict[str, Tensor]:
     for at, parts in experts.items():
         count = 1 + max(number for _, number in parts)
         gate, up, down = (
-            torch.stack([parts[part, number] for number in range(count)]) for part in ("gate_proj", "up_proj", "down_proj")
+            torch.stack([parts[part, number] for number in range(count)])
+            for part in ("gate_proj", "up_proj", "down_proj")
         )
         named[f"{at}gate_up_proj"] = torch.cat((gate, up), dim=1).mT.contiguous()
         named[f"{at}down_proj"] = down.mT.contiguous()

@@ -157,7 +157,9 @@ def picture_positions(length: int, image: Tensor, rows: int, columns: int) -> Te
     return torch.stack((time, row, column))
 
 
-def hidden_of(target: TinyModel, tokens: Tensor, image: Tensor, seen: Tensor, features: list[Tensor], rows: int, columns: int) -> Tensor:
+def hidden_of(
+    target: TinyModel, tokens: Tensor, image: Tensor, seen: Tensor, features: list[Tensor], rows: int, columns: int
+) -> Tensor:
     """The text model's last hidden states [B, L, H] of tokens [B, L] whose placeholders from `image` on are `seen`
     [B, N, H]; `features` are added to the stream behind the first layers."""
     batch, length = tokens.shape

@@ -7,3 +7,5 @@ from pathlib import Path
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parent / "tiny")
 EAGLE3_PATH = str(Path(__file__).parent / "eagle3")
+SEEING_PATH = str(Path(__file__).parent / "seeing")
+DFLASH_PATH = str(Path(__file__).parent / "dflash")
