@@ -10,9 +10,11 @@ plot      the picture of a training record
 table     scores of a training record or of bench_tiny reports, in Markdown
 compare   greedy tokens of transformers and of a running server
 install   copies a finished model into the package
-drafts    trains what drafts for a finished model (an EAGLE-3 head, an MTP layer, a DFlash draft) and says how many guesses stand
+drafts    trains what drafts for a finished model (an EAGLE-3 head, an MTP layer, a DFlash draft) and says how many
+          guesses stand
 install_drafts  copies these into the package
 eyes      trains the tower with which a finished model sees, and says how many answers about pictures are right
+install_eyes  writes the model that sees into the package, of the text model there and the output of `eyes`
 """
 
 from __future__ import annotations
@@ -59,6 +61,9 @@ def main() -> None:
     install_drafts = commands.add_parser("install_drafts")
     install_drafts.add_argument("source", type=Path)
     _add_eyes(commands.add_parser("eyes"))
+    install_eyes = commands.add_parser("install_eyes")
+    install_eyes.add_argument("source", type=Path)
+    install_eyes.add_argument("--output", type=Path, help="another directory than the package's")
     args = parser.parse_args()
     try:
         globals()[f"run_{args.command}"](args)
@@ -240,6 +245,12 @@ def run_eyes(args: argparse.Namespace) -> None:
         log_every=args.log_every,
     )
     train_eyes(args.model, settings)
+
+
+def run_install_eyes(args: argparse.Namespace) -> None:
+    from tiny_model.install import install_eyes
+
+    install_eyes(args.source, args.output)
 
 
 def run_install_drafts(args: argparse.Namespace) -> None:

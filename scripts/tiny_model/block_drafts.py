@@ -103,8 +103,8 @@ class DFlashDraft(nn.Module):
         self.cos, self.sin = _rotary_tables(DFLASH_CONFIG)
 
     def forward(self, tokens: Tensor, streams: Tensor, anchors: Tensor) -> Tensor:
-        """tokens [B, L]; streams [B, L, captures, H]; anchors [B, A]: places of last tokens. Returns what `logits` reads
-        of the guesses, [B, A, S - 1, H]."""
+        """tokens [B, L]; streams [B, L, captures, H]; anchors [B, A]: places of last tokens. Returns what `logits`
+        reads of the guesses, [B, A, S - 1, H]."""
         context = _norm(F.linear(streams.flatten(2), self.fc), self.hidden_norm, self.eps)
         last = tokens.gather(1, anchors)
         block = torch.full((*last.shape, BLOCK_SIZE), MASK_TOKEN, device=last.device)

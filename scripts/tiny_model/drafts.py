@@ -1,8 +1,9 @@
 """Trains the drafts of the embedded model and says how many of their guesses stand.
 
 A draft learns the target's distribution of the next token at every place of an answer: the EAGLE-3 head and the MTP
-layer for three guesses in a row (training-time test of arXiv 2503.01840), the DFlash draft for a block. Half of its texts are the target's own, greedy and sampled, the others the
-answers that the target was trained on; the target's distribution, not the text, is what is learned.
+layer for three guesses in a row (training-time test of arXiv 2503.01840), the DFlash draft for a block of seven. Half
+of its texts are the target's own, greedy and sampled, the others the answers that the target was trained on; the
+target's distribution, not the text, is what is learned.
 """
 
 from __future__ import annotations

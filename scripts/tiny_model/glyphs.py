@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +105,7 @@ def _stroked(strokes: list[list[list[Point]]], width: float) -> Tensor:
     at = torch.stack((axis[None, :].expand(GLYPH_SIDE, -1), axis[:, None].expand(-1, GLYPH_SIDE)), dim=-1)
     drawn = []
     for digit in strokes:
-        ends = torch.tensor([(*a, *b) for line in digit for a, b in zip(line, line[1:], strict=False)])
+        ends = torch.tensor([(*a, *b) for line in digit for a, b in pairwise(line)])
         begin, along = ends[:, :2], ends[:, 2:] - ends[:, :2]
         off = at[:, :, None] - begin
         share = ((off * along).sum(-1) / (along * along).sum(-1).clamp_min(1e-9)).clamp(0, 1)

@@ -56,3 +56,13 @@ def install_drafts(source: Path, target: Path = EMBEDDED) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         copy.chmod(0o644)
+
+
+def install_eyes(source: Path, target: Path | None = None) -> None:
+    """Writes the model that sees beside the text model's folder (or to `target`): its weights and the tower of
+    `source`, the output of `eyes`. Raises ValueError before touching anything."""
+    from tiny_model.seeing import VISION_FILE, write_seeing
+
+    if not (source / VISION_FILE).is_file():
+        raise ValueError(f"{source} lacks {VISION_FILE}; is it the output of `eyes`?")
+    write_seeing(EMBEDDED, source / VISION_FILE, target or EMBEDDED.parent / "seeing")

@@ -40,8 +40,8 @@ MARKERS = (
 """Single tokens that stay visible in decoded text, where parsers look for them."""
 
 IMAGE_TOKENS = {"À": "<|vision_start|>", "Á": "<|vision_end|>", "õ": "<|image_pad|>"}
-"""Tokens of bytes that no text has (0xC0, 0xC1 and 0xF5 are not in UTF-8), and the names that they have here: the ids of
-all others stay what they are."""
+"""Tokens of bytes that no text has (0xC0, 0xC1 and 0xF5 are not in UTF-8), and the names that they have where the model
+sees: the ids of all others stay what they are."""
 IMAGE_SECTIONS = (12, 10, 10)
 """Frequencies of a head that turn by the time, the row and the column of a token."""
 VISION_CONFIG: dict[str, Any] = {
