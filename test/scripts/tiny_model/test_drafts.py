@@ -24,16 +24,6 @@ from tiny_model.drafts import (
     save_mtp,
     train,
 )
-    Sample,
-    _stand,
-    computed,
-    kept_tokens,
-    load_target,
-    save_dflash,
-    save_eagle3,
-    save_mtp,
-    train,
-)
 from tiny_model.export import save_weights
 from tiny_model.install import EMBEDDED
 from tiny_model.layout import make_config
