@@ -100,7 +100,7 @@ class DFlashDraft(nn.Module):
         self.hidden_norm = nn.Parameter(torch.ones(hidden))
         self.layers = nn.ModuleList(BlockLayer() for _ in range(DFLASH_CONFIG["num_hidden_layers"]))
         self.norm = nn.Parameter(target.norm.detach().clone())
-        self.cos, self.sin = _rotary_tables(DFLASH_CONFIG)
+        self.cos, self.sin = (table.to(self.embedding.device) for table in _rotary_tables(DFLASH_CONFIG))
 
     def forward(self, tokens: Tensor, streams: Tensor, anchors: Tensor) -> Tensor:
         """tokens [B, L]; streams [B, L, captures, H]; anchors [B, A]: places of last tokens. Returns what `logits`
@@ -109,10 +109,9 @@ class DFlashDraft(nn.Module):
         last = tokens.gather(1, anchors)
         block = torch.full((*last.shape, BLOCK_SIZE), MASK_TOKEN, device=last.device)
         block[..., 0] = last
-        cos, sin = (table.to(last.device) for table in (self.cos, self.sin))
         x = F.embedding(block, self.embedding)
         for layer in self.layers:
-            x = layer(x, context, anchors, cos, sin)
+            x = layer(x, context, anchors, self.cos, self.sin)
         return _norm(x[:, :, 1:], self.norm, self.eps)
 
     def logits(self, state: Tensor) -> Tensor:

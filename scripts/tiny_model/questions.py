@@ -131,7 +131,7 @@ def _right_answers(pictures: Pictures, topic: Tensor) -> Tensor:
 
 def _joined(parts: Sequence[tuple[Table, bool]]) -> tuple[Tensor, Tensor]:
     """Rows one after the other: tokens [B, L], and which are of a part that is marked."""
-    length = sum(table.tokens.shape[1] for table, _ in parts)
+    length = -(-sum(table.tokens.shape[1] for table, _ in parts) // 8) * 8  # as kernels of attention want masks
     first = parts[0][0]
     tokens = first.tokens.new_zeros((len(first.lengths), length + 1))
     marks, begin = tokens.bool(), torch.zeros_like(first.lengths)
