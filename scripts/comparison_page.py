@@ -76,7 +76,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     ),
     "Speed": (
         Feature("Prefix cache", "--disable-radix-cache", "`--enable-prefix-caching`"),
-        Feature("Prefix cache in CPU memory or on disk", "--enable-hierarchical-cache", "`--kv-offloading-size`"),
+        Feature("Prefix cache in CPU memory", "--enable-hierarchical-cache", "`--kv-offloading-size`"),
         Feature("Speculative decoding", "--speculative-algorithm", "`--speculative-config`"),
         Feature("CUDA graphs", "--cuda-graph-max-bs", "`--max-cudagraph-capture-size`"),
         Feature("Prefill and decode on different servers", "--disaggregation-mode", "`--kv-transfer-config`"),
@@ -87,7 +87,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("Expert parallelism", "--ep-size", "`--enable-expert-parallel`"),
         Feature("Replicas behind one address", "--dp-size", "`--data-parallel-size`"),
         Feature("Attention by data parallelism", "--enable-dp-attention", "`--data-parallel-size`"),
-        Feature("Context parallelism", "--attention-context-parallel-size", "`--decode-context-parallel-size`"),
+        Feature("Tokens of the cache shared out over GPUs", "--dcp-size", "`--decode-context-parallel-size`"),
+        Feature(
+            "Prompts shared out over GPUs", "--attention-context-parallel-size", "`--prefill-context-parallel-size`"
+        ),
     ),
     "Operation": (
         Feature("Prometheus metrics", "--enable-metrics", "`/metrics`"),

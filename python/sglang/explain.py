@@ -16,15 +16,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sglang.plan.floors import StepFloors
 from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.ngram_tables import with_table_dtype
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.kernels.bands import OpBands
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
+from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import describe_capacity
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
@@ -113,7 +116,7 @@ def explain(
 
     Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
-    config = merge_overrides(read_config(directory), args.model_overrides())
+    config = merge_overrides(with_table_dtype(read_config(directory), directory), args.model_overrides())
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
@@ -140,6 +143,8 @@ def explain(
         except UserError as error:
             unfit = str(error)
     uneven = uneven_heads(model, args.tp_size)
+    if plan is not None and args.dcp_size > 1:
+        notes = (*notes, *_of_shared_tokens(planner, args, plan["max_total_num_tokens"]))
     return replace(
         nothing,
         unfit=unfit,
@@ -159,6 +164,29 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
     except UserError as error:
         return str(error)
     raise AssertionError("the planner takes a layout that was refused")
+
+
+def _of_shared_tokens(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
+    """What it gains and costs that ranks share out the tokens of caches."""
+    model, serving = planner.describe(args)
+    sites = [site_of(layer.mixer, serving.tp_size, serving.dcp_size) for layer in model.layers]
+    layers = sum(site is not None and site.token_ranks > 1 for site in sites)
+    try:
+        whole = trial_or_advice(replace(planner, advises=False), replace(args, dcp_size=1)).capacity
+        gain = f"{tokens:,} tokens in the place of {whole.max_total_num_tokens:,}"
+    except UserError:
+        gain = f"{tokens:,} tokens, and without it there is room for none"
+    floors = StepFloors(model, serving, planner.arch, {})
+    cost = ""
+    if floors.link != "NVLink":
+        ms = [1e3 * floors.exchange_seconds(requests) for requests in (1, 64)]
+        cost = (
+            f", by NCCL as measured on RTX PRO 6000 Server cards {ms[0]:.2f} ms with 1 request and {ms[1]:.2f} with 64"
+        )
+    return (
+        f"--dcp-size {args.dcp_size}: the cache holds {gain}. It costs two more collectives in {layers} layers of a"
+        f" decode step{cost}.",
+    )
 
 
 def _plan(

@@ -25,7 +25,7 @@ REFUSED = [{**GREEDY, "regex": "("}, {**GREEDY, "json_schema": '{"$ref": "#"}'}]
 
 
 @functools.cache
-def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1) -> list[object]:
+def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1, dcp_size: int = 1) -> list[object]:
     with sglang.Engine(
         model_path=DEFAULT_MODEL_PATH,
         max_total_tokens=4096,
@@ -33,6 +33,7 @@ def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1) -> list[object]:
         tp_size=tp_size,
         ep_size=ep_size,
         pp_size=pp_size,
+        dcp_size=dcp_size,
         enable_return_hidden_states=True,
     ) as engine:
         results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY, PENALIZED)]
@@ -50,6 +51,11 @@ def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1) -> list[object]:
         states = [round(float(value), 3) + 0.0 for rows in seen for value in rows.reshape(-1)[:2]]
     tokens = [[answer["output_ids"] for answer in result] for result in results]
     return [*tokens, [[None if p is None else round(p, 4) for p, *_ in part] for part in logprobs], states]
+
+
+@pytest.mark.thorough
+def test_ranks_that_share_out_tokens_answer_like_one() -> None:
+    assert answers(4, dcp_size=2) == answers(1)
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "pp_size"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])

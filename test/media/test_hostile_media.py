@@ -13,6 +13,7 @@ import httpx
 import pytest
 from live_server import LiveServer
 
+from media.moving_pictures import sound_file, video_file
 from media.pictures import animation, data_url, encoded, picture, png_of_size
 
 GOOD = encoded(picture())
@@ -129,8 +130,12 @@ def test_a_bad_image_is_refused_with_the_reason(http: httpx.Client, neighbour: N
 
 
 VIDEOS: dict[str, tuple[str, str]] = {
+    "an MP4 of nothing": (data_url(b"\x00\x00\x00\x18ftypmp42" + bytes(200), "video/mp4"), "damaged"),
+    "half an MP4": (data_url(video_file()[:900], "video/mp4"), "damaged"),
+    "a WebM of zeros": (data_url(b"\x1a\x45\xdf\xa3" + bytes(5000), "video/webm"), "damaged"),
+    "an MP4 of sound": (data_url(sound_file(), "video/mp4"), "no pictures"),
+    "a playlist": (data_url(b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"), "no format"),
     "text": (data_url(b"hello, this is no video"), "no format"),
-    "an MP4": (data_url(b"\x00\x00\x00\x18ftypmp42" + bytes(200), "video/mp4"), "no format"),
     "half a GIF": (data_url(animation(40)[:400]), "damaged"),
     "a bad frame": ("data:video/jpeg;base64,AAAA,BBBB", "no format"),
     "an empty frame": ("data:video/jpeg;base64," + base64.b64encode(JPEG).decode() + ",", "no data"),

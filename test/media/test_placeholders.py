@@ -23,7 +23,7 @@ from sglang.srt.utils.shared_array import SharedArray
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 QWEN = MediaTokens("qwen3_vl", IMAGE, VIDEO, START, END)
-GEMMA = MediaTokens("gemma4", IMAGE, image_start=80, image_end=81)
+GEMMA = MediaTokens("gemma4", IMAGE, run_start=80, run_end=81)
 
 
 def placed(kind: Kind, *parts: list[int] | int) -> PlacedMedia:
@@ -49,6 +49,24 @@ def test_an_image_and_a_video_in_one_prompt() -> None:
 def test_marks_that_the_template_leaves_out() -> None:
     expanded, items = expand([1, IMAGE, 2], [placed("image", 2)], GEMMA)
     assert expanded == [1, 80, IMAGE, IMAGE, 81, 2] and items[0].spans == [(2, 4)]
+
+
+def test_frames_of_glm_have_the_placeholder_of_images() -> None:
+    tokens = media_tokens({"model_type": "glm46v", "image_token_id": 5, "video_token_id": 6, "vision_config": {}})
+    assert tokens is not None
+    media = [placed("image", 2), placed("video", [7], 2, [8, 7], 1, [8])]
+    expanded, items = expand([1, 5, 2, 6, 3], media, tokens)
+    assert expanded == [1, 5, 5, 2, 7, 5, 5, 8, 7, 5, 8, 3] and items[1].spans == [(5, 7), (9, 10)]
+
+
+def test_frames_of_gemma_have_marks() -> None:
+    tokens = media_tokens(
+        {"model_type": "gemma4", "image_token_id": 5, "video_token_id": 6, "vision_config": {}}
+        | {"boi_token_id": 80, "eoi_token_id": 81}
+    )
+    assert tokens is not None
+    expanded, _ = expand([1, 6, 3], [placed("video", [7], 2, [8], 1)], tokens)
+    assert expanded == [1, 7, 80, 6, 6, 81, 8, 80, 6, 81, 3]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from media.seeing_model import write_seeing_model
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.media import decoding, processors
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
-from sglang.srt.managers.front.media.processors import TimedVideoProcessor, image_processor
+from sglang.srt.managers.front.media.processors import image_processor
 from sglang.srt.plan.media import PATCHES_A_STEP
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -43,13 +43,11 @@ def test_tokens_follow_from_the_grid(family: str, settings: dict[str, Any], patc
     assert columns > rows
 
 
-def test_gemma_has_a_position_for_each_patch() -> None:
+def test_patches_of_gemma_are_whole_squares_of_the_pool() -> None:
     patches = make("gemma4", patch_size=16, pooling_kernel_size=3, max_soft_tokens=70)(picture(200, 120))
     _, rows, columns = patches.grid
-    positions = patches.extra["positions"]
-    assert len(patches.pixels) == len(positions) == rows * columns == 9 * patches.num_tokens
-    assert [tuple(position) for position in positions[:2]] == [(0, 0), (1, 0)]
-    assert tuple(positions[-1]) == (columns - 1, rows - 1)
+    assert len(patches.pixels) == rows * columns == 9 * patches.num_tokens
+    assert rows % 3 == columns % 3 == 0 and patches.num_tokens <= 70
 
 
 def test_kimi_keeps_the_size_and_adds_black() -> None:
@@ -59,24 +57,6 @@ def test_kimi_keeps_the_size_and_adds_black() -> None:
     assert (first[0, 0] == 1).all() and (first[0, 3] == -1).all()
     whole = first.transpose(2, 0, 3, 1, 4).reshape(3, 28, 56)
     assert (whole[:, :20, :30] == 1).all() and (whole[:, 20:] == -1).all() and (whole[:, :, 30:] == -1).all()
-
-
-def test_a_video_of_one_picture_has_the_patches_of_the_image() -> None:
-    settings = {**HALF, "patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 1 << 20}}
-    still = picture(96, 64)
-    video = decoding.Pictures([encoded(still), encoded(still)])
-    result = TimedVideoProcessor(settings)(video)
-    image = make("qwen3_vl", **settings)(still)
-    np.testing.assert_allclose(result.patches.pixels, image.pixels, atol=1e-6)
-    assert result.patches.grid == image.grid and result.times == [0.25]
-
-
-def test_frames_of_a_video_are_sampled_by_time() -> None:
-    settings = {**HALF, "patch_size": 16, "fps": 2, "min_frames": 4, "max_frames": 6}
-    result = TimedVideoProcessor(settings)(decoding.open_video(animation(40, milliseconds=100)))
-    assert result.times == pytest.approx([0.4, 1.95, 3.5], abs=0.06)
-    brightness = result.patches.pixels.reshape(3, -1).mean(1)
-    assert list(brightness) == sorted(brightness)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF"])
@@ -133,6 +113,18 @@ def test_an_image_is_made_to_fit_an_encoder_step(tmp_path: Path) -> None:
     files = read_processor_files(folder, "qwen3_vl", "{}")
     frames, rows, columns = image_processor(files)(picture(3000, 2900)).grid
     assert PATCHES_A_STEP // 2 < frames * rows * columns <= PATCHES_A_STEP
+
+
+def test_the_processors_of_glm_are_told_by_their_files(tmp_path: Path) -> None:
+    """Limits of theirs count the pixels of both frames that an image stands for."""
+    published = {"patch_size": 14, "size": {"shortest_edge": 12544, "longest_edge": 47040000}, **HALF}
+    for name, family in (("Glm46VImageProcessor", "glm46v"), ("Glm4vImageProcessor", "glm4v")):
+        said = json.dumps(published | {"image_processor_type": name})
+        (tmp_path / "preprocessor_config.json").write_text(said)
+        files = read_processor_files(tmp_path, "glm4v", "{}")
+        assert files.family == family
+        frames, rows, columns = image_processor(files)(picture(3000, 2900)).grid
+        assert PATCHES_A_STEP * 3 // 4 < frames * rows * columns <= PATCHES_A_STEP
 
 
 PUBLISHED_KIMI = {

@@ -146,7 +146,7 @@ def test_nccl_between_its_measured_sizes(ranks: int, message: int, seconds: floa
 def test_several_servers_of_a_machine_are_replicas() -> None:
     words = ["--model-path", "a b"]
     assert Layout(2, 2).commands(words) == ["sglang serve --model-path 'a b' --tp 2 --dp 2"]
-    assert Layout(2, 2).commands(words, a_machine=True) == ["sglang serve --model-path 'a b' --tp 2"]
+    assert Layout(2, 2).commands(words, a_machine=1) == ["sglang serve --model-path 'a b' --tp 2"]
 
 
 def test_a_layout_without_room_for_a_request_is_not_recommended(
@@ -230,7 +230,70 @@ def test_machines_of_one_gpu_have_a_server_each(tmp_path: Path, capsys: pytest.C
     result = planned(capsys, "--model-path", model, "--gpu", "dgx-spark", "--gpus", "2")
     assert [layout["layout"] for layout in result["layouts"]] == ["TP 1 x 2 servers"]
     assert result["layouts"][0]["commands"] == [f"sglang serve --model-path {model} --tp 1"]
-    assert "what --nnodes costs is not predicted" in result["reasons"][-1]
+    assert "--nodes 2 has layouts across machines" in result["reasons"][-1]
+
+
+def test_two_sparks_share_a_model_that_one_has_no_room_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MiniMax-M2.7 NVFP4: 62.6 GiB of each, with room for the cache; the link between them is counted."""
+    config = json.loads((CONFIGS / "minimax_m2.json").read_text())
+    whole = ["lm_head", "*block_sparse_moe.gate", "*self_attn*"]
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": whole}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--model-path", str(tmp_path), "--gpu", "gb10", "--length", "32768", "--concurrency", "8"]
+    result = planned(capsys, *words, "--nodes", "2")
+    assert (result["gpus"], result["nodes"]) == (2, 2)
+    layouts = {layout["layout"]: layout for layout in result["layouts"]}
+    assert {"TP 2 on 2 machines", "TP 1 x PP 2 on 2 machines"} <= set(layouts)
+    assert [refused["layout"] for refused in result["refused"]] == ["TP 1 x 2 servers"]
+    shared = layouts["TP 2 on 2 machines"]
+    assert result["recommended"].startswith("TP 2") and shared["weights"] / GIB == pytest.approx(62.6, rel=0.01)
+    assert shared["requests"] >= 6 and shared["predicted"] is None
+    serve = f"sglang serve --model-path {tmp_path} --tp 2 --nnodes 2 --dist-init-addr 10.0.0.1:50000 --node-rank"
+    assert shared["commands"] == [f"{serve} 0", f"{serve} 1"]
+    load = shared["decode_load"]
+    assert load["link_seconds"] == pytest.approx(load["all_reduce_bytes"] / 25e9)
+    assert layouts["TP 1 x PP 2 on 2 machines"]["decode_load"]["link_seconds"] == 0.0
+    assert main(["plan", *words, "--nodes", "2"]) == 0
+    assert "nobody has measured collectives" in capsys.readouterr().out
+    for wrong, text in ((["--gpus", "3"], "does not divide --gpus 3"), (["--gpus", "4"], "are 2 GPUs a machine")):
+        assert main(["plan", *words, "--nodes", "2", *wrong]) != 0
+        assert text in capsys.readouterr().err
+
+
+def test_layouts_of_machines_of_eight() -> None:
+    """Stages of eight ranks stay on a machine; replicas are those of one."""
+    assert not Layout(8, 1, pp_size=2, machines=2).crosses_machines and Layout(16, 1, machines=2).crosses_machines
+    assert not Layout(4, 1, pp_size=4, machines=2).crosses_machines and Layout(2, 3).crosses_machines is False
+    assert Layout(4, 4).commands(["-x"], a_machine=2) == ["sglang serve -x --tp 4 --dp 2"]
+
+
+def test_latents_shared_out_hold_nearly_as_many_times_the_tokens(tmp_path: Path) -> None:
+    """Kimi K2.6 NVFP4 on eight cards; others report 3.81 million tokens in the place of 479,000."""
+    (tmp_path / "hf_quant_config.json").write_text((CONFIGS / "kimi_k26_nvfp4.hf_quant_config.json").read_text())
+    words = ["--model-path", model_dir(tmp_path, "kimi_k26_nvfp4"), "--tp-size", "8", "--dcp-size", "8"]
+    explained = explain(ServerArgs.from_cli(words), arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}))
+    assert explained.problem is None and explained.plan is not None and explained.plan["page_size"] == 8
+    (note,) = (note for note in explained.notes if "--dcp-size" in note)
+    found = re.search(r"holds ([0-9,]+) tokens in the place of ([0-9,]+)\. It costs two .* in 61 layers", note)
+    assert found is not None
+    shared, whole = (int(number.replace(",", "")) for number in found.groups())
+    assert explained.plan["max_total_num_tokens"] == shared and 7.2 < shared / whole < 8
+    small = explain(ServerArgs.from_cli(words), arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}), 60 * GIB)
+    assert small.unfit is not None and "What helps: more GPUs (--tp-size 16)" in small.unfit
+
+
+def test_layouts_that_share_out_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hf_quant_config.json").write_text((CONFIGS / "kimi_k26_nvfp4.hf_quant_config.json").read_text())
+    words = ["--model-path", model_dir(tmp_path, "kimi_k26_nvfp4"), "--gpus", "2", "--gpu", "rtx-pro-6000"]
+    result = planned(capsys, *words, "--free-memory", "500")
+    layouts = {layout["layout"]: layout for layout in result["layouts"]}
+    whole, shared = layouts["TP 2"], layouts["TP 2 DCP 2"]
+    assert 1.9 < shared["tokens"] / whole["tokens"] < 2 and shared["weights"] == whole["weights"]
+    assert shared["decode_one"]["read_bytes"] < whole["decode_one"]["read_bytes"]
+    assert shared["decode_one"]["nccl_seconds"] > whole["decode_one"]["nccl_seconds"] + 2 * 61 * 6e-6
+    assert shared["decode_one"]["flops"] == pytest.approx(whole["decode_one"]["flops"], rel=1e-3)
+    assert shared["predicted"]["decode_one"]["seconds"] > whole["predicted"]["decode_one"]["seconds"]
+    assert shared["commands"][0].endswith("--tp 2 --dcp-size 2")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "glm5"])

@@ -262,7 +262,7 @@ def test_model_is_required() -> None:
         ({"enable_metrics": "perhaps"}, "--enable-metrics: expected true or false"),
         ({"host": 5}, "--host: expected a string"),
         ({"dtype": None}, "--dtype: expected a string"),
-        ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm: drafts of the kind DSPARK are not supported"),
+        ({"speculative_algorithm": "UNO"}, "--speculative-algorithm: drafts of the kind UNO are not supported"),
         ({"tpsize": 2}, "Unknown option --tpsize"),
     ],
 )

@@ -27,7 +27,9 @@ VARIANT_MODULES = (
     "sglang.ledger.variants.experts",
     "sglang.ledger.variants.recurrent",
     "sglang.ledger.variants.sparse",
+    "sglang.ledger.variants.block_sparse",
     "sglang.ledger.variants.compressed",
+    "sglang.ledger.variants.streams",
 )
 
 

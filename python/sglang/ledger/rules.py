@@ -111,6 +111,7 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     ),
     AcceptedSpill("sm120", "sparse_indexer", "select/16384/", 320, _WHOLE_ROWS),
     AcceptedSpill("sm90", "sparse_indexer", "select/16384/", 320, _WHOLE_ROWS),
+    AcceptedSpill("sm90", "block_attention", "128x128/bfloat16/fp8_", 36, _FEW_REGISTERS),
     AcceptedSpill("sm90", "sparse_attention", "576x512/", 1052, _FASTEST_PROMPTS),
     AcceptedSpill("sm90", "sparse_attention", "512x512/", 1488, _FASTEST_PROMPTS),
     AcceptedSpill("sm90", "hyper_connection", "mix/", 456, "the tile of SM120, which spills nothing there"),

@@ -22,6 +22,10 @@ PREDICTED = (
     " of the errors of its ops), without the host, from times that others measured on an RTX PRO 6000 Server or this"
     " project on an H200. docs/performance.md says how far off they may be. The recommendation rests on these figures."
 )
+MACHINES = (
+    "Between machines nobody has measured collectives of this server: they are counted at 200 Gb/s, and take no less"
+    ' time than between two cards of one machine ("with NCCL"). A network takes longer; start it and see.'
+)
 COLUMNS = (
     ("layout", "servers and GPUs of each"),
     ("weights", "GiB of one GPU"),
@@ -45,7 +49,8 @@ def run_plan(argv: Sequence[str]) -> None:
         " Needs no GPU and reads no weights. Any other flag of the server may be given and counts.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=int, default=1, help="how many; default: 1")
+    parser.add_argument("--gpus", type=int, help="how many in all; default: one, or as many as --nodes machines have")
+    parser.add_argument("--nodes", type=int, default=1, help="machines that a server may span; default: 1")
     parser.add_argument("--gpu", help="rtx-pro-6000, rtx-5090, gb10, ...; this machine's if not given")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a request, prompt and answer; default 8192")
     parser.add_argument("--concurrency", type=int, default=64, help="requests at once, of all servers; default: 64")
@@ -53,10 +58,11 @@ def run_plan(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, words = parser.parse_known_args(list(argv))
     load = Load(options.length, options.concurrency)
-    check_counts(options.gpus, load)
     arch = arch_by_name(options.gpu) if options.gpu else current_arch()
+    gpus = options.nodes * max(1, arch.gpus_per_machine) if options.gpus is None else options.gpus
+    check_counts(gpus, load, options.nodes, arch)
     free = None if options.free_memory is None else int(options.free_memory * GIB)
-    result = survey(words, options.gpus, arch, load, free)
+    result = survey(words, gpus, arch, load, free, options.nodes)
     print(json.dumps(to_json(result), indent=2) if options.json else to_text(result))
 
 
@@ -69,6 +75,7 @@ def to_json(result: Survey) -> dict[str, Any]:
         "not_implemented": result.explanation.not_implemented,
         "gpu": result.explanation.arch.product or result.explanation.arch.name,
         "gpus": result.gpus,
+        "nodes": result.nodes,
         "length": result.load.length,
         "concurrency": result.load.concurrency,
         "layouts": [_prospect_json(prospect) for prospect in result.prospects],
@@ -85,6 +92,8 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
         "tp_size": prospect.layout.tp_size,
         "ep_size": prospect.layout.ep_size,
         "pp_size": prospect.layout.pp_size,
+        "dcp_size": prospect.layout.dcp_size,
+        "machines": prospect.layout.machines,
         "servers": prospect.layout.servers,
         "weights": prospect.weights,
         "cache": prospect.cache,
@@ -141,6 +150,12 @@ def to_text(result: Survey) -> str:
     ]
     if any(prospect.layout.ep_size > 1 for prospect in result.prospects):
         lines.append("EP: whole experts on each rank; the average rank is counted, the busiest one has more to do.")
+    if any(prospect.layout.machines > 1 for prospect in result.prospects):
+        lines.extend(textwrap.wrap(MACHINES, 116))
+    if any(prospect.layout.dcp_size > 1 for prospect in result.prospects):
+        lines.append(
+            "DCP: the ranks share out the tokens of latents, for two more collectives a layer when they decode."
+        )
     if result.explanation.not_implemented is not None:
         lines.append(f"This model is not implemented yet, sizes are estimates: {result.explanation.not_implemented}")
     if result.explanation.missing:
@@ -284,8 +299,9 @@ def reasons(result: Survey) -> list[str]:
     if best.layout.pp_size > 1 and whole is not None:
         texts.append(f"no stages of a pipeline have run on GPUs here yet; without them {whole.layout} is next")
     machine = result.explanation.arch.gpus_per_machine
-    if 0 < machine < result.gpus:
-        text = f"a machine has {machine} of these GPUs, and what --nnodes costs is not predicted: one server on each"
+    if 0 < machine < result.gpus and result.nodes == 1:
+        nodes = -(-result.gpus // machine)
+        text = f"a machine has {machine} of these GPUs: one server on each; --nodes {nodes} has layouts across machines"
         texts.append(text)
     idle = result.gpus - best.layout.gpus
     if idle:

@@ -7,7 +7,7 @@ link. Nothing is said of launches, norms, routing or kernels that reach less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,20 +15,24 @@ from itertools import pairwise
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, PerRequest, Serving, Window
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.weights import matrix_bytes
 from sglang.tuning.cost_model import used_blocks
 from sglang.tuning.rates import rates_of
 
 CHOSEN_BY_INDEX = frozenset({"latent", "compressed"})
-"""Caches of which attention reads what an indexer chose, where there is one."""
+"""Caches of which attention reads what an indexer chose, where there is one; and those of keys and values in blocks."""
 HALF = ("wgmma bf16",)
 """Stands for products in 16 bits whose kernel is not recorded: at the full rate of every GPU."""
-LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9}
+BETWEEN_MACHINES = "200 Gb/s"
+"""The link between two DGX Sparks, as published."""
+LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9, BETWEEN_MACHINES: 25e9}
 """Bytes a second, each way."""
 NCCL_SECONDS: Mapping[int, tuple[tuple[int, float], ...]] = {
     2: ((4096, 6.6e-6), (65536, 10.5e-6), (1 << 20, 59e-6)),
@@ -46,9 +50,9 @@ class Floor:
     read_seconds: float
     flops: float
     flop_seconds: float | None
-    reduced_bytes: float  # that each rank sends, and receives, for its all-reduces
+    reduced_bytes: float  # that each rank sends, and receives, in collectives
     link_seconds: float
-    nccl_seconds: float  # of the all-reduces, as measured; not a floor
+    nccl_seconds: float  # of the collectives, as measured; not a floor
 
     @property
     def seconds(self) -> float:
@@ -67,19 +71,38 @@ class StepFloors:
     serving: Serving
     arch: ArchTraits
     choices: Mapping[str, Choice]
+    crosses_machines: bool = False
+    """Whether ranks that add up are on several machines."""
 
     def decode(self, num_requests: int, length: int) -> Floor:
         """One token for each of `num_requests` requests, all `length` tokens long."""
         read = self._weight_bytes(num_requests) + num_requests * self._cache_bytes(length)
         pairs = sum(self._attended(layer, length, _entries) for layer in self.model.layers)
-        return self._floor(read, num_requests, num_requests * pairs, num_requests)
+        return self._floor(read, num_requests, num_requests * pairs, num_requests, self._exchanged(num_requests))
 
     def prefill(self, num_tokens: int) -> Floor:
         """A prompt that nothing is cached of; logits of its last token."""
         pairs = sum(self._attended(layer, num_tokens, _entries_of_all) for layer in self.model.layers)
         return self._floor(self._weight_bytes(num_tokens), num_tokens, pairs, 1)
 
-    def _floor(self, read: float, tokens: int, attention: float, logits: int) -> Floor:
+    def _exchanged(self, num_requests: int) -> list[float]:
+        """The bytes of each collective in which ranks that share out tokens gather queries, and exchange what each made
+        of its own: those that one rank receives or keeps, of half of which an all-reduce would take as long."""
+        ranks, sizes = self.serving.ranks, []
+        for site in (site_of(layer.mixer, ranks.tp_size, ranks.dcp_size) for layer in self.model.layers):
+            if site is not None and site.token_ranks > 1:
+                heads = num_requests * site.gathered.num_heads * self._item
+                sizes += [float(heads * site.shape.head_dim), float(heads * site.shape.v_head_dim)]
+        return sizes
+
+    def exchange_seconds(self, num_requests: int) -> float:
+        """Returns the seconds of these collectives in a decode step, by NCCL as measured."""
+        return self._exchange_seconds(self._exchanged(num_requests))
+
+    def _exchange_seconds(self, exchanged: Sequence[float]) -> float:
+        return sum(nccl_seconds(self.serving.dcp_size, size / 2) for size in exchanged)
+
+    def _floor(self, read: float, tokens: int, attention: float, logits: int, exchanged: Sequence[float] = ()) -> Floor:
         flops, seconds = attention, self._seconds_of(attention, HALF)
         head = self.model.head_quant
         products = [(f"linear/{head.scheme}" if head else "linear", 2.0 * self._head.rows * self._head.cols * logits)]
@@ -91,11 +114,17 @@ class StepFloors:
         message = tokens * self.model.hidden_size * KV_DTYPE_BYTES[self.serving.dtype]
         ranks, reduces = self.serving.tp_size, self._reduces
         sent = reduces * 2 * (ranks - 1) / ranks * message
-        nccl = reduces * nccl_seconds(ranks, message) if ranks > 1 and self.link != "NVLink" else 0.0
+        sharing = self.serving.dcp_size
+        sent += sum(exchanged) * (sharing - 1) / sharing
+        nccl = 0.0
+        if ranks > 1 and self.link != "NVLink":
+            nccl = reduces * nccl_seconds(ranks, message) + self._exchange_seconds(exchanged)
         return Floor(read, read / self.arch.bandwidth, flops, seconds, sent, sent / LINK_RATES[self.link], nccl)
 
     @property
     def link(self) -> str:
+        if self.crosses_machines:
+            return BETWEEN_MACHINES
         return "NVLink" if "nvlink" in self.arch.features else "PCIe 5 x16"
 
     def _instructions(self, key: str) -> tuple[str, ...]:
@@ -153,7 +182,7 @@ class StepFloors:
         return (used / self.serving.ep_size + experts.fused_shared) / matrix.experts
 
     def _cache_bytes(self, length: int) -> float:
-        caches = (cache for layer in self.model.layers for cache in layer.mixer.caches(self.serving))
+        caches = (cache for layer in self.model.layers for cache in layer.caches(self.serving))
         return sum(cache.entry_bytes * self._read(cache, length, _entries) for cache in caches)
 
     def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
@@ -163,8 +192,10 @@ class StepFloors:
         reach, rate = float(length), float(cache.entries_per_token)
         if isinstance(cache.lifetime, Window):
             reach = cache.lifetime.tokens
-        elif self._index_top_k and cache.name in CHOSEN_BY_INDEX:
-            reach = self._index_top_k / rate
+        elif self._index_top_k and (cache.name in CHOSEN_BY_INDEX or (cache.name == "kv" and cache.neighbours > 1)):
+            reach = self._index_top_k / (rate * cache.token_ranks)
+        elif self._block_budget and cache.name == "kv":
+            reach = self._block_budget
         return count(length, min(reach, length), rate)
 
     @cached_property
@@ -172,6 +203,12 @@ class StepFloors:
         """0: no layer has an indexer."""
         indexers = (getattr(layer.mixer, "indexer", None) for layer in self.model.layers)
         return next((indexer.top_k for indexer in indexers if indexer is not None), 0)
+
+    @cached_property
+    def _block_budget(self) -> int:
+        """Tokens in the blocks that are selected at most; 0: no layer selects blocks."""
+        mixers = (layer.mixer for layer in self.model.layers)
+        return next((mixer.budget for mixer in mixers if isinstance(mixer, PooledSparse)), 0)
 
     def _attended(self, layer: LayerSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Operations of a rank's heads over what they attend to, without an indexer's scores."""
@@ -182,7 +219,8 @@ class StepFloors:
         if isinstance(mixer, MLA) and count is _entries_of_all:
             dims = mixer.qk_dim + mixer.v_dim
         caches = [c for c in mixer.caches(self.serving) if not isinstance(c.lifetime, PerRequest) and c.name != "index"]
-        return 2.0 * shape.num_heads * dims * sum(self._read(cache, length, count) for cache in caches)
+        # Of tokens that ranks share out each attends to its own, with the heads of all.
+        return 2.0 * shape.num_heads * dims * sum(self._read(c, length, count) * c.token_ranks for c in caches)
 
     @cached_property
     def _reduces(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.explain import Explanation, explain
@@ -13,6 +13,8 @@ from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.plan import serving_of
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.server_args import ServerArgs
@@ -20,24 +22,30 @@ from sglang.srt.server_args import ServerArgs
 GIB = 1024**3
 CLEARLY = 1.02
 """Times the speed of another layout, to be called faster."""
+ADDRESS = "10.0.0.1:50000"
+"""Stands for an address of machine 0 in the network between the machines."""
 UNEVEN = 0.9
 """The weight of the average rank's rate where each has whole experts: a guess; they must be clearly better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each."""
+    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each, and
+    `dcp_size` share out the tokens of the cache; each server on `machines` machines."""
 
     tp_size: int
     servers: int
     ep_size: int = 1
     pp_size: int = 1
+    dcp_size: int = 1
+    machines: int = 1
 
     @property
     def flags(self) -> list[str]:
         experts = ["--ep", str(self.ep_size)] if self.ep_size > 1 else []
         stages = ["--pp", str(self.pp_size)] if self.pp_size > 1 else []
-        return ["--tp", str(self.tp_size), *experts, *stages]
+        tokens = ["--dcp-size", str(self.dcp_size)] if self.dcp_size > 1 else []
+        return ["--tp", str(self.tp_size), *experts, *stages, *tokens]
 
     @property
     def gpus_each(self) -> int:
@@ -51,13 +59,27 @@ class Layout:
     def __str__(self) -> str:
         experts = f" EP {self.ep_size}" if self.ep_size > 1 else ""
         stages = f" x PP {self.pp_size}" if self.pp_size > 1 else ""
-        return f"TP {self.tp_size}{experts}{stages}" + (f" x {self.servers} servers" if self.servers > 1 else "")
+        tokens = f" DCP {self.dcp_size}" if self.dcp_size > 1 else ""
+        machines = f" on {self.machines} machines" if self.machines > 1 else ""
+        return f"TP {self.tp_size}{experts}{stages}{tokens}{machines}" + (
+            f" x {self.servers} servers" if self.servers > 1 else ""
+        )
 
-    def commands(self, words: Sequence[str], a_machine: bool = False) -> list[str]:
-        """The command that starts the servers, as replicas behind one address. `a_machine`: each has a machine of its
-        own, where the command starts one."""
-        replicas = ["--dp", str(self.servers)] if self.servers > 1 and not a_machine else []
-        return [shlex.join(["sglang", "serve", *words, *self.flags, *replicas])]
+    @property
+    def crosses_machines(self) -> bool:
+        """Returns whether ranks of one stage are on several machines."""
+        return (self.gpus_each // self.machines) % self.tp_size > 0
+
+    def commands(self, words: Sequence[str], a_machine: int | None = None) -> list[str]:
+        """The command that starts the servers of a machine, as replicas behind one address; for a server on several
+        machines, the one of each. `a_machine`: at most so many of the servers on one; None: all."""
+        replicas = self.servers if a_machine is None else min(self.servers, a_machine)
+        together = ["--dp", str(replicas)] if replicas > 1 and self.machines == 1 else []
+        command = ["sglang", "serve", *words, *self.flags, *together]
+        if self.machines == 1:
+            return [shlex.join(command)]
+        meeting = ["--nnodes", str(self.machines), "--dist-init-addr", ADDRESS]
+        return [shlex.join([*command, *meeting, "--node-rank", str(rank)]) for rank in range(self.machines)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +145,7 @@ class Survey:
 
     explanation: Explanation  # of the first layout
     gpus: int
+    nodes: int
     load: Load
     prospects: tuple[Prospect, ...]
     refused: tuple[tuple[Layout, str], ...]
@@ -141,50 +164,74 @@ class Survey:
         return max(able, key=lambda p: p.one_request_per_second, default=None)
 
 
-def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_memory: int | None) -> Survey:
+def survey(
+    words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_memory: int | None, nodes: int = 1
+) -> Survey:
     """`words`: flags of the server, without those of the layout. `free_memory`: bytes of a GPU before anything is
-    loaded. Raises UserError for a model or flags that cannot be read."""
+    loaded. `nodes`: machines that a server may span, each with as many of the GPUs. Raises UserError for a model or
+    flags that cannot be read."""
+    each = gpus // nodes
+    gpus_of_one = each if nodes > 1 else arch.gpus_per_machine
     prospects, refused, tuned = [], [], []
     first: Explanation | None = None
-    for layout in _layouts(gpus, arch.gpus_per_machine or gpus):
+    for layout in _layouts(gpus, gpus if nodes > 1 else arch.gpus_per_machine or gpus):
+        if nodes > 1:
+            if layout.gpus_each > each and layout.gpus_each % each:
+                continue
+            layout = replace(layout, machines=-(-layout.gpus_each // each))
         if layout.ep_size > 1 and (first is None or first.model.experts is None):
             continue
-        args = ServerArgs.from_cli([*words, *layout.flags], prog="sglang plan")
+        if layout.dcp_size > 1 and not (
+            first is not None and _shares_latents(first.model) and "--dcp-size" not in words
+        ):
+            continue
+        meeting = ["--nnodes", str(layout.machines), "--dist-init-addr", ADDRESS] if layout.machines > 1 else []
+        args = ServerArgs.from_cli([*words, *layout.flags, *meeting], prog="sglang plan")
         explained = explain(args, arch, frozenset({"triton"}), free_memory, advises=False)
         first = first or explained
         problem = explained.refused or explained.unfit or _unplanned(explained)
         if problem is not None:
             refused.append((layout, problem))
             continue
-        prospects.append(_prospect(args, words, layout, explained, load))
+        prospects.append(_prospect(args, words, layout, explained, load, gpus_of_one))
         if explained.moe_tiles:
             tuned.append((layout, explained.moe_tiles))
     assert first is not None
-    return Survey(first, gpus, load, tuple(prospects), tuple(refused), tuple(tuned))
+    return Survey(first, gpus, nodes, load, tuple(prospects), tuple(refused), tuple(tuned))
 
 
 def _layouts(gpus: int, most: int) -> Iterator[Layout]:
     """Yields layouts with every number of GPUs a server, `most` of one machine, whose experts are shared by their dims,
-    or whole; then one server of all GPUs in stages, for models that fewer GPUs have no room for."""
+    or whole, or whose latents are shared out; then one server of all GPUs in stages, for models that fewer GPUs have no
+    room for."""
     for tp_size in range(1, min(gpus, most) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
             yield Layout(tp_size, gpus // tp_size, tp_size)
+            yield Layout(tp_size, gpus // tp_size, dcp_size=tp_size)
         if gpus % tp_size == 0 and tp_size < gpus <= most:
             yield Layout(tp_size, 1, pp_size=gpus // tp_size)
+
+
+def _shares_latents(model: ModelDescription) -> bool:
+    """Returns whether every rank would hold the same latents, which most ranks can share out."""
+    return any(isinstance(layer.mixer, MLA) for layer in model.layers)
 
 
 def _unplanned(explained: Explanation) -> str | None:
     return None if explained.plan is not None else "nothing is planned for this device"
 
 
-def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained: Explanation, load: Load) -> Prospect:
+def _prospect(
+    args: ServerArgs, words: Sequence[str], layout: Layout, explained: Explanation, load: Load, a_machine: int
+) -> Prospect:
+    """a_machine: the GPUs of one; 0: all."""
     assert explained.plan is not None
     model, plan = explained.model, explained.plan
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
     serving = with_pages(args, model, serving)
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
-    floors = StepFloors(model, serving, explained.arch, choices)
+    floors = StepFloors(model, serving, explained.arch, choices, layout.crosses_machines)
     most = requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), most))
     a_step = -(-each // layout.pp_size)  # stages compute different requests at the same time, which take turns
@@ -199,9 +246,9 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
         loaded=floors.decode(a_step, load.length),
         requests_per_server=each,
         prefill=floors.prefill(load.length),
-        commands=tuple(layout.commands(words, explained.arch.gpus_per_machine == 1)),
+        commands=tuple(layout.commands(words, a_machine // layout.gpus_each if a_machine else None)),
         notes=explained.notes,
-        predicted=predict(model, serving, explained.arch, a_step, load.length),
+        predicted=predict(model, serving, explained.arch, a_step, load.length) if layout.machines == 1 else None,
         starts=explained.problem is None,
     )
 
@@ -213,12 +260,20 @@ def requests_that_fit(plan: dict[str, Any], length: int) -> int:
     return int(min(fits)) if length <= plan["context_len"] else 0
 
 
-def check_counts(gpus: int, load: Load) -> None:
+def check_counts(gpus: int, load: Load, nodes: int = 1, arch: ArchTraits | None = None) -> None:
     """Raises UserError."""
     for flag, value, most in (
         ("--gpus", gpus, 1024),
+        ("--nodes", nodes, 1024),
         ("--length", load.length, 1 << 24),
         ("--concurrency", load.concurrency, 1 << 20),
     ):
         if not 1 <= value <= most:
             raise UserError(f"{flag} must be from 1 to {most:,}; got {value:,}.")
+    if gpus % nodes:
+        raise UserError(f"--nodes {nodes} does not divide --gpus {gpus}: every machine has as many.")
+    if arch is not None and nodes > 1 and 0 < arch.gpus_per_machine < gpus // nodes:
+        raise UserError(
+            f"--gpus {gpus} over --nodes {nodes} are {gpus // nodes} GPUs a machine, and one with a"
+            f" {arch.product} has {arch.gpus_per_machine}."
+        )

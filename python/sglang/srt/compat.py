@@ -35,7 +35,10 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("attention_backend", "FLASHINFER"): "flashinfer",
     ("attention_backend", "FLASH_ATTN"): "flash_attn",
     ("attention_backend", "TRITON_ATTN"): "triton",
-    **{("speculative_algorithm", name.lower()): name for name in "NGRAM STANDALONE EAGLE EAGLE3 NEXTN DFLASH".split()},
+    **{
+        ("speculative_algorithm", name.lower()): name
+        for name in "NGRAM STANDALONE EAGLE EAGLE3 NEXTN DFLASH DSPARK".split()
+    },
     ("speculative_algorithm", "FROZEN_KV_MTP"): "NEXTN",  # what SGLang makes of it where the draft is an assistant
     ("speculative_algorithm", "frozen_kv_mtp"): "NEXTN",
     ("load_balance_method", "shortest_queue"): "total_requests",
@@ -150,8 +153,8 @@ class RefusedValues:
 _NOT_READ = (
     "sm120-sglang does not read the format {{}} yet; {} auto chooses by the chat template among those that it reads"
 )
-_FORMATS_NOT_READ = frozenset("beam cohere_command4 hunyuan inkling k2_horizon kimi_k3 muse response_template".split())
-_OTHER_DRAFTERS = frozenset("DSPARK UNO".split())
+_FORMATS_NOT_READ = frozenset("beam cohere_command4 inkling k2_horizon kimi_k3 muse response_template".split())
+_OTHER_DRAFTERS = frozenset({"UNO"})
 REFUSED_VALUES: Mapping[str, RefusedValues] = {
     "speculative_algorithm": RefusedValues(
         "drafts of the kind {} are not supported yet; take NEXTN where the model brings layers for its drafts, EAGLE3"
@@ -185,6 +188,11 @@ class TuningValues:
 
 
 TUNING_VALUES: Mapping[str, TuningValues] = {
+    "dcp_comm_backend": TuningValues(
+        "a2a",
+        "parts are exchanged by the library that all collectives use",
+        frozenset({"fi_a2a"}),
+    ),
     "load_format": TuningValues(
         "auto",
         "safetensors are read in one way",

@@ -13,13 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.cli_args import flag
-from sglang.srt.configs.speculative import DRAFT_MODEL_NEEDED, NGRAM
+from sglang.srt.configs.speculative import DFLASH, DRAFT_MODEL_NEEDED, DSPARK, NGRAM
 
 OUR_SAMPLING = (None, "pytorch")
 ONE_SAMPLER = "sampling has one implementation for each device"
 _API_KEY = re.compile(r"[^\s\x00-\x1f\x7f]([^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
 _HOST_AND_PORT = re.compile(r"(tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}")
 _ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
+
+
+def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
+    if args.enable_hierarchical_cache and args.disable_radix_cache:
+        text = "--enable-hierarchical-cache keeps cached prefixes, of which --disable-radix-cache leaves none."
+        yield {"enable_hierarchical_cache", "disable_radix_cache"}, text
+    if args.enable_hierarchical_cache and args.dcp_size > 1:
+        text = (
+            f"--enable-hierarchical-cache does not keep caches whose tokens --dcp-size {args.dcp_size} shares out."
+            " Remove one of them."
+        )
+        yield {"enable_hierarchical_cache", "dcp_size"}, text
+    if args.hicache_write_policy == "write_back":
+        text = (
+            "--hicache-write-policy write_back is not supported: prefixes are copied before they are evicted, so that"
+            " no request waits for it. Use write_through or write_through_selective."
+        )
+        yield {"hicache_write_policy"}, text
+    if args.hicache_ratio is not None and args.hicache_ratio <= 0:
+        yield {"hicache_ratio"}, f"--hicache-ratio must be above 0; got {args.hicache_ratio:g}."
+    if args.hicache_host_memory_fraction <= 0:
+        yield {"hicache_host_memory_fraction"}, "--hicache-host-memory-fraction must be above 0."
 
 
 def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
@@ -39,6 +61,7 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if page is not None and args.max_total_tokens is not None and args.max_total_tokens < page:
         text = f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} tokens."
         yield {"max_total_tokens", "page_size"}, text
+    yield from _of_host_cache(args)
     if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
         text = "--retraction-policy priority needs --enable-priority-scheduling."
         yield {"retraction_policy", "enable_priority_scheduling"}, text
@@ -62,6 +85,9 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
         text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
         yield {"cuda_graph_bs", "disable_cuda_graph"}, text
+    if args.ple_offload_embedding and args.no_ple_offload_embedding:
+        text = "--ple-offload-embedding and --no-ple-offload-embedding contradict each other; remove one."
+        yield {"ple_offload_embedding", "no_ple_offload_embedding"}, text
     yield from _of_media(args)
     yield from _of_speculation(args)
 
@@ -107,6 +133,7 @@ _SPECULATION_ONLY = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "speculative_dflash_block_size",
+    "speculative_dspark_block_size",
     "speculative_adaptive",
     "speculative_adaptive_config",
     "speculative_ngram_external_corpus_path",
@@ -135,6 +162,27 @@ def _of_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
     if algorithm != NGRAM and args.speculative_ngram_external_corpus_path is not None:
         text = "--speculative-ngram-external-corpus-path needs --speculative-algorithm NGRAM."
         yield {"speculative_algorithm", "speculative_ngram_external_corpus_path"}, text
+    yield from _of_blocks(args)
     if args.is_embedding:
         text = "--is-embedding generates no tokens that could be guessed; remove --speculative-algorithm."
         yield {"speculative_algorithm", "is_embedding"}, text
+
+
+def _of_blocks(args: Any) -> Iterator[tuple[set[str], str]]:
+    """Yields what contradicts itself among the numbers of tokens and of guesses of a block."""
+    tokens = args.speculative_num_draft_tokens
+    for kind, name, more in (
+        (DFLASH, "speculative_dflash_block_size", 0),
+        (DSPARK, "speculative_dspark_block_size", 1),
+    ):
+        size = getattr(args, name)
+        if size is None:
+            continue
+        if args.speculative_algorithm != kind:
+            yield {name, "speculative_algorithm"}, f"{flag(name)} needs --speculative-algorithm {kind}."
+        if tokens is not None and tokens != size + more:
+            text = (
+                f"--speculative-num-draft-tokens {tokens} and {flag(name)} {size} contradict each other: the second"
+                f" asks for {size + more} tokens of each request in a step. Remove one."
+            )
+            yield {name, "speculative_num_draft_tokens"}, text

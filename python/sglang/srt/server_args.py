@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
 from sglang.srt.compat import FOREIGN_KERNELS
 from sglang.srt.configs.load_balance import BALANCE_METHODS
+from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
@@ -109,6 +110,12 @@ class ServerArgs:
     cpu_offload_gb: float = option(
         0.0, MODEL, "Weights stay in GPU memory: a model that fits starts with a warning.", minimum=0
     )
+    ple_offload_embedding: bool = option(
+        False,
+        MEMORY,
+        "Keep tables of n-grams (Qwen3.8-Flash-Next) in pinned host memory. By default only if GPUs have no room.",
+    )
+    no_ple_offload_embedding: bool = option(False, MEMORY, "Keep tables of n-grams in GPU memory in any case.")
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )
@@ -217,6 +224,20 @@ class ServerArgs:
         "--expert-parallel-size",
         minimum=1,
     )
+    dcp_size: int = option(
+        1,
+        PARALLEL,
+        "Ranks of --tp-size that share out the tokens of latents, or of a KV head that all of them would hold.",
+        "--decode-context-parallel-size",
+        minimum=1,
+    )
+    dcp_comm_backend: str = option(
+        "a2a",
+        PARALLEL,
+        "How these ranks merge what each attends to. a2a: one exchange of parts and sums; ag_rs: a gather of the sums "
+        "and a reduce-scatter of the weighted parts.",
+        choices=MERGE_METHODS,
+    )
     disable_custom_all_reduce: bool = option(False, PARALLEL, "Let the GPUs exchange data through NCCL alone.")
     enable_flashinfer_allreduce_fusion: bool = option(
         False, PARALLEL, "Add up, where a norm follows, with FlashInfer's kernel, if it is installed and can."
@@ -274,6 +295,29 @@ class ServerArgs:
     )
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
+    enable_hierarchical_cache: bool = option(
+        False, MEMORY, "Keep cached prefixes in main memory, too, and load them from there.", "--enable-hicache"
+    )
+    hicache_ratio: float | None = option(
+        None, MEMORY, "Size of the cache in main memory over the GPU's. None: 2, or what fits.", minimum=0
+    )
+    hicache_size: float = option(
+        0.0, MEMORY, "Size of the cache in main memory of each GPU, in GB, in place of --hicache-ratio.", minimum=0
+    )
+    hicache_host_memory_fraction: float = option(
+        0.8,
+        MEMORY,
+        "Share of free main memory for this cache, of all GPUs together, where no size is given.",
+        minimum=0,
+        maximum=1,
+    )
+    hicache_write_policy: str = option(
+        "write_through_selective",
+        MEMORY,
+        "When prefixes are copied to main memory: as soon as they are computed, or when a second request uses them.",
+        choices=("write_through", "write_through_selective"),
+        explained=("write_back",),
+    )
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
 
     # --- kernels
@@ -331,7 +375,8 @@ class ServerArgs:
         None,
         SPECULATION,
         "Who guesses tokens that a step verifies: earlier tokens (NGRAM), a small model (STANDALONE), a head (EAGLE, "
-        "EAGLE3), the model's own layers for it (NEXTN). Answers are the same, token for token.",
+        "EAGLE3), the model's own layers for it (NEXTN), a draft of blocks (DFLASH, DSPARK). Answers are the same, "
+        "token for token.",
         choices=(*ALGORITHMS, NEXTN),
     )
     speculative_draft_model_path: str | None = option(
@@ -374,6 +419,13 @@ class ServerArgs:
         "For DFLASH, another name of that; as the draft was trained if not given.",
         minimum=2,
         maximum=MOST_DRAFT_TOKENS,
+    )
+    speculative_dspark_block_size: int | None = option(
+        None,
+        SPECULATION,
+        "For DSPARK, guesses of each request in a step; as the draft was trained if not given.",
+        minimum=1,
+        maximum=MOST_DRAFT_TOKENS - 1,
     )
     speculative_adaptive: bool = option(
         False, SPECULATION, "Choose by load and acceptance among no guesses and those that the flags allow."

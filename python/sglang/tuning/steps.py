@@ -7,19 +7,21 @@ total(rows).seconds
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import FeedForward, HyperConnections, LayerSpec, Matrix, Serving
+from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, Serving
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.tuning.attention_model import Keys, Prompt
@@ -201,6 +203,9 @@ def _layer(
 def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
     if isinstance(layer.residual, HyperConnections):
         yield "hyper_connection", HyperConnection(tokens, hidden, layer.residual.streams)
+    if isinstance(layer.residual, GatedStreams):
+        yield from _gated_streams(layer.residual, tokens, hidden)
+        return
     yield "fused_add_rmsnorm", Elementwise("fused_add_rmsnorm", 8.0 * tokens * hidden)
 
 
@@ -214,9 +219,18 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
         if mixer.output_gate:
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
-        yield _attention(step, heads, kv, dims, item, mixer.window)
+        if mixer.head_gate:
+            yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
+        sharing = mixer.token_ranks(tp, serving.dcp_size)
+        yield from _gathered_queries(step, sharing, heads * dims[0])
+        if mixer.indexer is not None and step.context > mixer.top_k:
+            yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
+        else:
+            own = _own_tokens(step, sharing)
+            yield _attention(own, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window)
+        yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
-        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item)
+        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, mixer.token_ranks(tp, serving.dcp_size))
     elif isinstance(mixer, GatedDelta):
         heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
         channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
@@ -235,6 +249,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
     elif isinstance(mixer, CompressedSparse):
         yield from _compressed(mixer, step, mixer.num_heads // tp)
+    elif isinstance(mixer, PooledSparse):
+        yield from _pooled(mixer, step, tp, item)
 
 
 def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int, window: int = 0) -> tuple[str, Op]:
@@ -248,7 +264,38 @@ def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
     )
 
 
-def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
+def _own_tokens(step: Step, sharing: int) -> Step:
+    """A rank decodes over its own tokens where `sharing` ranks share them out; prompts have all."""
+    return replace(step, context=-(-step.context // sharing)) if step.decodes else step
+
+
+def _gathered_queries(step: Step, sharing: int, elements: int) -> Iterator[tuple[str, Op]]:
+    """elements: of a token's queries on one rank."""
+    if sharing > 1 and step.decodes:
+        yield "all_gather of queries", AllGather(2 * step.tokens * elements * sharing, sharing)
+
+
+def _exchanged_parts(step: Step, sharing: int, elements: int) -> Iterator[tuple[str, Op]]:
+    """As an all-gather of as many bytes. elements: of a token's outputs on one rank."""
+    if sharing > 1 and step.decodes:
+        yield "exchange of parts", AllGather(2 * step.tokens * elements * sharing, sharing)
+
+
+def _blocks(
+    indexer: BlockIndexer, step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
+) -> Iterator[tuple[str, Op]]:
+    """The indexer's scores, of requests that decode by the bytes of their keys and of prompts as one product in 16
+    bits; attention as in a window of as many tokens as are chosen. Of prompts that is too little: neighbours of a
+    window share what they read, and blocks are read for each token, if from the L2 cache."""
+    dim, context = indexer.head_dim, _mean_context(step)
+    if step.decodes:
+        yield "block_indexer", Elementwise("block_indexer", 2.0 * dim * step.batch * context, 2)
+    else:
+        yield "block_indexer", Linear(step.tokens * kv, context, dim)
+    yield "block_attention", _attention(step, heads, kv, dims, item, indexer.top_k)[1]
+
+
+def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iterator[tuple[str, Op]]:
     """Absorbed where a step decodes or selects; other prompts over keys and values that are made of latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
@@ -258,13 +305,16 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str
         yield "sparse_indexer", EntryChoice(tokens, _mean_context(step), step.batch, mixer.indexer.num_heads)
     if step.decodes or selects:
         yield "latent_absorb", LatentAbsorb(tokens, heads, lora, mixer.nope_dim)
+        yield from _gathered_queries(step, sharing, heads * mixer.latent_dim)
         if selects:
             stored = step.batch * step.context
-            sizes = (tokens, mixer.top_k, stored, heads, mixer.latent_dim, lora, item)
+            sizes = (tokens, mixer.top_k, stored, heads * sharing, mixer.latent_dim, lora, item)
             yield "sparse_attention", SelectedAttention(*sizes)
         else:
-            keys_of = Keys(step.batch, step.context, heads, 1, mixer.latent_dim, lora, item, True)
+            own = _own_tokens(step, sharing).context
+            keys_of = Keys(step.batch, own, heads * sharing, 1, mixer.latent_dim, lora, item, True)
             yield "decode_attention", DecodeAttention(keys_of)
+        yield from _exchanged_parts(step, sharing, heads * lora)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
     else:
         yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)
@@ -295,6 +345,30 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tup
     groups = max(1, mixer.o_groups * heads // mixer.num_heads)
     # Group by group, with the bytes and operations of one product of this size.
     yield "attn.o_a", Linear(tokens, groups * mixer.o_lora_rank, mixer.group_dim)
+
+
+def _pooled(mixer: PooledSparse, step: Step, tp_size: int, item: int) -> Iterator[tuple[str, Op]]:
+    """Attention to selected blocks as that of as many requests that decode over so many tokens."""
+    shares, index, dims = mixer.shares(tp_size), mixer.indexer, mixer.heads
+    heads, kv = shares.padded_heads, shares.padded_kv_heads
+    tokens, blocks = step.tokens, _mean_context(step) // mixer.block
+    size = 2.0 * tokens * (2 * heads + 3 * kv) * dims.head_dim
+    yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
+    yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * index.head_dim, 2)
+    if blocks > index.top_k:
+        yield "sparse_indexer", EntryChoice(tokens, blocks, step.batch, index.num_heads)
+    seen = min(_mean_context(step), mixer.budget + mixer.block - 1)
+    keys = Keys(tokens, seen, heads, kv, dims.head_dim, dims.v_head_dim, item)
+    yield "selected_block_attention", DecodeAttention(keys)
+    yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * tokens * heads * dims.v_head_dim)
+
+
+def _gated_streams(residual: GatedStreams, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
+    """One of a layer's two blocks: the two products, and the launches around them."""
+    width = residual.streams * hidden
+    yield "gated_streams", Elementwise("gated_streams", 2.0 * tokens * (7 * width + 2 * hidden), 3)
+    yield "gated_streams.down", Linear(tokens, residual.rank + residual.streams, width)
+    yield "gated_streams.up", Linear(tokens, width, residual.rank)
 
 
 def _mean_context(step: Step) -> int:

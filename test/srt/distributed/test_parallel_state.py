@@ -44,6 +44,16 @@ def _rank(rank: int, size: int, folder: str) -> None:
     for dim in (0, 1, -1):
         assert torch.equal(groups.tp.all_gather(mine, dim), torch.cat(every, dim))
     assert torch.equal(groups.tp.all_gather(mine.T, 0), torch.cat([t.T for t in every], 0))
+    parts = torch.arange(size * 3).view(size, 3)
+    expected = torch.stack([parts[rank] + 100 * other for other in range(size)])
+    assert torch.equal(groups.tp.exchange(parts + 100 * rank), expected)
+    assert torch.equal(groups.tp.exchange((parts + 100 * rank).T.contiguous().T), expected)
+
+    for_each = torch.arange(4.0 * size).view(size, 2, 2) + 100 * rank
+    assert torch.equal(
+        groups.tp.reduce_scatter(for_each),
+        torch.arange(4.0 * size).view(size, 2, 2)[rank] * size + 100 * sum(range(size)),
+    )
 
     groups.experts.reduce_with(_OfVectors())
     assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"
@@ -135,6 +145,14 @@ def test_stages_have_groups_of_their_own() -> None:
     assert [(g.tp.rank, g.tp.size, g.pp.rank, g.pp.size) for g in groups] == [(r % 2, 2, r // 2, 3) for r in range(6)]
     assert [(g.ep.rank, g.expert_tp.size) for g in groups] == [(r % 2, 1) for r in range(6)]
     assert layout.leader == 4 and layout.name(4) == "PP2 TP0" and RankLayout(2).name(1) == "TP1"
+
+
+def test_ranks_that_share_out_tokens_are_neighbours() -> None:
+    """TP 4 x DCP 2 in two stages."""
+    layout = RankLayout(4, pp_size=2, dcp_size=2)
+    groups = [groups_of(layout, rank) for rank in range(layout.world_size)]
+    assert [(g.context.rank, g.context.size) for g in groups] == [(rank % 2, 2) for rank in range(8)]
+    assert layout.flags == "--tp-size 4 --pp-size 2 --dcp-size 2" and groups_of(RankLayout(4), 3).context.size == 1
 
 
 def _stage_rank(rank: int, folder: str) -> None:

@@ -91,6 +91,20 @@ def _glm(gap: str, tag: str = "tool_call") -> Callable[[Call], str]:
     return write
 
 
+def _hunyuan(suffix: str = "") -> Writer:
+    def write(call: Call) -> str:
+        values = "".join(
+            f"<arg_key{suffix}>{key}</arg_key{suffix}>\n<arg_value{suffix}>{_raw(value)}</arg_value{suffix}>\n"
+            for key, value in call[1].items()
+        )
+        return f"<tool_call{suffix}>{call[0]}<tool_sep{suffix}>\n{values}</tool_call{suffix}>\n"
+
+    section = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>")
+    return Writer(
+        _each(write, "", f"{section[0]}\n", section[1]), (*section, f"<tool_call{suffix}>", f"<arg_key{suffix}>")
+    )
+
+
 def _dsml(section: str, mark: str = "｜DSML｜") -> Writer:
     def write(call: Call) -> str:
         values = "".join(
@@ -244,6 +258,8 @@ WRITERS: dict[str, Writer] = {
     "deepseekv4": _dsml("tool_calls"),
     "deepseekv41": _dsml("calls", "｜DSML｜ "),
     "gigachat35": _dsml("tool_calls", "｜GCML｜"),
+    "hunyuan": _hunyuan(),
+    "hunyuan-opensource": _hunyuan(":opensource"),
     "qwen3_coder": Writer(_each(_qwen3_coder, "\n"), ("<tool_call>", "</tool_call>", "<function=", "</function>")),
     "minimax-m2": _invoke("minimax:tool_call"),
     "dots": _invoke("dots_function_call"),

@@ -36,7 +36,7 @@ def test_flags_name_every_format() -> None:
 
 
 NAMES = [(field, name) for field in FORMATS for name in f"{UPSTREAM_NAMES[field]} {OTHER_NAMES[field]}".split()]
-REFUSED = {"beam", "cohere_command4", "hunyuan", "inkling", "k2_horizon", "kimi_k3", "muse", "response_template"}
+REFUSED = {"beam", "cohere_command4", "inkling", "k2_horizon", "kimi_k3", "muse", "response_template"}
 """Formats whose templates are not public."""
 
 

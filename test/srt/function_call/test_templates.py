@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.output_formats import with_tags_of
 from sglang.srt.function_call.detection import Render, reasoning_format, tool_call_format
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.function_call.parser import OutputParser, parse
@@ -48,13 +50,23 @@ def _tagged(begin: str, call: str, key: str, value: str, after: str, end: str) -
     )  # fmt: skip
 
 
+_RAW = "{{ v if v is string else v | tojson }}"
+
+
+def _hunyuan(suffix: str) -> str:
+    return _tagged(
+        f"<tool_calls{suffix}>\n", f"<tool_call{suffix}>{{{{ f.name }}}}<tool_sep{suffix}>\n",
+        f"<arg_key{suffix}>{{{{ k }}}}</arg_key{suffix}>\n", f"<arg_value{suffix}>{_RAW}</arg_value{suffix}>\n", "",
+        f"</tool_call{suffix}>\n{{% endfor %}}</tool_calls{suffix}>",
+    )  # fmt: skip
+
+
 _GEMMA_VALUE = (
     "{% macro value(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}"
     "{% for k, e in v.items() %}{{ ',' if not loop.first }}{{ k }}:{{ value(e) }}{% endfor %}{{ '}' }}"
     "{% elif v is sequence %}[{% for e in v %}{{ ',' if not loop.first }}{{ value(e) }}{% endfor %}]"
     "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
 )
-_RAW = "{{ v if v is string else v | tojson }}"
 PUBLISHED = {
     "hermes": _chatml(
         "{% for c in m.tool_calls %}\n<tool_call>\n"
@@ -72,6 +84,10 @@ PUBLISHED = {
             "\n<minimax:tool_call>\n", '<invoke name="{{ f.name }}">\n', '<parameter name="{{ k }}">', _RAW,
             "</parameter>\n", "</invoke>\n{% endfor %}</minimax:tool_call>",
         )
+    ),
+    "hunyuan": _chatml(_hunyuan("")),
+    "hunyuan-opensource": _chatml(
+        _hunyuan(":opensource"), "<think:opensource>{{ m.reasoning_content }}</think:opensource>"
     ),
     "deepseekv4": _chatml(
         _tagged(
@@ -150,6 +166,9 @@ OTHERWISE = {
 """Templates that take calls in another form than most: name of the format, template."""
 
 
+OWN_THOUGHTS = ("gemma4", "gpt-oss", "hunyuan-opensource", "mistral")
+
+
 def templates() -> list[Any]:
     otherwise = [pytest.param(source, name, None, id=title) for title, (name, source) in OTHERWISE.items()]
     embedded = [pytest.param(EMBEDDED, name, form, id=f"embedded-{form}") for form, name in EMBEDDED_FORMATS.items()]
@@ -190,7 +209,7 @@ def test_messages_come_back(source: str, name: str, form: str | None) -> None:
     user = {"role": "user", "content": "question"}
     prompt = render(template, [user], form, prompt=True)
     calls_format = TOOL_CALL_FORMATS[name]
-    reasoning = REASONING_FORMATS[name if name in ("gemma4", "gpt-oss", "mistral") else "qwen3"]
+    reasoning = REASONING_FORMATS[name if name in OWN_THOUGHTS else "qwen3"]
     for _ in range(200):
         at_least = 1 if name in ("llama3", "pythonic", "gpt-oss") else 0
         calls = [random_call(rng) for _ in range(rng.randrange(at_least, 4))]
@@ -215,6 +234,7 @@ def test_auto_knows_the_format(source: str, name: str, form: str | None) -> None
     assert tool_call_format("SomeForCausalLM", probe) == name
     expected = {"gpt-oss": "gpt-oss", "mistral": "mistral", "minimax-m2": "minimax", "kimi_k2": "kimi_k2"}
     expected |= {"gemma4": "gemma4", "glm45": "glm45", "glm47": "glm45"}
+    expected |= {"hunyuan": "hunyuan", "hunyuan-opensource": "hunyuan-opensource"}
     if name != "gpt-oss":
         assert reasoning_format("SomeForCausalLM", template.sources, name) == expected.get(name, "qwen3")
 
@@ -227,3 +247,11 @@ def test_auto_where_there_is_nothing_to_know() -> None:
     assert tool_call_format("SomeForCausalLM", refusing.render_probe) is None
     assert tool_call_format("SomeForCausalLM", ChatTemplate(None, {}).render_probe) is None
     assert tool_call_format("GptOssForCausalLM", refusing.render_probe) == "gpt-oss"
+
+
+@pytest.mark.parametrize(("tokens", "name"), [((), "hunyuan"), (("<tool_calls:opensource>",), "hunyuan-opensource")])
+def test_tags_are_those_of_the_tokenizer(tokens: tuple[str, ...], name: str) -> None:
+    tokenizer = SimpleNamespace(token_id=lambda tag: tokens.index(tag) if tag in tokens else None)
+    assert with_tags_of(tokenizer, "hunyuan") == name  # type: ignore[arg-type]
+    assert with_tags_of(tokenizer, "glm47") == "glm47"  # type: ignore[arg-type]
+    assert with_tags_of(tokenizer, None) is None  # type: ignore[arg-type]

@@ -22,16 +22,21 @@ from sglang.srt.kernels.bands import band_of
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.tables import MIXED_ROWS
 from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops import latent_prompt
+from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
+from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
+from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
 from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
@@ -39,6 +44,8 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_bands import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
+from sglang.srt.layers.ngrams.kernels import NgramHash
+from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
@@ -47,6 +54,7 @@ from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,
     embedding,
+    gated_streams,
     gemv,
     hyper_connection,
     index_rope,
@@ -64,12 +72,23 @@ from sglang.srt.layers.triton_ops import (
     whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, HyperConnections, LayerSpec, Matrix
+from sglang.srt.plan.layer_spec import (
+    Absent,
+    AttentionShape,
+    FeedForward,
+    GatedStreams,
+    HyperConnections,
+    LayerSpec,
+    Matrix,
+)
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
@@ -79,6 +98,8 @@ from .published import LAYOUTS, accepted_layouts, described
 
 BF16 = torch.bfloat16
 CACHES = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+SEEING_THEMSELVES = ("Gemma4ForConditionalGeneration",)
+"""Models whose images see themselves both ways in layers with a window."""
 OWN_FORMAT_OF_BIASES = "mxfp4"
 MANY = 4096
 """Tokens of one step: for the largest tiles, and for the way of grouping that takes several launches."""
@@ -113,10 +134,16 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
         once(_MIXERS[type(layer.mixer)], layer.mixer, tp_size, arch)
+        if isinstance(layer.mixer, GQA) and layer.mixer.window and model.architecture in SEEING_THEMSELVES:
+            once(_images_both_ways, layer.mixer.attention_shape(tp_size), layer.mixer.window, arch)
         for block in layer.token_blocks:
             _feed_forward(once, block, model.hidden_size, tp_size, arch)
         if isinstance(layer.residual, HyperConnections):
             once(_hyper_connections, layer.residual.streams, model.hidden_size)
+        if isinstance(layer.residual, GatedStreams):
+            once(_gated_streams, layer.residual.streams, layer.residual.rank, model.hidden_size)
+        if isinstance(layer.ngrams, NgramEmbedding):
+            once(_ngrams, layer.ngrams, tp_size)
         whole, share = _matrices(layer, model.hidden_size, 1), _matrices(layer, model.hidden_size, tp_size)
         for matrix, of_all in zip(share, whole, strict=True):
             _dense_product(once, matrix, matrix.cols < of_all.cols, arch)
@@ -209,9 +236,44 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     if mixer.qk_norm == "whole":
         _whole_norm(shape)
     _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, latent=False)
+    if mixer.head_gate:
+        width = shape.num_heads * shape.head_dim
+        gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
+    if mixer.indexer is not None:
+        _block_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
     if mixer.output_gate:
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+
+
+def _block_sparse(shape: AttentionShape, indexer: BlockIndexer, rot: int, arch: ArchTraits) -> None:
+    """Index keys and their queries, scores and choices of blocks, and attention to them, of one token and of many."""
+    heads, dim, block, chosen = shape.num_kv_heads, indexer.head_dim, indexer.block, indexer.top_blocks
+    keys, weight = empty(SLOTS, 1, dim), empty(dim, dtype=torch.float32)
+    table = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+    for tokens, run in itertools.product((1, 100, 300), (1, 2, 8, 1000)):
+        positions = empty(tokens, dtype=torch.int64)
+        q, _, _ = rope_store.qk_norm_rope_store(
+            empty(tokens, (heads + 1) * dim), positions, empty(CONTEXT, rot, dtype=torch.float32), weight, weight, 1e-6,
+            heads, 1, dim, keys, None, positions,
+        )  # fmt: skip
+        rows = EntryRows(table, positions, empty(tokens, dtype=torch.int32), CONTEXT, run=run)
+        blocks = rows.blocks(block, heads)
+        scores = empty(tokens, heads, -(-blocks.max_count // 16) * 16, dtype=torch.float32)
+        for tile in attention_tiles("block_indexer", dim, dim, "bfloat16", arch.features):
+            block_scores(q, keys, rows, block, chosen, indexer.local_blocks, scores, tile=tile, num_sms=arch.num_sms)
+        selection = Selection(empty(tokens * heads, chosen, dtype=torch.int32), blocks.counts)
+        select_entries(scores.flatten(0, 1), blocks, chosen, selection.slots, selection.counts)
+        for dtype in CACHES:
+            k, v = (empty(SLOTS, heads, shape.head_dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
+            queries = empty(tokens, shape.num_heads, shape.head_dim)
+            for tile, sms in itertools.product(
+                attention_tiles("block_attention", shape.head_dim, shape.v_head_dim, dtype, arch.features), (1, 188)
+            ):
+                block_attention_fwd(
+                    queries, k, v, selection, rows.counts, block, empty(*queries.shape), scale=0.1, tile=tile,
+                    num_sms=sms,
+                )  # fmt: skip
 
 
 def _whole_norm(shape: AttentionShape) -> None:
@@ -272,6 +334,22 @@ def _attention(
                 q[:8], empty(8, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
                 scale=0.1, tile=tile, **layer,
             )  # fmt: skip
+
+
+def _images_both_ways(shape: AttentionShape, window: int, arch: ArchTraits) -> None:
+    """Rows of the step that are gathered, so that nothing lies between them."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    for dtype in CACHES:
+        cache = [empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv"]
+        q, k, v = (empty(100, count, dim) for count in (heads, kv_heads, kv_heads))
+        table, slots = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32), empty(8, dtype=torch.int64)
+        for tile in attention_tiles("extend_attention", dim, dim, dtype, arch.features):
+            for prefix in (True, False):
+                extend_attention_fwd(
+                    q, k, v, empty(100, heads, dim), *cache, table, slots, empty(8, dtype=torch.int32),
+                    empty(9, dtype=torch.int32), scale=0.1, tile=tile, has_prefix=prefix, causal=False,
+                    sliding_window=window,
+                )  # fmt: skip
 
 
 def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
@@ -352,6 +430,76 @@ def _compressors(mixer: CompressedSparse) -> None:
             cache = empty(SLOTS // mixer.rate, 1, dim)
             compressor.compress(rows, bias, state, at, at, at, empty(dim), 1e-6, cos_sin, cache, at)
             compressor.keep(rows, state, at, at, at)
+
+
+def _pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) -> None:
+    """The heads' store and gate, the indexer's keys, queries and choice, and attention to what it selects."""
+    heads, index, tokens = mixer.heads, mixer.indexer, 100
+    shape = heads.attention_shape(tp_size)
+    _rope_store(shape, heads)
+    width, dim = shape.num_heads * shape.head_dim, index.head_dim
+    gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+    at, cos_sin = empty(tokens, dtype=torch.int64), empty(CONTEXT, heads.rotary_dim, dtype=torch.float32)
+    weight, rows = empty(dim, dtype=torch.float32), empty(tokens, 2, dim, dtype=torch.float32)
+    keys, state = empty(SLOTS // mixer.block, 1, dim), empty(REQUESTS, mixer.block, 2, dim, dtype=torch.float32)
+    compressor.compress(
+        rows, empty(mixer.block, dim, dtype=torch.float32), state, at, at, at, weight, 1e-6, cos_sin, keys, at
+    )
+    compressor.keep(rows, state, at, at, at)
+    q = norm.rmsnorm(empty(tokens, index.num_heads, dim), weight, 1e-6)
+    tail_rotation.tail_rotation(q, at, cos_sin)
+    counts, slots = empty(tokens, dtype=torch.int32), empty(tokens, index.top_k, dtype=torch.int32)
+    table = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+    for run in (1, 1000):
+        entries = EntryRows(table, at, counts, CONTEXT // mixer.block, mixer.block, run)
+        logits, scores = (empty(tokens, wide, dtype=torch.float32) for wide in (entries.max_count, index.num_heads))
+        for tile in attention_tiles("sparse_indexer", dim, dim, "bfloat16", arch.features):
+            index_logits(q, scores, keys, None, entries, index.top_k, logits, tile=tile, num_sms=arch.num_sms)
+        select_entries(logits, entries, index.top_k, slots, counts)
+    chosen = BlockSelection(slots, counts, counts, counts, mixer.block)
+    queries, k_cache = empty(tokens, shape.num_heads, shape.head_dim), empty(SLOTS, shape.num_kv_heads, shape.head_dim)
+    group = shape.num_heads // shape.num_kv_heads
+    for tile in attention_tiles(
+        "selected_block_attention", shape.head_dim, shape.v_head_dim, "bfloat16", arch.features, group
+    ):
+        for some in (1, tokens):
+            part = BlockSelection(*(x[:some] for x in (slots, counts, counts, counts)), chosen.block)
+            selected_block_attention_fwd(
+                queries[:some], k_cache, k_cache, part, empty(some, *queries.shape[1:]), scale=0.1, tile=tile,
+                num_sms=arch.num_sms,
+            )  # fmt: skip
+
+
+def _gated_streams(streams: int, rank: int, hidden: int) -> None:
+    """Before the first block, between blocks, and behind the last one."""
+    for tokens in (1, 100):
+        x, weight = empty(tokens, streams, hidden), empty(streams, hidden, dtype=torch.float32)
+        for placed in (None, empty(tokens, streams, dtype=torch.float32)):
+            out = None if placed is None else empty(tokens, hidden)
+            gated_streams.place_and_norm(x, out, placed, weight, 1e-6)
+        for width in (rank + streams, rank):
+            gated_streams.bend(empty(tokens, width), rank, streams)
+        gated_streams.mix_streams(empty(tokens, streams * hidden), x)
+        norm.rmsnorm(empty(tokens, streams * hidden), empty(streams * hidden, dtype=torch.float32), 1e-6)  # of a draft
+
+
+def _ngrams(spec: NgramEmbedding, tp_size: int) -> None:
+    """Rows of tables in both types, and the values that go into the streams."""
+    heads, size, width = spec.num_heads // tp_size, spec.stream_size, spec.streams * spec.stream_size
+    numbers = empty(heads, dtype=torch.int64)
+    hashed = NgramHash(empty(spec.longest, dtype=torch.int64), numbers, numbers, 0, spec.heads, spec.end_token)
+    kept_ids = empty(REQUESTS, spec.longest - 1, dtype=torch.int32)
+    kept_rows, norms = empty(REQUESTS, spec.kept_tokens, width), empty(spec.streams, size, dtype=torch.float32)
+    for tokens in (1, 100):
+        at = empty(tokens, dtype=torch.int64)
+        requests = TokenRequests(at, at, at, at)
+        for dtype, scale in ((BF16, None), (torch.float8_e4m3fn, empty(1, dtype=torch.float32))):
+            table = empty(SLOTS, spec.dim, dtype=dtype)
+            ngram_embedding.ngram_rows(at, kept_ids, requests, hashed, table, scale, empty(tokens, heads * spec.dim))
+        streams = empty(tokens, spec.streams, size)
+        values, normed = ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
+        ngram_embedding.convolve_values(values, normed, empty(width, spec.taps), spec.longest, kept_rows, requests)
+        ngram_embedding.keep_tokens(at, normed, kept_ids, kept_rows, requests)
 
 
 def _hyper_connections(streams: int, hidden: int) -> None:
@@ -465,7 +613,10 @@ def _recurrent(
                 for num_sms in (1, 1000):
                     recurrence.recurrence_decode(*given, states, slots, result, num_sms)
         groups, weight = (heads, empty(value_dim)) if delta else (key_heads, empty(values))
-        gated_norm.gated_rmsnorm(result.view(tokens, groups, -1), gate, weight, 1e-6, gate_first=not delta)
+        for sigmoid in (False, True) if delta else (False,):
+            gated_norm.gated_rmsnorm(
+                result.view(tokens, groups, -1), gate, weight, 1e-6, gate_first=not delta, sigmoid=sigmoid
+            )
 
 
 def _absent(mixer: Absent, tp_size: int, arch: ArchTraits) -> None: ...
@@ -475,6 +626,7 @@ _MIXERS: dict[type, Callable[..., None]] = {
     GQA: _grouped_query,
     MLA: _latent,
     CompressedSparse: _compressed_sparse,
+    PooledSparse: _pooled_sparse,
     GatedDelta: _gated_delta,
     Mamba2: _mamba2,
     Absent: _absent,

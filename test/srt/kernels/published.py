@@ -36,7 +36,10 @@ def checkpoint(name: str, folder: Path) -> Path:
     config = config_files()[name]
     if config.name == "config.json":
         return config.parent
-    shutil.copy(config, folder / "config.json")
+    written = json.loads(config.read_text())
+    if isinstance(written.get("quantization_config", {}).get("quantized_layers"), list):
+        written["quantization_config"] = in_full(written["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(written))
     modelopt = config.with_name(f"{name}.hf_quant_config.json")
     if modelopt.exists():
         shutil.copy(modelopt, folder / "hf_quant_config.json")

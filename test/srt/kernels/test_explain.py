@@ -18,6 +18,8 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 
+from .published import checkpoint
+
 HERE = Path(__file__).parent
 MODELS = {
     "deepseek_v3": 8,
@@ -32,12 +34,15 @@ MODELS = {
     "kimi_k26_nvfp4": 8,
     "kimi_k2_thinking": 8,
     "minimax_m2": 4,
+    "minimax_m3_nvfp4": 4,
     "qwen3": 1,
     "qwen3_moe": 1,
     "qwen35": 1,
+    "qwen38_flash_next_nvfp4": 2,
 }
 """Configs as published, and the ranks over which they are divided. GLM-4.7's has what its model card says; Kimi K2
-Thinking's is K2's with the quantization of K2.5's NVFP4 checkpoint."""
+Thinking's is K2's with the quantization of K2.5's NVFP4 checkpoint, and Qwen3.8-Flash-Next's is what descriptions of it
+say."""
 LATENT = ("deepseek_v3", "deepseek_v31_nvfp4", "kimi_k25", "kimi_k25_nvfp4", "kimi_k26_nvfp4", "kimi_k2_thinking")
 GOLDEN = [
     *((name, arch) for name in MODELS for arch in ("sm_120", "sm_121")),
@@ -51,10 +56,7 @@ def model_dir(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
     where it is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    shutil.copy(HERE / "configs" / f"{request.param}.json", tmp_path / "model" / "config.json")
-    modelopt = HERE / "configs" / f"{request.param}.hf_quant_config.json"
-    if modelopt.exists():
-        shutil.copy(modelopt, tmp_path / "model" / "hf_quant_config.json")
+    checkpoint(request.param, tmp_path / "model")
     return "model"
 
 
@@ -203,7 +205,9 @@ MISSING = {
     "deepseek_v4": set(),
     "deepseek_v32": set(),
     "qwen35": set(),
+    "qwen38_flash_next_nvfp4": set(),
     "minimax_m2": set(),
+    "minimax_m3_nvfp4": set(),
     "glm47": set(),
     "gpt_oss": set(),
     "qwen3": set(),

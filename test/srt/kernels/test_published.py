@@ -36,6 +36,7 @@ RECIPES = (
     ("deepseek_v3", 8, "rtx-pro-6000-server"),
     ("deepseek_v31_nvfp4", 8, "rtx-pro-6000-server"),
     ("MiniMax-M2.7-NVFP4", 2, "rtx-pro-6000-server"),
+    ("minimax_m3_nvfp4", 4, "rtx-pro-6000-server"),
     # Its attention is published in 16 bits: 29.3 GiB of weights leave one card no room.
     ("Gemma-4-31B-IT-NVFP4", 2, "rtx-5090"),
 )

@@ -1,18 +1,20 @@
 """The largest logits of several ranks' columns are those of the whole rows: with ties, NaN, infinities, and columns
-that do not divide."""
+that do not divide. What is sampled of whole rows does not depend on which ranks have them."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import numpy as np
 import pytest
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.embedding import LMHead, _vocab_rows
-from sglang.srt.layers.sampler import _largest
-from sglang.srt.sampling.sampling_params import NO_TOKEN
+from sglang.srt.layers.sampler import Sampler, _largest
+from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
+from sglang.srt.sampling.sampling_table import SamplingTable
 
 VOCABULARIES = (5, 64, 97)
 """Of five tokens the last of four ranks has none."""
@@ -31,6 +33,14 @@ class Threads(Group):
         gathered = torch.cat([each for each in self.given if each is not None], dim)
         self.barrier.wait(60)
         return gathered
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) == self.size
+        self.given[self.rank] = x
+        self.barrier.wait(60)
+        received = torch.stack([each[self.rank] for each in self.given if each is not None])
+        self.barrier.wait(60)
+        return received
 
 
 class ColumnsOf(LMHead):
@@ -79,3 +89,54 @@ def test_the_first_of_the_largest(size: int) -> None:
     barrier, given = Barrier(size), [None] * size
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(check, [Threads(rank, barrier, given) for rank in range(size)]))
+
+
+def check_rows(group: Threads) -> None:
+    """Shares of rows are the rows of the whole, in order; those of one request stay together."""
+    for vocab_size in VOCABULARIES:
+        rows = rows_of(vocab_size)
+        head = ColumnsOf(vocab_size, group, padded=False)
+        for width, count in ((1, 40), (1, 17), (4, 40), (5, 40), (20, 40)):
+            shard = head.of_step(rows[:count])
+            share = head.whole_share(shard, width)
+            assert share.rows.start % width == 0 and share.rows.stop - share.rows.start == len(share.logits)
+            assert torch.equal(share.logits.nan_to_num(7.0), rows[:count][share.rows].nan_to_num(7.0))
+            assert torch.equal(share.gather(torch.arange(count)[share.rows]), torch.arange(count))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_shares_of_rows(size: int) -> None:
+    barrier, given = Barrier(size), [None] * size
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(check_rows, [Threads(rank, barrier, given) for rank in range(size)]))
+
+
+def test_rows_are_sampled_alike_whoever_has_them() -> None:
+    """Filters, biases, penalties and masks of some rows of a batch."""
+    vocab_size, count = 64, 24
+    table = SamplingTable(count + 1, vocab_size, "cpu")
+    for i in range(count):
+        params = SamplingParams(
+            temperature=(0.0, 0.7, 1.3)[i % 3],
+            top_k=(-1, 5)[i % 2],
+            top_p=(1.0, 0.8)[i // 2 % 2],
+            min_p=(0.0, 0.1)[i // 4 % 2],
+            frequency_penalty=(0.0, 1.5)[i // 3 % 2],
+            logit_bias={str(i): 3.0} if i % 5 == 0 else {},
+            sampling_seed=i,
+        )
+        table.set(i + 1, params, i, [1, 2, 2], [3], ())
+    slots = np.arange(1, count + 1)
+    logits, positions = torch.randn(count, vocab_size) * 3, torch.arange(count)
+    mask = torch.randint(-(2**31), 2**31 - 1, (count, 2), dtype=torch.int32)
+    sampler = Sampler(use_triton=False)
+    batch = table.view(slots, torch.from_numpy(slots))
+    whole = sampler(logits.clone(), batch, positions, mask, counts=False).next_token_ids
+    parts = [slice(0, 7), slice(7, 8), slice(8, 24)]
+    shares = [
+        sampler(logits[rows].clone(), batch.part(rows), positions[rows], mask[rows], counts=False) for rows in parts
+    ]
+    assert torch.equal(torch.cat([share.next_token_ids for share in shares]), whole)
+    batch.count(whole)
+    changed = sampler(logits.clone(), batch, positions, mask, counts=False).next_token_ids
+    assert not torch.equal(changed, whole), "what was drawn counts"

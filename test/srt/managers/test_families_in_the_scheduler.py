@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
-from srt.models.harness import TINY, VOCAB, save_tiny
+from srt.models.harness import TINY, VOCAB, reference_of, save_tiny
 
 NEW_TOKENS = 32
 NAMES = [name for name in TINY if "wide" not in name]
@@ -80,7 +80,7 @@ def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) ->
     assert tight.stats._cached - before >= len(prompts[3]), "the second one goes on from the first one's prefix"
 
 
-WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "gemma3", "gemma4", "gemma4_small")
+WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "step3p7", "gemma3", "gemma4", "gemma4_small")
 """Windows everywhere; with sinks; of every second layer or most; with caches that layers share."""
 
 
@@ -89,8 +89,10 @@ WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "gemma3", "gemma4", "gemma4
 def test_windows_and_chunks_of_every_relative_size(name: str, window: int, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": window}))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    config = json.loads(path.read_text())
+    config.get("text_config", config)["sliding_window"] = window
+    path.write_text(json.dumps(config))
+    model = reference_of(tmp_path)
     prompts = [prompt(1, 61), prompt(2, 17), prompt(1, 61)[:48] + [3]]
     for chunk, page in ((1, 1), (16, 4), (17, 1), (-1, 16)):
         check(model, scheduler(tmp_path, max_total_tokens=1024, chunked_prefill_size=chunk, page_size=page), prompts)

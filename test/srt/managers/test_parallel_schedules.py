@@ -36,18 +36,19 @@ TINY_MODELS = {
     "experts": ("qwen3_moe", {}),
     "experts of 8 heads": ("qwen3_moe", THIRDS),
     "latent": ("deepseek_v3", {}),
+    "blocks": ("minimax_m3", {}),
     "tied": ("qwen3_tied_bias", {"num_hidden_layers": 5}),
     "windows": ("qwen3_windows", {}),
     "states": ("qwen3_next", {"tie_word_embeddings": True}),
 }
 LAYOUTS = {
-    "TP2": (RankLayout(2), ("dense", "experts", "latent", "embedded")),
+    "TP2": (RankLayout(2), ("dense", "experts", "latent", "blocks", "embedded")),
     "TP3": (RankLayout(3), ("dense", "experts of 8 heads", "embedded")),
     "TP4": (RankLayout(4), ("dense", "latent", "embedded")),
     "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
     "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
     "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "embedded")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks")),
     "PP3": (RankLayout(pp_size=3), ("tied", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
@@ -114,13 +115,15 @@ def outcome(
     rendezvous: str | None,
     replayed: set[int] | None = None,
     known: dict[str, list[int]] | None = None,
+    **more: Any,
 ) -> Outcome:
     """replayed: steps go through graphs, and the numbers of requests of those that decode are added; None: no graphs.
     known: outputs of which guesses are made, of every third token wrong ones; None: no guesses."""
+    flags: dict[str, Any] = {"max_total_tokens": POOL, "chunked_prefill_size": CHUNK, "max_running_requests": 4, **more}
     args = ServerArgs.from_kwargs(
-        model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=POOL,
-        max_running_requests=4, chunked_prefill_size=CHUNK, schedule_conservativeness=0.01, random_seed=3,
-        tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
+        model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, random_seed=3,
+        schedule_conservativeness=0.01, tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
+        dcp_size=ranks.dcp_size, **flags,
     )  # fmt: skip
     if known is None:
         runner = create_runner(args, rank, rendezvous)
@@ -198,7 +201,7 @@ def test_ranks_give_the_tokens_of_one_process(
 GUESSING = {
     "one rank": (ONE_RANK, ("dense", "latent", "windows", "states")),
     "TP2": (RankLayout(2), ("dense", "states")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "windows", "states")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
 THOROUGH_GUESSES = {"one rank", "TP2 x PP2"}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.mem_cache import kv_table
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.known_texts import KnownTexts, verifying_runner
@@ -47,26 +49,32 @@ class World:
 
     name: str
     folder: Path
-    num_stages: int = 1
+    ranks: RankLayout = ONE_RANK
     rank: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the server."""
+    whole: int = 1
+    """The smallest page that holds whole entries of every cache."""
     prompts: list[list[int]] = field(default_factory=list)
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    runners: dict[tuple[int, str, int], tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
+    runners: dict[tuple[int, str, RankLayout], tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
 
-    def runner(self, page: int, guesses: str, num_stages: int = 1) -> tuple[ServerArgs, ModelRunner]:
-        key = page, guesses, num_stages
+    def runner(self, page: int, guesses: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
+        key = page, guesses, ranks
         if key not in self.runners:
             args = ServerArgs.from_kwargs(
                 model_path=str(self.folder), device="cpu", skip_tokenizer_init=True, page_size=page,
                 max_total_tokens=POOL // page * page, max_running_requests=REQUESTS, chunked_prefill_size=32,
-                context_length=160, schedule_conservativeness=0.01, pp_size=num_stages,
+                context_length=160, schedule_conservativeness=0.01, pp_size=ranks.pp_size,
+                tp_size=ranks.tp_size, **self.options,
             )  # fmt: skip
-            rendezvous = f"file://{self.folder}/rendezvous-{page}-{guesses}" if num_stages > 1 else None
+            several = ranks.world_size > 1
+            rendezvous = f"file://{self.folder}/rendezvous-{page}-{guesses}" if several else None
             spoil_every = GUESSES[guesses]
             if spoil_every is None:
-                runner = create_runner(args, self.rank if num_stages > 1 else 0, rendezvous)
+                runner = create_runner(args, self.rank if several else 0, rendezvous)
             else:
-                drafter = KnownTexts(4, spoil_every, tokens_ahead=num_stages)
+                drafter = KnownTexts(4, spoil_every, tokens_ahead=ranks.pp_size)
                 outputs = {tuple(ids): self.alone(ids) for ids in self.prompts}
                 runner = verifying_runner(args, drafter, outputs, self.rank, rendezvous)
             self.runners[key] = args, runner
@@ -76,7 +84,7 @@ class World:
         """The plain run: at once, without a cache."""
         key = (output, *ids)
         if key not in self.outputs:
-            args, runner = self.runner(1, "none")
+            args, runner = self.runner(self.whole, "none")
             plain = replace(args, disable_radix_cache=True, disable_overlap_schedule=True)
             scheduler, collector = Scheduler(plain, runner, StopChecker(None)), Collector()
             add(scheduler, request("plain", ids, output, temperature=0.0, ignore_eos=True))
@@ -109,9 +117,9 @@ class Schedule:
 
     def __init__(self, world: World, guesses: str, page: int, seed: int) -> None:
         self.random, self.world, self.seed = random.Random(seed), world, seed
-        args, runner = world.runner(page, guesses, world.num_stages)
+        args, runner = world.runner(page, guesses, world.ranks)
         self.scheduler = Scheduler(args, runner, StopChecker(None))
-        self.scheduler.steps_ahead = max(self.random.randrange(4), world.num_stages - 1)
+        self.scheduler.steps_ahead = max(self.random.randrange(4), world.ranks.pp_size - 1)
         for cache in runner.model.caches:
             for tensor in cache._tensors.values():
                 tensor.fill_(GARBAGE)
@@ -252,7 +260,7 @@ def test_a_thousand_random_schedules(worlds: list[World], part: int, capsys: pyt
 def _stage(rank: int, name: str, folder: Path, guesses: list[str], pages: tuple[int, ...], num_schedules: int) -> None:
     """One group of ranks after the other: there can be one at a time."""
     with short_pauses():
-        world = World(name, folder, num_stages=2, rank=rank)
+        world = World(name, folder, RankLayout(pp_size=2), rank)
         world.grow_tree()
         for ids in world.prompts:
             world.alone(ids)

@@ -118,7 +118,7 @@ def test_defaults_of_the_model_and_the_server() -> None:
         ({"text": "a" * 100_000}, "100000 characters is longer"),
         (
             {"input_ids": [1] * 20, "sampling_params": {"max_new_tokens": 13}},
-            "max_new_tokens of 13 is longer than the model's context length",
+            "max_new_tokens of 13 is longer than the model's context length of 32 tokens. Ask for at most 12 tokens.",
         ),
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1], got 0."),
         ({"input_ids": [1], "sampling_params": {"nope": 0}}, "unknown sampling parameter 'nope'"),

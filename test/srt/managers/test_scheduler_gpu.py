@@ -47,7 +47,7 @@ def no_garbage() -> Iterator[None]:
     [
         *("qwen3_wide", "qwen3_moe_wide", "llama_wide", "deepseek_v3_wide", "qwen3_windows_wide"),
         *("gpt_oss_wide", "gemma4_moe_wide", "gemma4_small_wide", "qwen3_5_moe_wide", "nemotron_h_wide"),
-        "deepseek_v4_wide",
+        *("deepseek_v4_wide", "minimax_m3_wide", "qwen4_exp_wide"),
     ],
 )
 def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
@@ -58,6 +58,8 @@ def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
     if variant == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")
     options, factor = VARIANTS[variant]
+    if name in ("minimax_m3_wide", "qwen4_exp_wide") and variant in ("flashinfer", "retraction", "pages"):
+        pytest.skip("one backend attends to blocks, whose size pages have; their requests never run short of slots")
     if name == "deepseek_v4_wide":
         if variant in ("flashinfer", "retraction"):
             pytest.skip("one backend computes its attention, and its requests never run short of slots here")

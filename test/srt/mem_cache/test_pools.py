@@ -77,7 +77,7 @@ def test_copies_of_states_take_little_memory_however_many(monkeypatch: pytest.Mo
             store[name].copy_(torch.randn(store[name].shape))
     before = [{name: store[name].clone() for name in ("state", "conv")} for store in stores]
     sources, targets = torch.tensor([1, 2, 3, 4, 4]), torch.tensor([2, 3, 4, 5, 6])
-    pools._states = [states.as_subclass(Recorded) for states in pools._states]
+    pools.states = [states.as_subclass(Recorded) for states in pools.states]
     pools.copy_states(sources, targets)
     assert 0 < Recorded.largest <= 1000
     for store, old in zip(stores, before, strict=True):

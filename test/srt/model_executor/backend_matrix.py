@@ -37,6 +37,7 @@ FAMILIES = {
     "window": "gemma3",
     "latent": "deepseek_v3",
     "selections": "glm_moe_dsa",
+    "blocks": "minimax_m3",
     "gated delta": "qwen3_next",
     "Mamba-2": "nemotron_h",
     "sinks": "gpt_oss",

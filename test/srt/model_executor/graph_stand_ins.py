@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers.attention.shared_tokens import builders_of
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import NativeDecodeMetadata, NativeExtendMetadata
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
@@ -36,6 +37,7 @@ class DeviceLengths:
 
     plans_on_host = False
     in_graphs = True
+    reads_new_tokens = True
 
     def decode_builder(self, site: object) -> DeviceLengths:
         return self
@@ -43,11 +45,14 @@ class DeviceLengths:
     def extend_builder(self, site: object) -> DeviceLengths:
         return self
 
+    def part_builder(self, shape: object, max_rows: int) -> DeviceLengths:
+        return self
+
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         pass
 
-    def build(self, rows: DecodeRows | ExtendRows) -> Any:
-        return DeviceDecode(rows) if isinstance(rows, DecodeRows) else DeviceExtend(rows)
+    def build(self, rows: DecodeRows | ExtendRows, causal: bool = True) -> Any:
+        return DeviceDecode(rows) if isinstance(rows, DecodeRows) else DeviceExtend(rows, causal)
 
     build_in_graph = build
 
@@ -62,10 +67,14 @@ class DeviceDecode:
     def attend(self, q: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
         NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend(q, layer, out)
 
+    def attend_part(self, q: torch.Tensor, layer: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+        NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend_part(q, layer, out, lse)
+
 
 @dataclass
 class DeviceExtend:
     rows: ExtendRows
+    causal: bool
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
         rows = self.rows
@@ -75,15 +84,14 @@ class DeviceExtend:
             rows.req_pool_indices[used], rows.seq_lens[used], rows.prefix_lens[used], rows.start_loc,
             rows.token_slots, lens[used].tolist(), rows.prefix_lens[used].tolist(),
         )  # fmt: skip
-        NativeExtendMetadata(requests).attend(q, k, v, layer, out)
+        NativeExtendMetadata(requests, self.causal).attend(q, k, v, layer, out)
 
 
 def with_attention(runner: ModelRunner, decode: Any, extend: Any) -> AttentionSites:
     """From now on these backends attend."""
     sites = runner.state.attention
     runner.state.attention = AttentionSites(
-        {site: decode.decode_builder(site) for site in sites.decode},
-        {site: extend.extend_builder(site) for site in sites.extend},
+        *builders_of(sites.decode, decode, extend, runner.plan),
         sites._latent,
         sites._chunk_tokens,
         sites.sparse,

@@ -35,7 +35,7 @@ class WatchedRunner:
     """A runner's steps, each of which may change states of its own requests only, and those that it is told to copy."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.forward, self.states = runner.forward, runner.pools._states
+        self.forward, self.states = runner.forward, runner.pools.states
         self.padded_steps = 0
 
     def __call__(self, step: StepInput) -> LaunchedForward:

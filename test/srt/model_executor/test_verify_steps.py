@@ -202,7 +202,7 @@ def test_log_probabilities_of_several_tokens(tmp_path: Path) -> None:
         assert len(seen["output"]) == 20 and len(seen["input"]) == len(ids)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm_moe_dsa", "minimax_m3"])
 def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path) -> None:
     """A graph is replaced by its step here, over the same static inputs."""
     save_tiny(name, tmp_path)
@@ -217,7 +217,7 @@ def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path) -> None:
     assert any(step.prompts is not None and step.num_decodes for step in replays)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3", "glm_moe_dsa", "minimax_m3"])
 def test_the_canary_verifies_guesses(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     check_runner(verifying_scheduler(server_args(tmp_path), KnownTexts(4), {}).runner)

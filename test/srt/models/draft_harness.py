@@ -56,7 +56,8 @@ def plan_with_draft(
     path = None if draft is None else str(draft)
     settings = SpeculativeSettings(algorithm, 4, draft_path=path, draft_load_format=load_format)
     planned = PlanWithDraft(plan.model, kv_cache_dtype=plan.kv_cache_dtype, ranks=plan.ranks, settings=settings)
-    return replace(planned, captures=planned.draft.description.captures)
+    draft_of = planned.draft.description
+    return replace(planned, captures=draft_of.captures, capture_streams=draft_of.form.reads_streams)
 
 
 class DraftRunner(TinyRunner):

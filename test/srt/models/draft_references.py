@@ -157,16 +157,21 @@ class DFlash:
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
         """Logits [count, V] of the tokens behind the last one."""
-        w, eps, size = self.w, self.config["rms_norm_eps"], self.config["block_size"]
+        mask = self.config["dflash_config"]["mask_token_id"]
+        return self.target.logits(self.rows(tokens, self.config["block_size"], mask))[1 : count + 1]
+
+    def rows(self, tokens: list[int], size: int, mask: int) -> Tensor:
+        """The output [size, H] of a block behind all tokens but the last one."""
+        w, eps = self.w, self.config["rms_norm_eps"]
         streams, _ = self.target.streams(tokens[:-1])
         joined = torch.cat([streams[layer] for layer in self.captures], dim=-1)
         context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-        h = self.target.embedded([tokens[-1], *[self.config["dflash_config"]["mask_token_id"]] * (size - 1)])
+        h = self.target.embedded([tokens[-1], *[mask] * (size - 1)])
         for i in range(self.config["num_hidden_layers"]):
             at = f"layers.{i}."
             h = h + self.attention(rms(h, w[f"{at}input_layernorm.weight"], eps), context, f"{at}self_attn.")
             h = h + gated_mlp(rms(h, w[f"{at}post_attention_layernorm.weight"], eps), w, f"{at}mlp.")
-        return self.target.logits(rms(h, w["norm.weight"], eps))[1 : count + 1]
+        return rms(h, w["norm.weight"], eps)
 
     def attention(self, block: Tensor, context: Tensor, at: str) -> Tensor:
         w, dim, eps, theta = self.w, self.config["head_dim"], self.config["rms_norm_eps"], self.config["rope_theta"]
@@ -176,3 +181,36 @@ class DFlash:
         )  # the queries of the context are not used
         q, k = (rotate(rms(x, w[f"{at}{name}_norm.weight"], eps), theta) for x, name in ((q, "q"), (k, "k")))
         return attend(q[len(context) :], k, v, dim**-0.5, causal=False) @ w[f"{at}o_proj.weight"].T
+
+
+@dataclass
+class DSpark(DFlash):
+    """As DFlash, with a bias of the token before each guess; row i guesses the token behind position i, or row i + 1
+    with `sample_from_anchor` false."""
+
+    @torch.inference_mode()
+    def __call__(self, tokens: list[int], count: int) -> Tensor:
+        first = 0 if self.config.get("sample_from_anchor", True) else 1
+        rows = self.rows(tokens, self.config["block_size"], self.config["mask_token_id"])[first : first + count]
+        given, previous, state = [], tokens[-1], torch.zeros(self.config["markov_rank"])
+        for row, base in zip(rows, self.target.logits(rows), strict=True):
+            bias, state = markov_bias(self.w, self.config["markov_head_type"], row, previous, state)
+            given.append(base + bias)
+            previous = int(given[-1].argmax())
+        return torch.stack(given)
+
+
+def markov_bias(w: Weights, kind: str, row: Tensor, previous: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The bias [V] of the guess behind a token, and the state behind it."""
+    latent = w["markov_head.markov_w1.weight"][previous]
+    if kind == "gated":
+        gate = F.linear(torch.cat((row, latent)), w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"])
+        latent = gate.sigmoid() * latent
+    elif kind == "rnn":
+        joint = F.linear(
+            torch.cat((state, latent, row)), w["markov_head.joint_proj.weight"], w["markov_head.joint_proj.bias"]
+        )
+        gate, candidate, out = joint.chunk(3)
+        state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+        latent = out.tanh()
+    return w["markov_head.markov_w2.weight"] @ latent, state

@@ -16,14 +16,23 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 
+from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.bands import Bands
-from sglang.srt.layers import hyper_native, native_ops, native_sparse_ops
+from sglang.srt.layers import (
+    hyper_native,
+    native_block_groups,
+    native_ops,
+    native_pooled_blocks,
+    native_sparse_ops,
+    native_streams,
+)
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.ngrams import native as ngram_ops
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
@@ -66,6 +75,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+MUSE = {
+    "num_hidden_layers": 8,
+    "sliding_window": 12,
+    "final_logit_softcapping": 4.0,
+    "output_multiplier": 0.7,
+    "qk_scale_factor": 1.5,
+    "post_norm_eps": 1e-3,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+STEP = {
+    "sliding_window": 12,
+    "attention_other_setting": {"num_attention_heads": 6},
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 48,
+    "moe_router_scaling_factor": 3.0,
+}
 WINDOWS = {"num_hidden_layers": 4, "sliding_window": 12, "use_sliding_window": True}
 
 # Dimensions that GPU kernels take.
@@ -134,13 +161,18 @@ GEMMA4 = {
 }
 GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-NATIVE_OPS = (native_ops, recurrent_ops, native_sparse_ops, compressed_ops, hyper_native)
+NATIVE_OPS = (
+    *(native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native),
+    *(native_streams, ngram_ops, native_pooled_blocks),
+)
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
     "gated_delta_rule": "RECURRENCE",
     "state_space_duality": "RECURRENCE",
     "kv_compressor": "KV_COMPRESSOR",
     "clamped_swiglu": "gated",
+    "gated_streams": "GATED_STREAMS",
+    "ngram_embedding": "NGRAM_EMBEDDING",
 }
 """What an op of several functions is called among the torch kernels."""
 HYBRID = {
@@ -227,10 +259,95 @@ NEMOTRON_WIDE = {
     "moe_shared_expert_intermediate_size": 256,
     "intermediate_size": 256,
 }
+WRAPPED: dict[str, dict[str, Any]] = {
+    "Step3p7Config": {
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "max_position_embeddings": 4,
+    },
+    "MuseGlimmerConfig": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "pos_emb_height": 2,
+        "pos_emb_width": 2,
+        "max_position_embeddings": 4,
+    },
+}
+"""Classes whose text config is inside another one, and the encoder beside it, which nothing reads."""
+POOLED = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "layer_types": ["linear_attention", "linear_attention", "qwen_sparse_attention", "qwen_sparse_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "hc_count": 3,
+    "hc_lowrank": 12,
+    "indexer_n_heads": 16,  # as many as leave no scores equal at zero
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 48,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 90,
+    "make_ngram_vocab_size_divisible_by": 32,
+    "split_ngram_parts": 4,
+    "eos_token_id": 7,
+}
+"""Qwen3.8-Flash-Next: four of the blocks of 4 tokens are selected."""
 ZERO_CENTRED = frozenset(
-    {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_wide", "qwen3_5_moe"}
-    | {"qwen3_5_moe_wide"}
+    {
+        "muse_glimmer",
+        "muse_glimmer_wide",
+        "step3p7",
+        "step3p7_wide",
+        "gemma3",
+        "gemma3_capped",
+        "qwen3_next",
+        "qwen3_next_wide",
+        "qwen3_5",
+        "qwen3_5_wide",
+        "qwen3_5_moe",
+    }
+    | {"qwen3_5_moe_wide", "minimax_m3", "minimax_m3_wide", "qwen4_exp", "qwen4_exp_small", "qwen4_exp_wide"}
 )
+BLOCKS = {
+    "intermediate_size": 32,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
+    "eos_token_id": 2,
+}
+"""MiniMax-M3: a layer that attends to everything, and two that attend to three blocks of four tokens."""
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
@@ -324,10 +441,50 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
+    "step3p7": (
+        "Step3p7Config",
+        STEP
+        | {"num_hidden_layers": 4, "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_routed_experts": 8}
+        | {"rope_theta": [5e6, 1e4, 1e4, 5e6], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5]}
+        | {"swiglu_limits": [None, 0.0, 0.0, 7.0], "swiglu_limits_shared": [0.0, 0.0, 16.0, 7.0]},
+    ),
+    "step3p7_wide": (
+        "Step3p7Config",
+        WIDE
+        | STEP
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "share_expert_dim": 128}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_routed_experts": 4, "moe_intermediate_size": 128}
+        | {"num_key_value_heads": 4, "attention_other_setting": {"num_attention_heads": 16}}
+        | {"rope_theta": [5e6, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0]}
+        | {"swiglu_limits": [0.0, 0.0, 7.0], "swiglu_limits_shared": [0.0, 0.0, 16.0]},
+    ),
+    "muse_glimmer": ("MuseGlimmerConfig", MUSE),
+    "muse_glimmer_wide": ("MuseGlimmerConfig", WIDE | MUSE | {"num_hidden_layers": 4}),
+    "hy_v3": (
+        "HYV3Config",
+        EXPERTS
+        | {"num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1, "router_scaling_factor": 2.826}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "enable_moe_fp32_combine": True},
+    ),
+    "hy_v3_wide": (
+        "HYV3Config",
+        WIDE
+        | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "moe_intermediate_size": 128}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "router_scaling_factor": 2.826},
+    ),
     "minimax_m2": (
         "MiniMaxM2Config",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "eos_token_id": 2}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS),
+    "minimax_m3_wide": (
+        "MiniMaxM3VLTextConfig",
+        WIDE
+        | BLOCKS
+        | {"intermediate_size": 128, "dense_intermediate_size": 256, "shared_intermediate_size": 128}
+        | {"rotary_dim": 64, "index_head_dim": 128, "index_block_size": 16},
     ),
     "deepseek_v3_wide": (
         "DeepseekV3Config",
@@ -441,6 +598,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 3, "compress_ratios": [4, 128, 0], "num_hash_layers": 1, "compress_rate_hca": 8}
         | {"hc_mult": 2, "hc_sinkhorn_iters": 2},
     ),
+    "qwen4_exp": ("Qwen4ExpTextConfig", POOLED),
+    "qwen4_exp_small": (
+        "Qwen4ExpTextConfig",
+        POOLED
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "qwen_sparse_attention"], "ple_layer_ids": [1]}
+        | {"indexer_budget": 8, "hc_count": 2, "ngram_size": 2, "ple_conv_kernel_size": 3, "output_gate_type": "silu"},
+    ),
+    "qwen4_exp_wide": (
+        "Qwen4ExpTextConfig",
+        POOLED
+        | {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 3, "hc_count": 4}
+        | {"layer_types": ["linear_attention", "linear_attention", "qwen_sparse_attention"], "hc_lowrank": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "indexer_head_dim": 128, "ple_embed_dim": 128, "heads_per_ngram": 8}
+        | {"rope_parameters": POOLED["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -451,9 +624,12 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
 
     class_name, changes = TINY[name]
     # Some of these classes write into what they are given.
-    config = getattr(transformers, class_name)(**copy.deepcopy(SIZES | changes | more))
+    values, wrapper = copy.deepcopy(SIZES | changes | more), WRAPPED.get(class_name)
+    config_class = getattr(transformers, class_name)
+    config = config_class(**values) if wrapper is None else config_class(text_config=values, vision_config=wrapper)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind = transformers.AutoModelForCausalLM if wrapper is None else transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32).eval()
     randomize(model, name in ZERO_CENTRED)
     return model
 
@@ -466,10 +642,14 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
         for key, param in model.named_parameters():
             if "norm" in key or key.endswith("scale"):
                 # Qwen's hybrids store weights of norms minus 1, but for those of the recurrent layers' outputs.
-                centre = 0.0 if zero_centred_norms and "linear_attn" not in key else 1.0
+                # Muse-Glimmer those of layers only.
+                plain = "linear_attn" in key or ("muse" in model.config.model_type and "layernorm" not in key)
+                centre = 0.0 if zero_centred_norms and not plain else 1.0
                 param.uniform_(centre - 0.5, centre + 0.5)
             else:
-                param.normal_(0.0, spread)
+                # Activations with limits reach them.
+                limited = getattr(model.config.get_text_config(), "swiglu_limits", None) and "up_proj" in key
+                param.normal_(0.0, 5 * spread if limited else spread)
         for key, buffer in model.named_buffers():
             if "correction" in key:
                 buffer.uniform_(-0.2, 0.2)
@@ -477,7 +657,7 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
                 buffer.uniform_(0.6, 1.4)
             if "tid2eid" in key:
                 buffer.copy_(distinct_experts(*buffer.shape, model.config.n_routed_experts))
-        if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
+        if model.config.get_text_config().tie_word_embeddings:  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
 
 
@@ -486,13 +666,83 @@ def distinct_experts(num_tokens: int, top_k: int, num_experts: int) -> torch.Ten
     return torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k]
 
 
+def reference_of(folder: Path) -> PreTrainedModel:
+    """The transformers model of a folder, in fp32."""
+    import transformers
+
+    wrapped = json.loads((folder / "config.json").read_text())["model_type"] in ("step3p7", "muse_glimmer")
+    kind = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32)
+
+
 def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:
     """`more`: config keys beside those of TINY."""
     model = hf_model(name, **more)
     model.save_pretrained(folder)
     if name.startswith("deepseek_v4"):
         as_published_v4(folder, TINY[name][1] | more)
+    if name.startswith("minimax_m3"):
+        as_published_m3(folder)
     return model
+
+
+M3_NAMES = (
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    (".indexer.", ".index_"),
+    (".gate.e_score", ".e_score"),
+)
+"""Pieces of names in what transformers writes of MiniMax-M3's text, and in published checkpoints."""
+
+
+def as_published_m3(folder: Path) -> None:
+    """What transformers wrote of MiniMax-M3's text, with the names and keys of published checkpoints, beside tensors of
+    an encoder and of drafts."""
+    file = folder / "model.safetensors"
+    tensors = {"vision_tower.vision_model.pre_layrnorm.weight": torch.ones(16), "mtp.norm.weight": torch.ones(4)}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        for written, published in M3_NAMES:
+            if name.startswith(written) or written.startswith("."):
+                name = name.replace(written, published, 1)
+        tensors |= published_m3(name, tensor)
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    text = json.loads((folder / "config.json").read_text())
+    sparse = [int(kind == "minimax_m3_sparse") for kind in text.pop("layer_types")]
+    flat = ("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks")
+    nested = ("sparse_num_index_heads", "sparse_index_dim", "sparse_block_size", "sparse_topk_blocks")
+    inner = {ours: text.pop(key) for ours, key in zip((*nested, "sparse_local_block"), flat, strict=True)}
+    inner |= {"use_sparse_attention": True, "sparse_attention_freq": sparse, "sparse_disable_index_value": sparse}
+    inner |= {"sparse_score_type": "max", "sparse_init_block": 0}
+    rope = text.pop("rope_parameters")
+    text |= {"moe_layer_freq": [int(kind == "sparse") for kind in text.pop("mlp_layer_types")], "n_shared_experts": 1}
+    text |= {"hidden_act": "swigluoai", "qk_norm_type": "per_head", "use_gemma_norm": True, "use_qk_norm": True}
+    text |= {"scoring_func": "sigmoid", "use_routing_bias": True, "attention_output_gate": False}
+    text |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": 0.5, "num_mtp_modules": 1}
+    config = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
+    config |= {"text_config": text | {"sparse_attention_config": inner}, "dtype": text["dtype"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def published_m3(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The published tensors of one that transformers wrote: experts one by one, gate and up apart."""
+    if ".mlp.experts." in name:
+        stem = name.rpartition(".")[0].replace(".mlp.", ".block_sparse_moe.")
+        parts = {"w2": tensor}
+        if name.endswith("gate_up_proj"):
+            parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=1), strict=True))
+        return {
+            f"{stem}.{expert}.{part}.weight": weights[expert]
+            for part, weights in parts.items()
+            for expert in range(len(tensor))
+        }
+    for module in ("gate.", "e_score", "shared_experts."):
+        name = name.replace(f".mlp.{module}", f".block_sparse_moe.{module}")
+    if name.endswith("gate_up_proj.weight"):
+        return {
+            name.replace("gate_up_proj", f"{part}_proj"): rows
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True)
+        }
+    return {name: tensor}
 
 
 def as_published_v4(folder: Path, changes: dict[str, Any]) -> None:
@@ -525,6 +775,8 @@ class NativePlan:
     ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 16
     captures: tuple[int, ...] = ()
+    capture_streams: bool = False
+    merge_method: str = ALL_TO_ALL
 
     @property
     def dtype(self) -> str:
@@ -588,7 +840,7 @@ class TinyRunner:
         everything = with_draft_layers(plan.description, plan.draft)
         groups = cache_groups(everything, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
-        self.page = math.lcm(*(group.entries_per_token.denominator for group in groups))
+        self.page = math.lcm(*(group.page_multiple for group in groups))
         sizes = PoolSizes(1024 - self.page, self.page, 8, plan.context_len, windows)
         self.pools = CachePools(groups, sizes, "cpu")
         self.pools.bind(self.model.caches)
@@ -605,7 +857,7 @@ class TinyRunner:
             {site: backend.extend_builder(site) for site in sites},
             latent,
             plan.tokens_per_step,
-            sparse_sites(latent, plan),
+            sparse_sites(everything.layers, plan),
         )
 
     def _batch(self, decodes: bool, new: dict[int, list[int]]) -> ForwardBatch:

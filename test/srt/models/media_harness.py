@@ -22,7 +22,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
-from srt.models.harness import HYBRID, LATENT, SIZES, YARN, randomize
+from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, ROUTED, SIZES, YARN, randomize
 
 if TYPE_CHECKING:
     import transformers
@@ -42,6 +42,12 @@ TOWER = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+GLM_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [4, 2, 2],
+}
 TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -51,6 +57,19 @@ TOKENS = {
 }
 PATCH_VALUES = 3 * 2 * 4 * 4
 MERGE = 2
+
+GEMMA_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 32,
+}
+GLM_VISION = {"image_size": 32, "hidden_act": "silu"}
 
 # name -> (config class, text config, vision config, zero-centred norms)
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
@@ -69,6 +88,35 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         {},
         True,
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        {"rope_parameters": SECTIONS | {"mrope_interleaved": False, "mrope_section": [2, 3, 3]}}
+        | {"eos_token_id": 2, "head_dim": 16},
+        {"hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 3},
+        False,
+    ),
+    "glm4v_moe": (
+        "Glm4vMoeConfig",
+        ROUTED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
+        | {"rope_parameters": GLM_ROPE, "use_qk_norm": False},
+        GLM_VISION,
+        False,
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        GEMMA4 | {"layer_types": GEMMA4_LAYERS, "use_bidirectional_attention": "vision", "sliding_window": 16},
+        {"standardize": True},
+        False,
+    ),
+    "gemma4_per_layer": (
+        "Gemma4Config",
+        GEMMA4
+        | {"attention_k_eq_v": False, "num_global_key_value_heads": None, "hidden_size_per_layer_input": 16}
+        | {"layer_types": GEMMA4_LAYERS[1:3] * 2, "num_kv_shared_layers": 2, "use_bidirectional_attention": None},
+        {"use_clipped_linears": True},
+        False,
+    ),
     "kimi_k25": (
         "Kimi_K25Config",
         LATENT | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN, "model_type": "deepseek_v3"},
@@ -77,7 +125,11 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     ),
 }
 IMAGES_ONLY = ("kimi_k25",)
-"""Those that take no videos, and whose patches have one frame."""
+"""Those that take no videos."""
+ONE_FRAME = ("kimi_k25", "gemma4")
+"""`model_type` of those whose patches have one frame."""
+BOTH_WAYS = ("gemma4",)
+"""Those whose images see themselves both ways, and are not cut."""
 Grid = tuple[int, int, int]
 
 
@@ -85,7 +137,7 @@ def patch_values(folder: Path) -> int:
     """Values of a patch of the model in the folder, the first of those that an image of a prompt has."""
     config = folder / "config.json"
     kind = json.loads(config.read_text())["model_type"] if config.exists() else ""
-    return PATCH_VALUES // 2 if kind in IMAGES_ONLY else PATCH_VALUES
+    return PATCH_VALUES // 2 if kind in ONE_FRAME else PATCH_VALUES
 
 
 def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrainedModel:
@@ -99,6 +151,9 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
             key: TOWER[key] for key in ("hidden_size", "intermediate_size", "patch_size")
         } | vision
         settings["projection_hidden_size"] = TOWER["hidden_size"]
+    if class_name == "Gemma4Config":
+        settings["vision_config"] = GEMMA_VISION | vision
+        settings |= {"boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None, "audio_token_id": 255}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -106,12 +161,26 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
     for key, param in model.named_parameters():
         if (".visual." in key or "vision_tower" in key) and "norm" in key:
             torch.nn.init.uniform_(param, 0.5, 1.5)
+    for key, buffer in model.named_buffers():
+        if "vision_tower" in key and key.endswith(("min", "max")):
+            buffer.fill_(2.0 if key.endswith("max") else -2.0)
+        elif "vision_tower.std_" in key:
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     with torch.no_grad():
         model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
+    if name.startswith("glm"):
+        model.model.get_placeholder_mask = _masks_by_token
     model.save_pretrained(folder)
     if name in PUBLISHED:
         PUBLISHED[name](folder)
     return model
+
+
+def _masks_by_token(
+    ids: torch.Tensor, embeddings: torch.Tensor, image_features: Any = None, video_features: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of images and of videos. GLM's class takes both for images, and so only one of them in a prompt."""
+    return (ids == IMAGE)[..., None].expand_as(embeddings), (ids == VIDEO)[..., None].expand_as(embeddings)
 
 
 def as_published_qwen3_vl_moe(folder: Path) -> None:
@@ -122,6 +191,24 @@ def as_published_qwen3_vl_moe(folder: Path) -> None:
         if ".mlp.experts." in name:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
     safetensors.torch.save_file(tensors, file)
+
+
+def as_published_qwen2_5_vl(folder: Path) -> None:
+    """What transformers wrote of Qwen2.5-VL, with the names and the flat keys of published checkpoints."""
+    file = folder / "model.safetensors"
+    names = {"model.language_model.": "model.", "model.visual.": "visual."}
+    tensors = safetensors.torch.load_file(file)
+    for written, published in names.items():
+        tensors = {name.replace(written, published): tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in config.pop("text_config").items() if key not in config}
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    (folder / "config.json").write_text(json.dumps(config | text))
 
 
 def as_published_kimi(folder: Path) -> None:
@@ -146,7 +233,11 @@ def as_published_kimi(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-PUBLISHED = {"kimi_k25": as_published_kimi, "qwen3_vl_moe": as_published_qwen3_vl_moe}
+PUBLISHED = {
+    "kimi_k25": as_published_kimi,
+    "qwen2_5_vl": as_published_qwen2_5_vl,
+    "qwen3_vl_moe": as_published_qwen3_vl_moe,
+}
 """What makes a published checkpoint of one that transformers wrote."""
 
 
@@ -156,6 +247,7 @@ class Image:
 
     grid: Grid
     seed: int
+    frame_seconds: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -178,11 +270,12 @@ class Prompt:
         self.ids += torch.randint(1, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
         return self
 
-    def image(self, grid: Grid, seed: int) -> Prompt:
-        """Each frame has a run of placeholders of its own."""
-        image, runs = Image(grid, seed), []
-        count = grid[1] * grid[2] // MERGE**2
-        for _ in range(grid[0]):
+    def image(self, grid: Grid, seed: int, frame_seconds: float = 0.0) -> Prompt:
+        """Each frame has a run of placeholders of its own, unless there is a time between them."""
+        image, runs = Image(grid, seed, frame_seconds), []
+        frames_of_run = grid[0] if frame_seconds else 1
+        count = frames_of_run * grid[1] * grid[2] // MERGE**2
+        for _ in range(grid[0] // frames_of_run):
             self.ids.append(BEGIN)
             runs.append((len(self.ids), len(self.ids) + count))
             self.ids += [VIDEO if image.kind == "video" else IMAGE] * count
@@ -198,6 +291,7 @@ class Prompt:
                 spans=runs,
                 grid=image.grid,
                 pixels=shared_array.write(directory, image.pixels[:, : patch_values(directory)].numpy()),
+                frame_seconds=image.frame_seconds,
             )
             for image, runs in self.spans
         ]
@@ -225,16 +319,66 @@ def _of_kimi(pixels: torch.Tensor) -> torch.Tensor:
     return pixels[:, : PATCH_VALUES // 2].unflatten(1, (3, 4, 4))
 
 
+def _padded(images: Sequence[Image]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches [frames, most patches, 48] of all frames, and their columns and rows, -1 for padding."""
+    frames = [(image, part) for image in images for part in image.pixels[:, : PATCH_VALUES // 2].chunk(image.grid[0])]
+    most = max(len(part) for _, part in frames)
+    pixels, places = torch.zeros(len(frames), most, PATCH_VALUES // 2), torch.full((len(frames), most, 2), -1)
+    for number, (image, part) in enumerate(frames):
+        pixels[number, : len(part)] = part
+        rows, columns = torch.meshgrid(*map(torch.arange, image.grid[1:]), indexing="ij")
+        places[number, : len(part)] = torch.stack((columns.flatten(), rows.flatten()), dim=-1)
+    return pixels, places
+
+
+def _of_gemma(prompt: Prompt) -> dict[str, torch.Tensor]:
+    arguments = {}
+    images = [image for image, _ in prompt.spans if image.kind == "image"]
+    videos = [image for image, _ in prompt.spans if image.kind == "video"]
+    if images:
+        arguments["pixel_values"], arguments["image_position_ids"] = _padded(images)
+    if videos:
+        assert len(videos) == 1
+        pixels, places = _padded(videos)
+        arguments |= {"pixel_values_videos": pixels[None], "video_position_ids": places[None]}
+    return arguments
+
+
 @torch.inference_mode()
 def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output: Sequence[int] = ()) -> torch.Tensor:
     """[n, V] of the prompt and what was said behind it."""
     ids = [*prompt.ids, *output]
     arguments = prompt.of_transformers()
-    if model.config.model_type == "kimi_k25":
+    if model.config.model_type == "gemma4":
+        arguments = _of_gemma(prompt) | {"mm_token_type_ids": _types(ids)}
+    elif model.config.model_type == "kimi_k25":
         arguments |= {"pixel_values": _of_kimi(arguments["pixel_values"])} if arguments else {}
+    elif model.config.model_type == "qwen2_5_vl":
+        arguments["position_ids"] = _positions(prompt, len(ids), model.config.vision_config.tokens_per_second)
     else:
         arguments["mm_token_type_ids"] = _types(ids)
     return model(torch.tensor([ids]), **arguments).logits[0]
+
+
+def _positions(prompt: Prompt, length: int, positions_a_second: int) -> torch.Tensor:
+    """[3, 1, length] as Qwen2.5-VL was trained: text goes on behind the largest position of a video. transformers 5
+    lets it go on behind the longer side of a frame, also where the time of the last one is later."""
+    runs = {start: (image, end, len(runs)) for image, runs in prompt.spans for start, end in runs}
+    result: list[tuple[int, int, int]] = []
+    following = 0
+    while len(result) < length:
+        if len(result) not in runs:
+            result.append((following,) * 3)
+        else:
+            image, _, num_runs = runs[len(result)]
+            for frame in range(image.grid[0] // num_runs):
+                time = int(frame * image.frame_seconds * positions_a_second)
+                for row in range(image.grid[1] // MERGE):
+                    result += [
+                        (following + time, following + row, following + c) for c in range(image.grid[2] // MERGE)
+                    ]
+        following = max(map(max, result)) + 1
+    return torch.tensor(result).T[:, None]
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: Prompt, output: Sequence[int]) -> list[int]:
@@ -250,12 +394,23 @@ class ReferenceEncoder:
 
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        if self.model.config.model_type == "gemma4":
+            return [self._of_gemma(part, grid) for part, grid in zip(_split(pixels, grids), grids, strict=True)]
         pixels = _of_kimi(pixels) if self.model.config.model_type == "kimi_k25" else pixels
-        grid = torch.tensor(grids)
-        made = self.model.get_image_features(pixels, grid)
+        frames = torch.tensor([(1, *grid[1:]) for grid in grids for _ in range(grid[0])])
+        made = self.model.get_image_features(pixels, frames)
         added = getattr(made, "deepstack_features", None) or []
         features = torch.cat((torch.cat(list(made.pooler_output)), *added), dim=1)
-        return list(features.split((grid.prod(1) // MERGE**2).tolist()))
+        return list(features.split((torch.tensor(grids).prod(1) // MERGE**2).tolist()))
+
+    def _of_gemma(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
+        rows, columns = torch.meshgrid(*map(torch.arange, grid[1:]), indexing="ij")
+        places = torch.stack((columns.flatten(), rows.flatten()), dim=-1).expand(grid[0], -1, -1)
+        return torch.cat(self.model.get_image_features(pixels.unflatten(0, (grid[0], -1)), places).pooler_output)
+
+
+def _split(pixels: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+    return pixels.split([frames * rows * columns for frames, rows, columns in grids])
 
 
 class ProjectingEncoder:
@@ -265,7 +420,7 @@ class ProjectingEncoder:
         self.weight = torch.randn(PATCH_VALUES, width, generator=torch.Generator().manual_seed(3)) * 0.1
 
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        rows = (pixels @ self.weight).unflatten(0, (-1, MERGE**2)).mean(1)
+        rows = (pixels @ self.weight[: pixels.shape[1]]).unflatten(0, (-1, MERGE**2)).mean(1)
         return list(rows.split([frames * height * width // MERGE**2 for frames, height, width in grids]))
 
 

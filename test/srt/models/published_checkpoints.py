@@ -123,6 +123,16 @@ _MINIMAX = {
     "num_mtp_modules": 3,
     "shared_intermediate_size": 0,
 }
+_HY3_IGNORE = ["lm_head", "model.layers.*.mlp.router*", "model.layers.*.self_attn*", "model.layers.3*"]
+_HY3 = {
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "moe_router_use_sigmoid": True,
+    "moe_router_enable_expert_bias": True,
+    "route_norm": True,
+    "qk_norm": True,
+    "enable_lm_head_fp32": True,
+}
 _GLM47_FP8 = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -153,6 +163,25 @@ _IN_16_BITS = ("",)
 PUBLISHED: dict[str, Published] = {
     "GLM-4.7-Flash": Published(
         "glm4_moe_lite", "fp8_block", keep=_IN_16_BITS, changes={"num_nextn_predict_layers": 1}, drafts=1
+    ),
+    "Hy3": Published("hy_v3", "fp8_block", keep=_IN_16_BITS, changes=_HY3, drafts=1),
+    "Hy3-FP8": Published("hy_v3_wide", "fp8_block", _FP8_BLOCKS, changes=_HY3, drafts=1),
+    "Hy3-NVFP4": Published(
+        "hy_v3_wide",
+        "modelopt_nvfp4",
+        _modelopt_fp4(_HY3_IGNORE),
+        _modelopt_file("NVFP4", _HY3_IGNORE, group_size=16),
+        keep=("self_attn",),
+        changes=_HY3,
+        cache_scales=True,
+    ),
+    "Hy3-NVFP4 of llm-compressor": Published(
+        "hy_v3_wide",
+        "compressed_nvfp4",
+        {**FORMS["compressed_nvfp4"].config, "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.router.*"]},
+        keep=("self_attn",),
+        changes=_HY3,
+        drafts=1,
     ),
     "Mixtral-8x22B-v0.1": Published("mixtral", "fp8_block", keep=_IN_16_BITS),
     "GLM-4.7-FP8": Published(

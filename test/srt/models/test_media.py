@@ -26,6 +26,7 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 
 from .media_harness import (
+    BOTH_WAYS,
     IMAGES_ONLY,
     SEEING,
     ProjectingEncoder,
@@ -63,7 +64,12 @@ class Seeing:
         assert_clean(scheduler)
 
 
-@pytest.fixture(scope="module", params=list(SEEING))
+_FURTHER = ("qwen2_5_vl", "gemma4_per_layer")
+"""Those of which `test_towers` has what is their own."""
+_FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
+
+
+@pytest.fixture(scope="module", params=_FAMILIES)
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -71,6 +77,11 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing("gemma4", tmp_path_factory.mktemp("gemma4"))
 
 
 def one_image(seed: int = 1) -> Prompt:
@@ -153,7 +164,7 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
     scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing)
-    for chunk in range(1, len(prompt.ids)):
+    for chunk in range(8 if seeing.name in BOTH_WAYS else 1, len(prompt.ids)):
         scheduler._chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
         assert scheduler.flush_cache()
@@ -238,10 +249,46 @@ def test_in_graphs(seeing: Seeing) -> None:
     assert any(step.prompts is not None for step in replays) and any(step.prompts is None for step in replays)
 
 
-def test_ngram_drafts(qwen3_vl: Seeing) -> None:
-    scheduler = qwen3_vl.scheduler(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
-    qwen3_vl.check(scheduler, one_image(), three_images(), a_video(), new_tokens=32)
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4"])
+def test_ngram_drafts(name: str, request: pytest.FixtureRequest) -> None:
+    seeing: Seeing = request.getfixturevalue(name)
+    scheduler = seeing.scheduler(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    seeing.check(scheduler, one_image(), three_images(), a_video(), new_tokens=32)
     assert scheduler.stats.drafts.num_steps > 0
+
+
+def test_an_image_that_sees_itself_is_never_cut(gemma4: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside requests that decode in the same steps."""
+    scheduler, collector = gemma4.scheduler(chunked_prefill_size=13), Collector()
+    launch, runs = scheduler.launch, []
+
+    def launched(batch: ScheduleBatch) -> None:
+        prompts = batch.step.prompts
+        if prompts is not None and prompts.media is not None and prompts.media.runs is not None:
+            runs.append((batch.step.num_decodes, prompts.media.runs.lens.tolist()))
+        launch(batch)
+
+    monkeypatch.setattr(scheduler, "launch", launched)
+    for number in range(3):
+        add(scheduler, request(f"t{number}", Prompt().text(6, number).ids, 60, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        scheduler.step()
+    prompts = {"a": three_images(), "b": a_video(), "c": one_image()}
+    for rid, prompt in prompts.items():
+        add(scheduler, media_request(rid, prompt, gemma4.folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    for rid, prompt in prompts.items():
+        assert collector.tokens[rid] == greedy(gemma4.model, prompt, collector.tokens[rid]), rid
+    assert sorted(length for _, lens in runs for length in lens) == [4, 4, 4, 4, 4, 4, 6, 6]
+    assert any(decodes for decodes, _ in runs) and len(runs) > 3
+
+
+def test_an_image_that_sees_itself_and_fits_no_step_is_refused(gemma4: Seeing) -> None:
+    scheduler, collector = gemma4.scheduler(chunked_prefill_size=40), Collector()
+    add(scheduler, media_request("large", Prompt().image((1, 12, 14), 1), gemma4.folder, 4))
+    collector.take(scheduler)
+    message = collector.finish["large"].message
+    assert message is not None and "42 tokens that see one another" in message and "--chunked-prefill-size" in message
 
 
 def test_mtp_drafts_and_their_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +351,7 @@ def _rank(rank: int, folders: dict[str, Path], out: Path) -> None:
             parallel_state.shutdown()
 
 
-WIDTHS = {"qwen3_vl": 4 * 64, "qwen3_5": 64}
+WIDTHS = {"qwen3_vl": 4 * 64, "qwen3_5": 64, "gemma4": 64}
 """Of features, with those of deepstack."""
 
 

@@ -47,6 +47,7 @@ EH = Published(
     {"num_nextn_predict_layers": 1},
     ignored=("embed_tokens.weight", "shared_head.head.weight"),
 )
+HY = replace(EH, names=("eh_proj", "enorm", "hnorm", "final_layernorm"))
 INDEXED = replace(EH, lists={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]})
 QWEN = Published(
     ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
@@ -74,6 +75,7 @@ FORMS = {
     "glm_moe_dsa": INDEXED,
     "glm4_moe": EH,
     "glm4_moe_lite": EH,
+    "hy_v3": HY,
     "qwen3_next": QWEN,
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
@@ -138,7 +140,7 @@ def build(name: str, folder: Path) -> Mtp:
             if key.startswith(f"{prefix}{total + i}."):
                 layer = form.layer.format(L=total, i=i)
                 stored[layer + key.removeprefix(f"{prefix}{total + i}.")] = tensor
-    at = form.layer.format(L=total) if form in (EH, INDEXED) else ""
+    at = form.layer.format(L=total) if "{L}" in form.layer else ""
     generator = torch.Generator().manual_seed(6)
     names = [f"{at}{short}.weight" for short in form.names]
     centre = 0.0 if name in ZERO_CENTRED else 1.0

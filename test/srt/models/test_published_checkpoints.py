@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.loader import load_model
 
-from .harness import TinyRunner, hf_logits, plan_for, random_tokens
+from .harness import TinyRunner, hf_logits, plan_for, random_tokens, reference_of
 from .published_checkpoints import PUBLISHED, read_shards, write_published, write_shards
 
 TOKENS = random_tokens(23, seed=1)
@@ -30,7 +29,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_it_computes_what_it_stands_for(checkpoint: tuple[str, Path]) -> None:
     name, folder = checkpoint
     row = PUBLISHED[name]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "reference", dtype=torch.float32)
+    model = reference_of(folder / "reference")
     want = hf_logits(model, TOKENS)
     assert want.std() > 0.1
     plan = plan_for(folder / "quantized")

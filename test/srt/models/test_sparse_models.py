@@ -16,7 +16,6 @@ import transformers
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.layers import native_sparse_ops
-from sglang.srt.layers.attention.sparse_rows import SparseRows
 from sglang.srt.plan.config_layers import indexed_layers
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import LayoutProblem, check_layout
@@ -68,10 +67,11 @@ def test_what_is_not_longer_than_a_selection_is_not_scored(tmp_path: Path, monke
     save_tiny("glm_moe_dsa", tmp_path)
     runner = TinyRunner(plan_for(tmp_path))
     scored: list[int] = []
-    select = SparseRows.select
-    monkeypatch.setattr(
-        SparseRows, "select", lambda rows, *args: (scored.append(len(rows.entries)), select(rows, *args))[1]
-    )
+    for indexer in filter(None, (blocks_of(layer)[0].indexer for layer in runner.model.layers)):
+        select = indexer.select
+        monkeypatch.setattr(
+            indexer, "select", lambda *args, select=select: (scored.append(len(args[4])), select(*args))[1]
+        )
     runner.extend({1: TOKENS[:8], 3: TOKENS[:3]})
     for i in range(8, 12):
         runner.decode({1: TOKENS[i]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from sglang.srt.model_loader.loader import load_tower
 from sglang.srt.models.vision import encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, cubic, parts_of_frames
+from sglang.srt.plan.memory import media_bytes
+from sglang.srt.plan.ranks import ONE_RANK
 from srt.managers.fake_runner import Collector, add, run_to_end
 
 from .media_harness import (
@@ -37,6 +40,7 @@ BATCHES: dict[str, list[Grid]] = {
     "two sizes": [(1, 8, 2), (1, 2, 10)],
     "a video between images": [(1, 4, 4), (3, 4, 6), (1, 6, 2)],
     "one token": [(1, 2, 2)],
+    "several windows": [(1, 10, 14), (2, 6, 10)],
 }
 TOLERANCE = 1e-4
 NEW_TOKENS = 16
@@ -80,6 +84,23 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert len(output) == NEW_TOKENS and output == greedy(model, prompt, output)
 
 
+def test_a_video_whose_positions_tell_the_time(tmp_path: Path) -> None:
+    """All frames in one run of placeholders, as Qwen2.5-VL has it; the last frame is later than the frames are wide."""
+    model = save_seeing("qwen2_5_vl", tmp_path)
+    scheduler = seeing_scheduler(tmp_path, chunked_prefill_size=16)
+    outputs = []
+    for seconds in (0.9, 1.7):
+        collector = Collector()
+        prompt = (
+            Prompt().text(4, 7).image((3, 4, 6), 30, frame_seconds=seconds).text(5, 8).image((1, 4, 6), 31).text(3, 9)
+        )
+        add(scheduler, media_request("seen", prompt, tmp_path, NEW_TOKENS))
+        run_to_end(scheduler, collector)
+        outputs.append(collector.tokens["seen"])
+        assert outputs[-1] == greedy(model, prompt, outputs[-1])
+    assert outputs[0] != outputs[1]
+
+
 def test_experts_as_transformers_writes_them(tmp_path: Path) -> None:
     """Not transposed, as published checkpoints have them."""
     model = save_seeing("qwen3_vl_moe", tmp_path)
@@ -105,7 +126,7 @@ def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("grid", [(1, 7, 3), (1, 8, 8), (1, 2, 11)])
 def test_cubic_places_are_those_of_torch(grid: Grid) -> None:
     table = torch.randn(8, 8, 5, generator=torch.Generator().manual_seed(2))
-    index, weights = map(torch.from_numpy, cubic([grid], 8))
+    index, weights = map(torch.from_numpy, cubic([grid], 1, 8))
     got = (table.flatten(0, 1)[index] * weights[:, :, None]).sum(1)
     channels_first = table.permute(2, 0, 1)[None]
     want = torch.nn.functional.interpolate(channels_first, size=grid[1:], mode="bicubic", align_corners=False)
@@ -148,3 +169,12 @@ def test_the_weights_are_in_the_memory_plan(tmp_path: Path) -> None:
     size = sum(param.tensor.nbytes for param in tower.params.values())
     assert plan.memory.weights - alone.memory.weights == size > 0
     assert load_tower(alone) is None
+
+
+def test_images_that_attend_once_more_are_in_the_memory_plan(tmp_path: Path) -> None:
+    save_seeing("gemma4", tmp_path)
+    model = create_plan(args_of(tmp_path)).description
+    assert model.media is not None
+    causal = replace(model, media=replace(model.media, both_ways=False))
+    more, less = (media_bytes(described, "bfloat16", 100, ONE_RANK) for described in (model, causal))
+    assert more - less == 100 * (4 + 2) * (32 + 32) * 2, "queries, keys, values and outputs of 4 and 2 heads"

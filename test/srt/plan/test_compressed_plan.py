@@ -3,6 +3,8 @@ what it does not have."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from sglang import explain
@@ -63,13 +65,35 @@ def test_sizes_that_are_no_powers_of_two_take_plain_torch(folder: str) -> None:
     assert {op for op, name in chosen.items() if name == REFERENCE} == {"hyper_connection", "kv_compressor"}
 
 
-@pytest.mark.parametrize("algorithm", ["NEXTN", "EAGLE", "EAGLE3"])
-def test_drafts_that_read_hidden_states_are_refused(algorithm: str, folder: str) -> None:
-    """Before a weight is read, and whatever the draft is."""
-    draft = [] if algorithm == "NEXTN" else ["--speculative-draft-model-path", folder]
-    with pytest.raises(UserError, match=r"several streams.*Use --speculative-algorithm NGRAM, or STANDALONE"):
-        explained(folder, "--speculative-algorithm", algorithm, *draft)
+def test_heads_that_read_one_stream_are_refused(folder: str) -> None:
+    """Before a weight is read."""
+    with pytest.raises(UserError, match=r"several streams.*EAGLE3 draft takes.*NEXTN or DSPARK"):
+        explained(folder, "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
     assert explained(folder, "--speculative-algorithm", "NGRAM").plan is not None
+
+
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256,
+    "num_nextn_predict_layers": 3,
+}
+
+
+def test_drafts_that_a_checkpoint_brings(folder: str) -> None:
+    mtp = explained(folder, "--speculative-algorithm", "NEXTN").plan
+    assert mtp is not None and (mtp["draft"]["layers"], mtp["draft"]["captures"]) == (1, [42])
+    assert list(mtp["window_tokens"]) == ["128"]
+    flags = ("--json-model-override-args", json.dumps(DSPARK), "--speculative-algorithm", "DSPARK")
+    with pytest.raises(UserError, match="brings no DSpark draft"):
+        explained(folder, "--speculative-algorithm", "DSPARK")
+    block = explained(folder, *flags).plan
+    assert block is not None and (block["draft"]["layers"], block["draft"]["captures"]) == (3, [40, 41, 42])
+    # A row of a block sees 128 tokens before the block.
+    assert list(block["window_tokens"]) == ["128", "129"]
+    with pytest.raises(UserError, match="blocks of 5 guesses, of which 7 cannot be asked"):
+        explained(folder, *flags, "--speculative-dspark-block-size", "7")
 
 
 @pytest.mark.parametrize("name", ["nsa", "dsa", "dsv4", "compressed", "torch_native"])

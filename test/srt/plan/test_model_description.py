@@ -422,3 +422,42 @@ def test_larger_layouts_divide_the_model_and_fit_a_machine() -> None:
     assert list(larger_layouts(describe("qwen3"), RankLayout(16))) == []
     assert list(larger_layouts(describe("glm47"), RankLayout(1), 1)) == []
     assert {layout.tp_size for layout in larger_layouts(describe("glm47"), RankLayout(1), 4)} == {2, 3, 4}
+
+
+# --- cached tokens that ranks share out ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "problem"),
+    [
+        ("kimi_k25", RankLayout(8, dcp_size=3), "--dcp-size 3 does not divide --tp-size 8, whose ranks share out"),
+        ("kimi_k25", RankLayout(dcp_size=2), "--dcp-size 2 does not divide --tp-size 1"),
+        ("glm47", RankLayout(8, dcp_size=2), "with --tp-size 8 no 2 ranks hold the same of the model's 8 KV heads"),
+        ("deepseek_v4", RankLayout(8, dcp_size=2), "--dcp-size 2: entries that stand for several tokens are whole"),
+    ],
+)
+def test_tokens_that_cannot_be_shared_out_are_refused_by_name(name: str, ranks: RankLayout, problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as refused:
+        check_layout(describe(name), ranks)
+    works = str(refused.value).rpartition("what works: ")[2]
+    assert (name == "kimi_k25" and ranks.tp_size == 8) == (
+        "--tp-size 8 --dcp-size 8 or --tp-size 8 --dcp-size 4" in works
+    )
+
+
+def test_shared_out_tokens_take_their_share_of_the_memory() -> None:
+    """Latents by as many ranks as share them; of KV heads those that several ranks hold; an indexer's keys by none."""
+    for name, tp_size, dcp_size, shares in (
+        ("kimi_k25", 8, 8, {"latent": (8, 8)}),
+        ("kimi_k25", 8, 2, {"latent": (2, 2)}),
+        ("deepseek_v32", 8, 4, {"latent": (4, 4), "index": (1, 1)}),
+        ("minimax_m2", 16, 2, {"kv": (2, 2)}),
+    ):
+        whole, shared = (
+            cache_groups(describe(name), Serving("bfloat16", "bfloat16", 1, tp_size, dcp_size=size))
+            for size in (1, dcp_size)
+        )
+        got = {group.names: (group.token_ranks, group.entries_per_token.denominator) for group in shared}
+        assert got == {(cache,): share for cache, share in shares.items()}
+        assert sum(g.bytes_per_entry for g in shared) == sum(g.bytes_per_entry for g in whole)
+        assert any(f"{dcp_size} ranks share the tokens out" in str(group) for group in shared)

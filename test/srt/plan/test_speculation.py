@@ -61,6 +61,34 @@ def test_depths(words: str, architecture: str, num_draft_tokens: int, adaptive: 
     assert made.num_steps == num_draft_tokens - 1
 
 
+BLOCK_CONFIG = {"architectures": ["Qwen3DSparkModel"], "block_size": 5, "mask_token_id": 1, "target_layer_ids": [0]}
+
+
+@pytest.mark.parametrize(
+    ("words", "num_draft_tokens", "adaptive"),
+    [
+        ("dspark", 6, True),
+        ("DSPARK --speculative-dspark-block-size 3", 4, False),
+        ("DSPARK --speculative-dspark-block-size 5 --speculative-num-draft-tokens 6", 6, False),
+        ("DSPARK --speculative-num-draft-tokens 2", 2, False),
+        ("DSPARK --speculative-num-steps 1 --speculative-eagle-topk 1", 6, True),
+        ("DFLASH", 5, True),
+        ("DFLASH --speculative-num-steps 1 --speculative-eagle-topk 1", 5, True),
+        ("DFLASH --speculative-dflash-block-size 4 --speculative-adaptive", 4, True),
+    ],
+)
+def test_depths_of_blocks(
+    words: str, num_draft_tokens: int, adaptive: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BLOCK_CONFIG))
+    made = settings(f"--speculative-draft-model-path {tmp_path} --speculative-algorithm {words}")
+    assert (made.num_draft_tokens, made.adaptive is not None) == (num_draft_tokens, adaptive)
+    assert made.block_size == 5 and made.tokens_ahead == 5
+    assert made.block_guesses == (5 if made.algorithm == "DSPARK" else 4)
+    ignored = [message for message in caplog.messages if "has no effect: a " in message]
+    assert len(ignored) == (2 if "num-steps" in words else 0)
+
+
 def test_trees_and_other_counts_are_read_as_chains_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     settings("--speculative-algorithm NEXTN --speculative-num-steps 5 --speculative-eagle-topk 4")
     settings("--speculative-algorithm NEXTN --speculative-num-steps 4 --speculative-num-draft-tokens 6")
@@ -95,8 +123,14 @@ def test_what_else_is_resolved() -> None:
         ("--speculative-algorithm NEXTN --speculative-ngram-external-corpus-path f", "needs .* NGRAM"),
         ("--speculative-algorithm NGRAM --is-embedding", "--is-embedding generates no tokens"),
         ("--speculative-algorithm dflash", "DFLASH needs --speculative-draft-model-path"),
-        ("--speculative-algorithm dspark", "the kind dspark are not supported yet; take NEXTN"),
-        ("--speculative-algorithm DSPARK", "take NEXTN where"),
+        ("--speculative-algorithm uno", "the kind uno are not supported yet; take NEXTN"),
+        ("--speculative-algorithm NEXTN --speculative-dspark-block-size 3", "needs --speculative-algorithm DSPARK"),
+        ("--speculative-algorithm DSPARK --speculative-dflash-block-size 3", "needs --speculative-algorithm DFLASH"),
+        (
+            "--speculative-algorithm DSPARK --speculative-dspark-block-size 5 --speculative-num-draft-tokens 5",
+            "contradict each other: the second asks for 6 tokens",
+        ),
+        ("--speculative-dspark-block-size 5", "nothing drafts without --speculative-algorithm"),
         ("--speculative-algorithm EAGLE --enable-multi-layer-eagle", "take --speculative-algorithm NEXTN, EAGLE3 or"),
         ("--speculative-algorithm FASTER", "must be one of NGRAM, STANDALONE"),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 1", "must be at least 2"),

@@ -36,6 +36,7 @@ def scheduler_of(args: ServerArgs) -> Scheduler:
         ("qwen3", SAMPLED_PLAINLY),
         ("deepseek_v3", GREEDY),
         pytest.param("glm_moe_dsa", GREEDY, marks=pytest.mark.thorough),
+        pytest.param("minimax_m3", GREEDY, marks=pytest.mark.thorough),
         ("qwen3_windows", GREEDY),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,28 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_block import DraftBlock
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, answers, run, server_args
+from srt.models import test_dspark_drafts as dspark_drafts
 from srt.models.harness import save_tiny
 from srt.models.test_dflash_drafts import BLOCK, CONFIG, weights
 from srt.models.test_eagle3_drafts import save
+from srt.models.v4_drafts import save_v4
 
 TARGETS = (
     "llama", "qwen3_windows", "mistral_windows", "gemma3", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt_oss",
+    "minimax_m3", "glm_moe_dsa", "deepseek_v4_small",
 )  # fmt: skip
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
 
 
-def draft_of(target: Path, folder: Path, **keys: Any) -> ServerArgs:
-    captures = {"dflash_config": {"mask_token_id": 201, "target_layer_ids": [0, 1]}}
-    draft = save(folder, CONFIG | captures | keys, weights())
+def draft_of(target: Path, folder: Path, kind: str = "DFLASH", **keys: Any) -> ServerArgs:
+    if kind == "DFLASH":
+        config = CONFIG | {"dflash_config": {"mask_token_id": 201, "target_layer_ids": [0, 1]}} | keys
+        draft = save(folder, config, weights())
+    else:
+        config = dspark_drafts.CONFIG | {"target_layer_ids": [0, 1], "markov_head_type": "rnn"} | keys
+        draft = save(folder, config, dspark_drafts.weights(config))
     return server_args(
-        target, speculative_algorithm="DFLASH", speculative_draft_model_path=str(draft), chunked_prefill_size=16
+        target, speculative_algorithm=kind, speculative_draft_model_path=str(draft), chunked_prefill_size=16
     )
 
 
@@ -44,19 +52,37 @@ def scheduler_of(args: ServerArgs) -> Scheduler:
     return Scheduler(args, create_runner(args), StopChecker(None))
 
 
+FOR_CI = {
+    *((name, "DFLASH", "greedy") for name in TARGETS[:-1]),
+    ("qwen3_windows", "DFLASH", "sampled"),
+    ("qwen3_windows", "DSPARK", "sampled"),
+    ("qwen3_next", "DSPARK", "greedy"),
+}
+"""Pairs of target and draft, with parameters, that run every time; the others run on demand."""
+PARAMS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "penalized": {"temperature": 0.8, "presence_penalty": 1.2, "min_new_tokens": 9, "logit_bias": {"5": 2.0}},
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "params"),
+    ("name", "kind", "params"),
     [
-        *((name, GREEDY) for name in TARGETS),
-        ("qwen3_windows", SAMPLED),
-        *(pytest.param(name, SAMPLED, marks=pytest.mark.thorough) for name in TARGETS if name != "qwen3_windows"),
+        case if case in FOR_CI else pytest.param(*case, marks=pytest.mark.thorough)
+        for case in itertools.product(TARGETS, ("DFLASH", "DSPARK"), PARAMS)
     ],
 )
-def test_tokens_are_those_of_the_plain_run(name: str, params: dict[str, Any], tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_plain_run(name: str, kind: str, params: str, tmp_path: Path) -> None:
     target = tmp_path / "target"
     save_tiny(name, target)
-    plain = run(scheduler_of(server_args(target, chunked_prefill_size=16)), params)
-    args = draft_of(target, tmp_path / "draft", **(WINDOWS if name == "llama" else {}))
+    args = draft_of(target, tmp_path / "draft", kind, **(WINDOWS if name == "llama" else {}))
+    check_tokens(server_args(target, chunked_prefill_size=16), args, PARAMS[params])
+
+
+def check_tokens(without: ServerArgs, args: ServerArgs, params: dict[str, Any]) -> None:
+    """Eager and in graphs, from prompts and from the cache: the tokens of a server that does not draft."""
+    plain = run(scheduler_of(without), params)
     for graphs in (False, True):
         scheduler = scheduler_of(args)
         with contextlib.ExitStack() as stack:
@@ -79,12 +105,24 @@ def _rank(rank: int, args: ServerArgs, layout: str, folder: Path) -> None:
     parallel_state.shutdown()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_give_the_tokens_of_one(layout: str, tmp_path: Path) -> None:
+V4_DRAFTS = {"DSPARK": True, "NEXTN": False}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("algorithm", V4_DRAFTS)
+def test_drafts_in_a_checkpoint_of_v4(algorithm: str, params: str, tmp_path: Path) -> None:
+    save_v4(tmp_path, V4_DRAFTS[algorithm])
+    args = server_args(tmp_path, speculative_algorithm=algorithm, chunked_prefill_size=16)
+    check_tokens(replace(args, speculative_algorithm=None), args, PARAMS[params])
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("DFLASH", "tp2"), ("DFLASH", "pp2"), ("DSPARK", "tp2")])
+def test_two_ranks_give_the_tokens_of_one(kind: str, layout: str, tmp_path: Path) -> None:
     target = tmp_path / "target"
     save_tiny("qwen3_windows", target)
     plain = run(scheduler_of(server_args(target, chunked_prefill_size=16)), GREEDY)
-    mp.spawn(_rank, (draft_of(target, tmp_path / "draft"), layout, tmp_path), nprocs=2)
+    mp.spawn(_rank, (draft_of(target, tmp_path / "draft", kind), layout, tmp_path), nprocs=2)
     for rank in range(2):
         assert torch.load(tmp_path / f"{layout}{rank}.pt") == [plain, plain], f"rank {rank}"
 
@@ -98,6 +136,20 @@ def test_as_many_guesses_as_a_block_has_room_for(tmp_path: Path) -> None:
     fewer = replace(args, speculative_num_draft_tokens=None, speculative_dflash_block_size=3)
     drafter = create_runner(fewer).drafter
     assert isinstance(drafter, DraftBlock) and drafter.num_tokens == 3 and drafter.tokens_ahead == BLOCK
+
+
+def test_as_many_guesses_as_a_block_has_rows(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    save_tiny("qwen3", target)
+    args = draft_of(target, tmp_path / "draft", "DSPARK")
+    drafter = create_runner(args).drafter
+    assert isinstance(drafter, DraftBlock) and drafter.num_tokens == BLOCK + 1 and drafter.tokens_ahead == BLOCK
+    more = replace(args, speculative_dspark_block_size=BLOCK + 1)
+    with pytest.raises(UserError, match=f"blocks of {BLOCK} guesses.*--speculative-dspark-block-size {BLOCK}"):
+        create_plan(more)
+    shifted = draft_of(target, tmp_path / "shifted", "DSPARK", sample_from_anchor=False)
+    with pytest.raises(UserError, match=f"blocks of {BLOCK - 1} guesses"):
+        create_plan(replace(shifted, speculative_num_draft_tokens=BLOCK + 1))
 
 
 OF_THE_EMBEDDED_MODEL: dict[str, Any] = {

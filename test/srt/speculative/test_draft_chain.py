@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,12 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import DraftStep
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run
 from srt.models import test_dflash_drafts as dflash_drafts
-from srt.models.draft_references import DFlash, Eagle3, Target
+from srt.models import test_dspark_drafts as dspark_drafts
+from srt.models.draft_references import DFlash, DSpark, Eagle3, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
+from srt.models.v4_drafts import save_v4
 
 Reference = Callable[[list[int], int], Tensor]
 
@@ -52,7 +55,28 @@ def dflash(folder: Path) -> Pair:
     return Pair(folder / "target", flags, DFlash(tensors, dflash_drafts.CONFIG, target, dflash_drafts.CAPTURES))
 
 
-PAIRS: dict[str, Callable[[Path], Pair]] = {"eagle3": eagle3, "mtp": mtp, "dflash": dflash}
+def dspark(folder: Path, **keys: Any) -> Pair:
+    target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
+    config = dspark_drafts.CONFIG | keys
+    tensors = dspark_drafts.weights(config)
+    draft = save(folder / "draft", config, tensors)
+    flags = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(draft)}
+    return Pair(folder / "target", flags, DSpark(tensors, config, target, dflash_drafts.CAPTURES))
+
+
+def v4(folder: Path, dspark: bool) -> Pair:
+    return Pair(folder, {"speculative_algorithm": "DSPARK" if dspark else "NEXTN"}, save_v4(folder, dspark))
+
+
+PAIRS: dict[str, Callable[[Path], Pair]] = {
+    "eagle3": eagle3,
+    "mtp": mtp,
+    "dflash": dflash,
+    **{f"dspark_{kind}": functools.partial(dspark, markov_head_type=kind) for kind in dspark_drafts.KINDS},
+    "v4_mtp": functools.partial(v4, dspark=False),
+    "v4_dspark": functools.partial(v4, dspark=True),
+    "dspark_shifted": functools.partial(dspark, sample_from_anchor=False),
+}
 
 
 def scheduler_of(target: Path, **flags: Any) -> Scheduler:
@@ -80,7 +104,8 @@ class Proposals:
             guesses = propose(step, num_guesses)
             rows = (step.slots, step.lens, step.tokens, step.ends, guesses)
             for slot, length, token, end, row in zip(*(part.tolist() for part in rows), strict=True):
-                if slot and num_guesses and length + num_guesses <= end:
+                # Rows of a block behind a request's end are padding, which the others do not see.
+                if slot and num_guesses and length + max(num_guesses, drafter.tokens_ahead) <= end:
                     self.seen.append((slot, length, token, row))
             return guesses
 
@@ -105,12 +130,18 @@ class Proposals:
         ("eagle3", {"chunked_prefill_size": 16, "page_size": 8}),
         ("mtp", {}),
         ("dflash", {"chunked_prefill_size": 16, "page_size": 8}),
+        pytest.param("dspark_vanilla", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
+        pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),
+        ("dspark_rnn", {}),
+        pytest.param("dspark_shifted", {}, marks=pytest.mark.thorough),
+        ("v4_mtp", {"chunked_prefill_size": 16}),
+        ("v4_dspark", {"chunked_prefill_size": 16}),
     ],
 )
 def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     pair = PAIRS[name](tmp_path)
     plain = run(scheduler_of(pair.target, **options), GREEDY)
-    scheduler = scheduler_of(pair.target, **pair.flags, **options, speculative_num_steps=3)
+    scheduler = scheduler_of(pair.target, **pair.flags, **options, speculative_num_draft_tokens=4)
     proposals = Proposals(scheduler)
     assert run(scheduler, GREEDY) == plain
     texts = [[*prompt, *plain[i]] for i, prompt in enumerate(prompts())]

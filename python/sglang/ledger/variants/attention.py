@@ -32,7 +32,13 @@ OPS = ("extend_attention", "decode_attention", "prefill_attention", "latent_prom
 KV_DTYPES: dict[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}
 """float16 needs what bfloat16 needs; a uint8 pool is viewed as one of the float8 types before the launch."""
 
-_POINTERS = {"sinks_ptr": "*fp32", "mask_ptr": "*u8", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
+_POINTERS = {
+    "sinks_ptr": "*fp32",
+    "mask_ptr": "*u8",
+    "part_o_ptr": "*fp32",
+    "part_lse_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+}
 _INT64_POINTERS = ("req_pool_indices_ptr", "mask_offsets_ptr")
 _FLOATS = ("scale", "k_scale", "v_scale", "cap")
 
@@ -43,6 +49,7 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "cap_sinks": _SCORES,
         "window_cap_sinks": ("HAS_WINDOW", *_SCORES),
         "custom_mask": ("HAS_MASK",),
+        "window_both_ways": ("HAS_WINDOW",),
     },
     "decode_attention": {"plain": (), "cap_sinks": _SCORES, "window_cap_sinks": ("HAS_WINDOW", *_SCORES)},
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
@@ -51,6 +58,8 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 """The flags that are recorded, those that cost most: a cap and sinks together, in layers with a window and in those
 without."""
 
+_BOTH_WAYS = ((256, 256),)
+"""Heads of models whose images see themselves both ways in layers with a window (Gemma 4)."""
 GROUP = 8
 """Query heads a kv head, in every row: with 1 to 128 of them shared memory is the same, and none takes more registers
 but 12, which takes up to 10 more and spills no more."""
@@ -81,9 +90,9 @@ FORM_RULES = {
     "decode_attention.combine_kernel": FormRule(
         # Rows have a head dim that their columns do not divide, so that columns are masked.
         free=frozenset({"V_HEAD_DIM"}),
-        at_most=frozenset({"HAS_SINKS"}),
+        at_most=frozenset({"HAS_SINKS", "HAS_LSE"}),
         counts=frozenset({"num_heads", "stride_ob", "stride_oh"}),
-        absent={"HAS_SINKS": ("sinks_ptr",)},
+        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_LSE": ("lse_ptr",)},
     ),
     "decode_attention.plan_kernel": FormRule(counts=frozenset({"num_seqs", "num_slots", "num_pieces"})),
     "latent_prompt.latent_prompt_kernel": FormRule(
@@ -125,7 +134,7 @@ def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
         yield _small(f"plan/{block}x{waves}", plan_kernel, {**plan_constants(tile, waves), "PDL": False})
     for block, head_dims in sorted(values.items()):
         shape = {"V_HEAD_DIM": max(head_dims, key=lambda dim: (dim % block != 0, dim)), **combine_blocks(block)}
-        launch = {**shape, "HAS_SINKS": True, "PDL": False, "num_warps": 4}
+        launch = {**shape, "HAS_SINKS": True, "HAS_LSE": True, "PDL": False, "num_warps": 4}
         yield _small(f"combine/{block}", combine_kernel, launch)
 
 
@@ -185,7 +194,9 @@ def _of_tile(
         flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
-        if name != "custom_mask" or kv_dtype == "bfloat16":
+        if name == "custom_mask" and kv_dtype != "bfloat16":
+            continue
+        if name != "window_both_ways" or head_dims in _BOTH_WAYS:
             yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
 
 
@@ -214,7 +225,7 @@ def describe(
         if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
             constexprs[name] = name in flags
     if op == "extend_attention":
-        constexprs |= {"CAUSAL": True, "HAS_PREFIX": True}
+        constexprs |= {"CAUSAL": flags_name != "window_both_ways", "HAS_PREFIX": True}
     signature = {name: _type_of(name, kv_dtype, constexprs) for name in fn.arg_names}
     divisible = _multiples(fn, signature, head_dims)
     shape = f"{head_dims[0]}x{head_dims[1]}"

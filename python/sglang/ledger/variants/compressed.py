@@ -17,8 +17,9 @@ HIDDEN_SIZES = (4096, 7168)
 """Hidden sizes of DeepSeek-V4-Flash and V4-Pro."""
 LONGEST_STEP = 1 << 20
 HEAD_DIM, INDEX_DIM, ROTARY_DIM = 512, 128, 64
-RUNS = ((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM))
-"""(rate, runs that an entry is made of, dims of an entry)."""
+RUNS = ((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM), (4, 1, INDEX_DIM))
+"""(rate, runs that an entry is made of, dims of an entry); the last one is of Qwen3.8's indexer, whose norm has a
+weight in fp32."""
 
 FORM_RULES = {
     "hyper_connection.mix_streams_kernel": FormRule(at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens"})),
@@ -95,7 +96,8 @@ def _compressors() -> Iterator[Variant]:
         launch = compressor.compress_launch(dim, runs * rate)
         strides = ("row_stride", "entry_stride")
         key = f"{rate}x{runs}/{dim}r{ROTARY_DIM}"
-        yield _of("kv_compressor", key, compressor.compress_kernel, types, constants, launch, strides)
+        own = types | ({"weight": "*fp32"} if (rate, runs) == (4, 1) else {})
+        yield _of("kv_compressor", key, compressor.compress_kernel, own, constants, launch, strides)
     for size in sorted({rate * runs for rate, runs, _ in RUNS}):
         yield _of(
             "kv_compressor", f"keep/{size}", compressor.keep_kernel, types, {"SIZE": size}, compressor.KEEP_LAUNCH,

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
-from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
+from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
 from sglang.srt.kernels.tiles import HEAD_DIMS
 from sglang.srt.layers.triton_ops import (
     activation,
@@ -49,10 +49,13 @@ OPS = (
 )
 
 CLAMPED = Activation(limit=10.0)
-"""DeepSeek-V4's shared expert has it alone: experts have activations inside."""
+"""DeepSeek-V4's shared expert has it alone: experts have activations inside. GPT-OSS's is that of MiniMax-M3's dense
+layers."""
+FP32_NORM_SIZES = (128, 10240)
+"""Heads of Qwen3.8's indexer, and all streams of a token before its draft, whose weights are in fp32."""
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
-FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128))
-"""The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
+FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128), (128, 64))
+"""The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3, MiniMax-M3, Step)."""
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512))
 """(head dim, rotary dim) of published models."""
 OTHER_HEAD_DIMS = tuple(
@@ -165,17 +168,22 @@ def _norms(op: str) -> Iterator[Variant]:
         types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "row_stride": "i32", "residual_stride": "i32"}
         strides = ("row_stride", "residual_stride")
     launches = {launch["BLOCK"]: launch for launch in map(norm.row_launch, HIDDEN_SIZES)}
+    others = {launch["BLOCK"]: launch for launch in map(norm.row_launch, FP32_NORM_SIZES if op == "rmsnorm" else ())}
     types |= {"size": "i32", "eps": "fp32"}
+    for block, launch in others.items():
+        if block not in launches:
+            yield describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))
     for block, launch in launches.items():
         yield describe(op, f"{block}", fn, types, {}, launch, (*strides, "size"))
         form = describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))
         yield replace(form, form_only=True)
 
 
-def _activation(gate: Activation) -> Iterator[Variant]:
+def _activation(gate: Activation, form: str = "") -> Iterator[Variant]:
     types = {"x": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
     fn, constants = activation.activation_kernel, activation.gate_constants(gate)
     for name, launch in (("small", activation.SMALL_BLOCK), ("large", activation.LARGE_BLOCK)):
+        name += form
         yield describe(gate.op, name, fn, types, constants, launch, ("row_stride", "size"))
         # Of shares that 16 does not divide; rows of two such halves it does.
         strides = ("row_stride",) if gate.gated else ()
@@ -324,7 +332,7 @@ _VARIANTS = {
     "silu_and_mul": lambda: _activation(SILU),
     "gelu_and_mul": lambda: _activation(GELU),
     "relu2": lambda: _activation(RELU2),
-    "clamped_swiglu": lambda: _activation(CLAMPED),
+    "clamped_swiglu": lambda: (*_activation(CLAMPED), *_activation(GPT_OSS_SWIGLU, "/shifted")),
     "qk_whole_norm": _whole_norm,
     "qk_norm_rope_store": _rope_store,
     "latent_norm_rope_store": _latent_store,

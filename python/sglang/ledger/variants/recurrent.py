@@ -12,7 +12,14 @@ from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.srt.layers.recurrent.triton_ops import causal_conv, chunk_local, chunk_scan, gated_norm, state_step
 
-OPS = ("causal_conv1d", "gated_delta_rule", "state_space_duality", "gated_rmsnorm", "attention_output_gate")
+OPS = (
+    "causal_conv1d",
+    "gated_delta_rule",
+    "state_space_duality",
+    "gated_rmsnorm",
+    "attention_output_gate",
+    "attention_head_gate",
+)
 
 STATE_TYPES = {"float32": "*fp32", "bfloat16": "*bf16"}
 RULES: Mapping[str, tuple[bool, tuple[tuple[int, int], ...]]] = {
@@ -47,7 +54,8 @@ FORM_RULES = {
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
         absent={"HAS_SKIP": ("skip",), "DELTA": ("b",)},
     ),
-    "gated_norm.gated_rmsnorm_kernel": FormRule(counts=frozenset({"rows", "groups"})),
+    "gated_norm.gated_rmsnorm_kernel": FormRule(at_most=frozenset({"SILU"}), counts=frozenset({"rows", "groups"})),
+    "gated_norm.attention_head_gate_kernel": FormRule(counts=frozenset({"heads", "head_dim"})),
 }
 
 
@@ -61,6 +69,10 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
         types = {"x": "*bf16", "gate": "*bf16", "width": "i32", "gate_stride": "i32"}
         launch = {"BLOCK": gated_norm.GATE_BLOCK, "num_warps": 4}
         yield describe(op, "all", gated_norm.attention_output_gate_kernel, types, {}, launch, ("width", "gate_stride"))
+    elif op == "attention_head_gate":
+        types = {"x": "*bf16", "gate": "*bf16", "heads": "i32", "head_dim": "i32"}
+        launch = {"BLOCK": gated_norm.GATE_BLOCK, "num_warps": 4}
+        yield describe(op, "all", gated_norm.attention_head_gate_kernel, types, {}, launch, ("head_dim",))
     else:
         delta, dims = RULES[op]
         for key_dim, value_dim in dims:
@@ -117,7 +129,7 @@ def _norms() -> Iterator[Variant]:
             launch = gated_norm.norm_launch(1 << 20 if many else 1, size)
             for first in (False, True):
                 key = f"{size}/{'many' if many else 'few'}/{'gate_first' if first else 'gate_last'}"
-                kernel, constants = gated_norm.gated_rmsnorm_kernel, {"GATE_FIRST": first}
+                kernel, constants = gated_norm.gated_rmsnorm_kernel, {"GATE_FIRST": first, "SILU": True}
                 aligned = ("size", "weight_stride")
                 yield describe("gated_rmsnorm", key, kernel, types, constants, launch, ("gate_stride", *aligned))
                 if first:  # a part of the same projection as of the convolution

@@ -22,6 +22,8 @@ OPS = (
 
 INDEX_HEADS = (64, 32)
 """Heads of DeepSeek's indexers and of GLM's."""
+POOLED_HEADS = 4
+"""Heads of Qwen3.8's, whose keys stand for blocks and are in 16 bits."""
 INDEX_DIM = 128
 ROTARY_DIM = 64
 ELEMENTS: Mapping[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv"}
@@ -142,17 +144,17 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
     """Yields the variants of the indexer's scores for as many tokens as a block has room for: fewer cost less."""
     kernel = index_logits.index_logits_kernel
     for head_dims, kv_dtype, tile in _tiles("sparse_indexer", features):
-        for heads in INDEX_HEADS:
+        for heads in (*INDEX_HEADS, *((POOLED_HEADS,) if kv_dtype == "bfloat16" else ())):
             element = ELEMENTS[kv_dtype]
             types = {name: "i32" for name in kernel.arg_names if not name.isupper()}
             types |= {"q_ptr": element, "keys_ptr": element, "weights_ptr": "*fp32", "scales_ptr": "*fp32"}
             types |= {"logits_ptr": "*fp32", "req_to_token_ptr": "*i32", "counts_ptr": "*i32"}
             types["req_pool_indices_ptr"] = "*i64"
-            rows = tile["BLOCK_M"] // heads
+            rows = min(tile["BLOCK_M"] // heads, index_logits.MOST_TOKENS)
             constants = {"HEADS": heads, "DIM": INDEX_DIM, "ROWS": rows, "QUANTIZED": kv_dtype == "fp8_e4m3"}
             name = "plain" if heads == INDEX_HEADS[0] else f"{heads} heads"
             key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"
-            yield _of_tile("sparse_indexer", key, kernel, types, constants, tile, ("stride_keys",), ("stride_scales",))
+            yield of_tile("sparse_indexer", key, kernel, types, constants, tile, ("stride_keys",), ("stride_scales",))
 
 
 def _choices() -> Iterator[Variant]:
@@ -191,7 +193,7 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
             constants |= {"RANK": head_dims[1], "ROPE": rope, "HAS_MORE": rope == 0}
             divisible = (*_LATENTS, "stride_cs", "stride_more_cs")
         key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/plain"
-        yield _of_tile("sparse_attention", key, kernel, types, constants, tile, divisible)
+        yield of_tile("sparse_attention", key, kernel, types, constants, tile, divisible)
 
 
 def _merges() -> Iterator[Variant]:
@@ -204,7 +206,7 @@ def _merges() -> Iterator[Variant]:
         yield describe("sparse_attention", key, merge_shares_kernel, types, constants, launch, strides)
 
 
-def _of_tile(
+def of_tile(
     op: str,
     key: str,
     kernel: Any,

@@ -9,10 +9,17 @@ FUNCTIONS = {"silu": SILU_FUNCTION, "swish": SILU_FUNCTION, "gelu_pytorch_tanh":
 """The functions by their names in config.json (`hidden_act`)."""
 
 
+LEAST_RESULT_LIMIT = 6.25
+"""exp(-6.25) is less than half a unit in the last place of bfloat16."""
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """The activation (up + up_offset) * f(gate), after gate is clamped to at most `limit` and up to within +-`limit`
     (None: not clamped). f is gate * sigmoid(alpha * gate), or with `function` "gelu_tanh" the tanh form of GELU.
+
+    With `limits_result` it is f(gate) that is clamped. The kernels clamp gate, which for a `limit` of at least
+    LEAST_RESULT_LIMIT is the same within the rounding of bfloat16: they differ by exp(-limit).
 
     With `function` "relu2" there is no gate: the square of what is positive of up."""
 
@@ -20,6 +27,7 @@ class Activation:
     up_offset: float = 0.0
     limit: float | None = None
     function: str = SILU_FUNCTION
+    limits_result: bool = False
 
     @property
     def gated(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang.srt.configs.layer_lists import rotary_by_type
 from sglang.srt.errors import UserError
 
 T = TypeVar("T")
@@ -141,8 +142,8 @@ def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     `config`. Of keys that both have, the inner one counts, but for those of the model as a whole."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
-        return dict(config)
+        return rotary_by_type(dict(config))
     outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "audio_config")}
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     defaults = TEXT_DEFAULTS.get(str(inner.get("model_type")), {})
-    return outer | {**defaults, **inner} | whole
+    return rotary_by_type(outer | {**defaults, **inner} | whole)

@@ -20,6 +20,7 @@ from sglang.srt.configs.hf_config import (
     select_text_config,
 )
 from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.ngram_tables import with_table_dtype
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.configs.rope import by_layer_type, rope_parameters, scaled_context_length
@@ -54,7 +55,10 @@ class ModelConfig:
     def from_server_args(cls, args: ServerArgs) -> ModelConfig:
         """Reads the model's facts. Raises UserError if the model is missing or malformed."""
         directory = resolve_model_path(args.model_path, args.revision, args.download_dir, args.load_format != "dummy")
-        config = merge_overrides(read_config(directory), args.model_overrides())
+        config = read_config(directory)
+        if args.load_format != "dummy":
+            config = with_table_dtype(config, directory)
+        config = merge_overrides(config, args.model_overrides())
         return cls.from_hf(config, read_generation_config(directory), args=args, directory=directory)
 
     @classmethod

@@ -97,6 +97,35 @@ def with_fp4_experts(config: QuantConfig, values: Config) -> QuantConfig:
     )
 
 
+_PACKED_EXPERTS: Mapping[str | None, ModuleQuant] = {
+    "nvfp4-pack-quantized": ModuleQuant("nvfp4_a16", "compressed-tensors"),
+}
+"""Forms of NVFP4 experts in checkpoints whose other weights are MXFP8. Their activations are scaled as they come, for
+which products of packed weights have no factor: the weights are widened and multiplied in 16 bits."""
+
+
+def with_packed_experts(config: QuantConfig, values: Config) -> QuantConfig:
+    """Returns the config with the experts that MiniMax-M3.1's exports state beside the method of the other weights
+    (moe_quant_algo, moe_quant_format). Raises UserError for forms that are not known."""
+    algorithm, form = values.get("moe_quant_algo"), values.get("moe_quant_format")
+    if not algorithm:
+        return config
+    quant = _PACKED_EXPERTS.get(form)
+    size = values.get("moe_group_size", values.get("group_size", 16))
+    if str(algorithm).upper() != "NVFP4" or quant is None or size != 16:
+        raise unsupported(
+            config.source, f"moe_quant_algo {algorithm!r} with moe_quant_format {form!r}, groups of {size}"
+        )
+    # Shared experts are not among the routed ones.
+    experts = (r"(?:.*\.)?experts\.\d+\..*",)
+    return QuantConfig(
+        f"{config.method} with {form} experts",
+        config.source,
+        (Rule(experts, quant), *config.rules),
+        modelopt_cache(values, config.source),
+    )
+
+
 def _kept(config: Config, source: str) -> tuple[Rule, ...]:
     """Reads modules_to_not_convert (ignored_layers in some configs) as a rule."""
     names: list[str] = []

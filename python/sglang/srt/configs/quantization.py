@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
-from sglang.srt.configs.quant_formats import READERS, as_deepseek_v4, modelopt_cache, unsupported, with_fp4_experts
+from sglang.srt.configs.quant_formats import (
+    READERS,
+    as_deepseek_v4,
+    modelopt_cache,
+    unsupported,
+    with_fp4_experts,
+    with_packed_experts,
+)
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
 from sglang.srt.errors import UserError
 
@@ -40,7 +47,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     "modelopt_fp8": _spelling("modelopt", schemes=_FP8),
     "modelopt_fp4": _spelling("modelopt", schemes=frozenset({"nvfp4"})),
     "modelopt_mixed": _spelling("modelopt"),
-    "mxfp8": _spelling("mxfp8", "fp8", schemes=frozenset({"mxfp8"})),
+    "mxfp8": _spelling("mxfp8", "fp8", schemes=frozenset({"mxfp8", "nvfp4_a16"})),
     "mxfp4": _spelling("mxfp4"),
     "gptq": _spelling("gptq"),
     "gptq_marlin": _spelling("gptq"),
@@ -80,6 +87,8 @@ def detect(config: Config, directory: Path) -> QuantConfig | None:
     if method == "modelopt" and result.kv_cache is None:
         result = replace(result, kv_cache=_modelopt_cache(directory))
     text = select_text_config(config)
+    if result.method == "mxfp8":
+        return with_packed_experts(result, values)
     if result.method != "fp8":
         return result
     if text.get("model_type") in DEEPSEEK_V4_TYPES:

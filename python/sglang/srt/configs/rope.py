@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.errors import UserError
 
 DEFAULT_THETA = 10000.0
@@ -36,8 +37,6 @@ class RopeSpec:
 
 PROPORTIONAL = "proportional"
 """`RopeSpec.kind` of rotations whose frequencies are those of the whole head, of which only the first share rotates."""
-UNROTATED = "none"
-"""`RopeSpec.kind` of heads that do not rotate: they know nothing of positions."""
 
 
 def unrotated(head_dim: int) -> RopeSpec:
@@ -71,6 +70,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") ->
     """Returns the spec of a config.json, for layers of `layer_type` where they differ. Raises UserError for a variant
     or setting that we do not know."""
     settings = {key: value for key, value in rope_parameters(config, layer_type).items() if value is not None}
+    if settings["rope_type"] == UNROTATED:
+        return unrotated(head_dim)
     kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
     if kind != PROPORTIONAL:
         settings.pop("partial_rotary_factor", None)

@@ -10,9 +10,12 @@ from typing import Any
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 
-NGRAM, STANDALONE, EAGLE, EAGLE3, DFLASH = ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH", "DSPARK")
+NGRAM, STANDALONE, EAGLE, EAGLE3, DFLASH, DSPARK = ALGORITHMS
 NEXTN = "NEXTN"
 """Another name of EAGLE."""
+BLOCK_ALGORITHMS = frozenset({DFLASH, DSPARK})
+"""Algorithms whose drafts guess a block of tokens in one pass."""
 DRAFT_MODEL_NEEDED = frozenset({STANDALONE, EAGLE3, DFLASH})
 """Algorithms whose drafts always come from a checkpoint of their own."""
 
@@ -25,6 +28,8 @@ LONGEST_SUFFIX = 18
 """Number of last tokens that NGRAM compares at most, as of upstream's --speculative-ngram-max-trie-depth."""
 USUAL_BLOCK_SIZE = 16
 """Rows of a block of DFLASH where neither a flag nor the draft's config says how many."""
+USUAL_DSPARK_SIZE = 7
+"""Rows of a block of DSPARK, likewise."""
 UNQUANTIZED = "unquant"
 _DEEPER = frozenset({"LlamaForCausalLM", "Grok1ForCausalLM"})
 
@@ -93,8 +98,8 @@ class SpeculativeSettings:
     num_draft_tokens: int
     """k, the most tokens that a request brings to a step, the last sampled one included."""
     draft_path: str | None = None
-    """Path of the draft's checkpoint; None for NGRAM, and for EAGLE where the model brings layers for its drafts
-    (MTP)."""
+    """Path of the draft's checkpoint; None for NGRAM, and where the model's checkpoint has the draft: EAGLE (MTP) and
+    DSPARK."""
     draft_revision: str | None = None
     draft_load_format: str = "auto"
     draft_quantization: str | None = None
@@ -103,7 +108,10 @@ class SpeculativeSettings:
     """Settings of the adaptive depth; None: every step verifies `num_draft_tokens` of each request."""
     ngram: NgramSettings = NgramSettings()
     block_size: int = 0
-    """Rows of a block that DFLASH computes at once, the last sampled token's included; 0: of other drafters."""
+    """Rows of a block that DFLASH or DSPARK computes at once, the last sampled token's included; 0: of other
+    drafters."""
+    block_guesses: int = 0
+    """Guesses that these rows make: all of them, or all but the first."""
 
     @property
     def num_steps(self) -> int:

@@ -115,6 +115,22 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
+        if self.size == 1:
+            return x
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self.communicator())
+        return received
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one."""
+        if self.size == 1:
+            return x[0]
+        total = torch.empty_like(x[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(total, x.contiguous().flatten(0, 1), group=self.communicator())
+        return total
+
     def send_to_next(self, x: torch.Tensor) -> None:
         """Send to the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
         x = x.contiguous()
@@ -162,7 +178,7 @@ class Groups:
     `experts`: those whose experts' outputs add up to the layer's, which are all. `ep` and `expert_tp` divide the
     weights of experts and exchange nothing themselves. `pp`: the ranks of all stages that have the same place in
     theirs; `pp_tokens`: the same ones, so that tokens on their way back never wait for hidden states on their way on.
-    Of `dp` there is one today.
+    Of `dp` there is one today. `context`: those that share out the tokens of caches which all of them would hold.
     """
 
     tp: Group = ALONE  # dense layers and the vocabulary
@@ -173,6 +189,7 @@ class Groups:
     pp: Group = ALONE  # layers
     pp_tokens: Group = ALONE  # what the last stage samples
     dp: Group = ALONE  # requests
+    context: Group = ALONE  # tokens
 
 
 def groups_of(
@@ -181,9 +198,11 @@ def groups_of(
     process_group: dist.ProcessGroup | None = None,
     stages_group: dist.ProcessGroup | None = None,
     tokens_group: dist.ProcessGroup | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> Groups:
     """The groups of one rank. `process_group`: of the ranks of its stage, `stages_group` and `tokens_group`: of the
-    ranks of all stages that have its place; without them nothing can be sent."""
+    ranks of all stages that have its place, `context_group`: of those that share out tokens; without them nothing can
+    be sent."""
     tp_rank = ranks.tp_rank(rank)
     everyone = Group(tp_rank, ranks.tp_size, process_group)
     return Groups(
@@ -194,6 +213,7 @@ def groups_of(
         expert_tp=Group(ranks.expert_tp_rank(tp_rank), ranks.expert_tp_size),
         pp=Group(ranks.stage(rank), ranks.pp_size, stages_group),
         pp_tokens=Group(ranks.stage(rank), ranks.pp_size, tokens_group),
+        context=Group(ranks.context_rank(tp_rank), ranks.dcp_size, context_group),
     )
 
 
@@ -250,11 +270,15 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
         )
     elif join_limit != limit:
         tensors = dist.new_group(backend=backend, timeout=limit)
+    context = tensors
+    if 1 < ranks.dcp_size < ranks.tp_size:
+        context = _group_alike(ranks, rank, lambda other: other // ranks.dcp_size, backend, limit)
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
     key = envs.SGLANG_DIST_SECRET.encode() if store is not None else b""
     _num_broadcasts = 0
     beats = dist.new_group(backend="gloo", timeout=limit) if store is not None else None
-    _state = _State(groups_of(ranks, rank, tensors, stages, tokens), host_group, ranks, rank, beats, key)
+    groups = groups_of(ranks, rank, tensors, stages, tokens, context)
+    _state = _State(groups, host_group, ranks, rank, beats, key)
     return _state.groups
 
 

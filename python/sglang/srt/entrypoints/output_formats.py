@@ -16,9 +16,10 @@ from sglang.srt.function_call.events import Event, ParsedOutput, collect
 from sglang.srt.function_call.harmony import Harmony
 from sglang.srt.function_call.model_formats import ModelFormats, has_hidden, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
-from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from sglang.srt.function_call.registry import OTHER_TAGS, REASONING_FORMATS, TOOL_CALL_FORMATS
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,19 @@ def model_formats(args: ServerArgs, manager: TokenizerManager, template: ChatTem
         reasoning = reasoning_format(architecture, template.sources, calls)
         _report("--reasoning-parser", reasoning)
 
+    calls, reasoning = (with_tags_of(tokenizer, name) for name in (calls, reasoning))
+
     def shown(marker: str) -> str:
         return tokenizer.decode(tokenizer.encode(marker, add_special_tokens=False), skip_special_tokens=True)
 
     markers = ModelFormats(calls, reasoning).markers
     return ModelFormats(calls, reasoning, has_hidden(markers, shown))
+
+
+def with_tags_of(tokenizer: Tokenizer, name: str | None) -> str | None:
+    """Returns the name of the format `name` with the tags as the tokenizer has them."""
+    other, tag = OTHER_TAGS.get(name or "", (name, ""))
+    return other if tag and tokenizer.token_id(tag) is not None else name
 
 
 def _report(flag: str, name: str | None) -> None:
@@ -86,6 +95,8 @@ async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> 
 
 def _name(field: str, given: str | None, default: str | None, known: Iterable[str]) -> str:
     name = default if given in (None, "", AUTO) else compat.VALUE_ALIASES.get((field, given or ""), given)
+    if name is not None and OTHER_TAGS.get(name, ("",))[0] == default:
+        name = default
     if name is None or name not in known:
         reason = compat.refusal(field, name)
         problem = f"{field}: {reason}" if reason is not None else f"{field} must be one of {', '.join(known)}"

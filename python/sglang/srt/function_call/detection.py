@@ -25,7 +25,13 @@ _BY_ARCHITECTURE: Mapping[str, tuple[str, str | None]] = {
 }
 """Models whose conversations are not written with a template, or not with their own."""
 
-_REASONING_OF_CALLS = {"glm45": "glm45", "glm47": "glm45", "kimi_k2": "kimi_k2", "minimax-m2": "minimax"}
+_REASONING_OF_CALLS = {
+    "glm45": "glm45",
+    "glm47": "glm45",
+    "hunyuan": "hunyuan",
+    "kimi_k2": "kimi_k2",
+    "minimax-m2": "minimax",
+}
 """Formats whose thoughts have a rule of their own, by the format of their calls."""
 _THINK = "qwen3"
 
@@ -69,7 +75,7 @@ def reasoning_format(architecture: str, template: str, calls: str | None) -> str
     """The name of the format whose marks the template's source has. calls: the model's format of calls."""
     if architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture][1]
-    for name in ("apertus2509", "gemma4", "gpt-oss", "kimi", "minimax-m3", "mistral"):
+    for name in ("apertus2509", "gemma4", "gpt-oss", "hunyuan-opensource", "kimi", "minimax-m3", "mistral"):
         if all(mark in template for mark in REASONING_FORMATS[name].markers[:2]):
             return name
     if REASONING_FORMATS[_THINK].markers[1] not in template:

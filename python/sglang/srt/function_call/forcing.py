@@ -127,6 +127,12 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         begin=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}", end="", single=True
     ),
     "hermes": _HERMES,
+    "hunyuan": ForcedCalls(
+        begin="<tool_call>NAME<tool_sep>\n",
+        style="glm_xml",
+        end="</tool_call>\n",
+        section=("<tool_calls>\n", "</tool_calls>"),
+    ),
     "interns1": ForcedCalls(
         begin='<|action_start|> <|plugin|>\n{"name": "NAME", "parameters": ', end="}<|action_end|>"
     ),
@@ -146,8 +152,8 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         begin="<tool_call>\n<function=NAME>\n", style="qwen_xml", end="</function>\n</tool_call>", between="\n"
     ),
 }
-"""Formats whose calls can be forced. The grammar library has no form for the arguments of gemma4, gigachat35, lfm2,
-minicpm5, pythonic and step3."""
+"""Formats whose calls can be forced. The grammar library has no form for the arguments of gemma4, gigachat35,
+hunyuan-opensource, lfm2, minicpm5, pythonic and step3."""
 
 
 def may_think(reasoning: ReasoningFormat | Harmony | None, prompt: str) -> bool:

@@ -38,6 +38,22 @@ def _glm(tag: str) -> CallFormat:
     )
 
 
+def _hunyuan(suffix: str = "") -> CallFormat:
+    """`suffix`: what ends the name of every tag."""
+    return CallFormat(
+        section=(f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),
+        begin=(f"<tool_call{suffix}>",),
+        grammar=TaggedCalls(
+            after_name=f"<tool_sep{suffix}>",
+            key=f"<arg_key{suffix}>",
+            after_key={f"</arg_key{suffix}>": None},
+            value=f"<arg_value{suffix}>",
+            after_value=f"</arg_value{suffix}>",
+            end=f"</tool_call{suffix}>",
+        ),
+    )
+
+
 _KIMI_K2 = CallFormat(
     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     begin=("<|tool_call_begin|>",),
@@ -180,6 +196,8 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | Harmony] = {
     "glm47": _glm("tool_call"),
     "gpt-oss": HARMONY,
     "hermes": _HERMES,
+    "hunyuan": _hunyuan(),
+    "hunyuan-opensource": _hunyuan(":opensource"),
     "interns1": CallFormat(
         begin=("<|action_start|> <|plugin|>", "<|action_start|><|plugin|>"), grammar=call_objects("<|action_end|>")
     ),
@@ -214,6 +232,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat | Harmony] = {
     "gemma4": ReasoningFormat(begin="<|channel>thought", end="<channel|>"),
     "glm45": _THINK_OR_CALL,
     "gpt-oss": HARMONY,
+    "hunyuan": _THINK_OR_CALL,
+    "hunyuan-opensource": ReasoningFormat(begin="<think:opensource>", end="</think:opensource>", calls_end=True),
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
     "kimi_k2": _THINK_OR_CALL,
     "minimax": _THINK_INSIDE,
@@ -223,3 +243,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat | Harmony] = {
     "qwen3": _THINK_OR_CALL,
     "qwen3-thinking": ReasoningFormat(inside=True, calls_end=True),
 }
+
+OTHER_TAGS: Mapping[str, tuple[str, str]] = {"hunyuan": ("hunyuan-opensource", "<tool_calls:opensource>")}
+"""Formats whose tags newer tokenizers spell otherwise: the format with these tags, and one that such a tokenizer has as
+a token. Hy3-preview has the plain ones."""

@@ -30,6 +30,7 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
     "cap_sinks": ("logit_cap", "sinks"),
     "window_cap_sinks": ("sliding_window",),
     "custom_mask": ("custom_mask",),
+    "window_both_ways": ("both_ways",),
 }
 """Last part of a variant's key -> the traits that need it."""
 _SAME_CODE = {"float16": "bfloat16"}

@@ -16,11 +16,13 @@ from sglang.srt.kernels.tiles import MLA_LATENT
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
 _COMPRESSED = "sglang.srt.layers.compressed"
 _RECURRENT = "sglang.srt.layers.recurrent"
+_NGRAMS = "sglang.srt.layers.ngrams"
 
 NOT_YET = "not implemented yet in sm120-sglang"
 NOT_PART = "not part of sm120-sglang"
@@ -223,7 +225,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
         only_full_heads, flashinfer_head_dims, _HALF, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask"),
+        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares"),
     )  # fmt: skip
     return (
         KernelSpec(
@@ -256,7 +258,13 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLABackend",
             CP_ASYNC,
             "flashinfer",
-            refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask")),
+            refuse=all_of(
+                only_latent,
+                flashinfer_latents,
+                _HALF,
+                only_16_bit_cache,
+                lacks("sparse", "custom_mask", "both_ways", "token_shares"),
+            ),
             asked_as="flashinfer",
         ),
         KernelSpec(
@@ -446,6 +454,43 @@ SPARSE_ATTENTION = (
     KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
     KernelSpec("trtllm", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
 )
+SELECTED_BLOCK_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.pooled_blocks:TritonSelectedBlocks",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.selected_blocks",
+        refuse=all_of(_HALF, only_16_bit_cache, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", "sglang.srt.layers.native_pooled_blocks:selected_block_attention", graph_safe=False),
+)
+BLOCK_INDEXER = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_groups:TritonBlockIndexer",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_scores",
+        refuse=all_of(_HALF, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_indexer", graph_safe=False),
+)
+BLOCK_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_groups:TritonBlockAttention",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_attention",
+        refuse=all_of(_HALF, no_e4m3_conversion, only_equal_head_dims, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_attention", graph_safe=False),
+    KernelSpec("flashinfer_msa", requires=CP_ASYNC, not_here=NOT_YET),
+)
 FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
 """The limit of sgl-kernel's all-reduce; a test holds it to the library's number."""
@@ -541,6 +586,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
     "attention_output_gate": _recurrent("gated_norm:attention_output_gate", "attention_output_gate"),
+    "attention_head_gate": _recurrent("gated_norm:attention_head_gate", "attention_head_gate"),
     "index_key_store": _indexer("index_key_store", graph_safe=False),
     "index_queries": _indexer("index_queries"),
     "latent_pack_store": (
@@ -562,6 +608,20 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         "tail_rotation:shared_kv_norm_rope_store", "shared_kv_norm_rope_store", no_fp8_cache
     ),
     "tail_rotation": _compressed("tail_rotation:tail_rotation", "tail_rotation"),
+    "gated_streams": (
+        KernelSpec("triton", f"{_TRITON}.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=_HALF),
+        KernelSpec("torch_native", "sglang.srt.layers.native_streams:GATED_STREAMS"),
+    ),
+    "ngram_embedding": (
+        KernelSpec(
+            "triton",
+            f"{_NGRAMS}.triton_ops.ngram_embedding:NGRAM_EMBEDDING",
+            CP_ASYNC,
+            "triton",
+            refuse=all_of(_HALF, no_e4m3_conversion),
+        ),
+        KernelSpec("torch_native", f"{_NGRAMS}.native:NGRAM_EMBEDDING"),
+    ),
     "hyper_connection": (
         KernelSpec(
             "triton",
@@ -584,6 +644,9 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
     "sparse_attention": SPARSE_ATTENTION,
+    "selected_block_attention": SELECTED_BLOCK_ATTENTION,
+    "block_indexer": BLOCK_INDEXER,
+    "block_attention": BLOCK_ATTENTION,
     "all_reduce": ALL_REDUCE,
 }
 

@@ -168,11 +168,25 @@ ROWS: tuple[TileRow, ...] = (
         (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
         {"wgmma": (_gather(64, 64, 8, 2, 1, 128), _gather(32, 32, 4, 2, 1, 128), _gather(16, 32, 4, 3, 2))},
     ),
+    # Eight or twelve heads of a KV head share a block of 16 rows; what is read per token is the same for all tiles.
+    TileRow(
+        "selected_block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 2, 2)),
+    ),
+    TileRow(
+        "selected_block_attention", ((256, 256),), _HALF, (_gather(16, 32, 4, 2, 2), _gather(16, 16, 4, 2, 2)),
+    ),
     TileRow(
         "sparse_indexer", ((128, 128),), _FP8,
         (_scores(128, 128, 4, 2, 2), _scores(64, 128, 4, 2, 2)), {"wgmma": (_scores(128, 128, 4, 4, 2),)},
     ),
     TileRow("sparse_indexer", ((128, 128),), _HALF, (_scores(128, 64, 4, 2, 2), _scores(64, 64, 4, 2, 2))),
+    TileRow("block_indexer", ((128, 128),), _HALF, (_scores(64, 64, 4, 2, 2), _scores(32, 64, 4, 2, 2))),
+    # Sizes are predictions: shared memory and registers are on record, times are not measured.
+    TileRow("block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 3, 2))),
+    TileRow(
+        "block_attention", ((128, 128),), _FP8,
+        (_gather(16, 64, 4, 3, 2), _gather(16, 32, 4, 3, 3)), {"wgmma": (_gather(16, 32, 4, 3, 3),)},
+    ),
     # Keys and values that are made of latents: always 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,

@@ -12,11 +12,12 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
+from sglang.srt.layers.block_selector import BlockSelector
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
+from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope, share_param
-from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey
@@ -62,7 +63,9 @@ class GQAttention:
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
-        if spec.output_gate:
+        if spec.gate_projection:
+            projections.append(("gate", heads.of_dims(spec.v_head_dim)))
+        elif spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), spec.input_size or hidden_size, projections, spec.qkv_bias)
         self.row_format = self.qkv.row_format
@@ -75,6 +78,8 @@ class GQAttention:
             zero_centred = site.model.zero_centred_norms
             self.q_norm = norm_weight(scope.sub("q_norm"), dim, zero_centred)
             self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
+        elif spec.qk_norm == "unit":
+            self.q_norm = self.k_norm = torch.ones(dim, dtype=scope.dtype, device=scope.device)
         elif spec.qk_norm == "whole":
             assert shares.kv_copies is not None, "such layouts are refused"
             self.whole_norm = WholeNorm(scope, q_rows, kv_rows, shares.kv_copies, self.eps)
@@ -97,7 +102,13 @@ class GQAttention:
         self.output_gate: OutputGateOp | None = None
         if spec.output_gate:
             self.output_gate = scope.plan.entry("attention_output_gate")
+        self.head_gate: ColumnParallelLinear | None = None
+        if spec.head_gate:
+            gate = scope.sub("head_gate")
+            self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
+            self.gate_heads: HeadGateOp = scope.plan.entry("attention_head_gate")
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
+        self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
             self.cache,
             self.num_heads * spec.block,
@@ -108,6 +119,8 @@ class GQAttention:
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
+            token_ranks=spec.token_ranks(group.size, scope.groups.context.size),
+            top_k=spec.top_k,
         )
 
     def defer_all_reduce(self) -> Group | None:
@@ -117,9 +130,13 @@ class GQAttention:
         q, k, v, gates = self._stored(x, batch)
         if self.cache_shared:
             batch.metadata[self.attention.site].keys_values[self.layer_id] = (k, v)
+        if self.indexer is not None:
+            self.indexer(x, batch, batch.metadata[self.attention.site].sparse)
         out = self.attention(q, k, v, batch)
         if self.output_gate is not None:
             out = self.output_gate(out, gates)
+        if self.head_gate is not None:
+            out = self.gate_heads(out, self.head_gate(values_of(x)))
         if self.value_scale != 1.0:
             out.mul_(self.value_scale)  # attention is linear in v; here there is one tensor, of new tokens only
         return self.o(out)
@@ -165,7 +182,7 @@ class BlockAttention(GQAttention):
     """Attention of a draft whose rows come in blocks of one request each; see `GQA.block`. Each row is [H] of R * B."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert not (spec.output_gate or spec.sinks or spec.cache_shared)
+        assert not (spec.output_gate or spec.head_gate or spec.sinks or spec.cache_shared)
         super().__init__(scope, spec, site)
         self.block = spec.block
 

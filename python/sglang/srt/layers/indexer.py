@@ -15,7 +15,14 @@ import torch
 
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.ops import IndexKeyStoreOp, IndexNormRopeOp, IndexQueriesOp, LinearOp
+from sglang.srt.layers.ops import (
+    IndexKeyStoreOp,
+    IndexNormRopeOp,
+    IndexQueriesOp,
+    LinearOp,
+    SparseIndexerFactory,
+    SparseIndexerOp,
+)
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.plan.mixers import Indexer
 
@@ -46,6 +53,8 @@ class LightningIndexer:
         self.norm_rope: IndexNormRopeOp = scope.plan.entry("index_norm_rope")
         self.store: IndexKeyStoreOp = scope.plan.entry("index_key_store")
         self.queries: IndexQueriesOp = scope.plan.entry("index_queries")
+        indexers: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
+        self.select: SparseIndexerOp = indexers(scope.plan)
 
     def __call__(
         self,
@@ -77,4 +86,4 @@ class LightningIndexer:
             return
         weights = self.linear(x[selecting.tokens], self.head_weight, None, torch.float32)
         queries, folded = self.queries(q, weights, self.scale, cache.k.dtype)
-        selecting.select(queries, folded, cache, scales)
+        selecting.selection = self.select(queries, folded, cache.k, scales, selecting.entries, self.spec.top_k)

@@ -1,6 +1,7 @@
 """Latent attention (MLA) of a decoder layer, from hidden states to hidden states.
 
-A token leaves one latent and one rotary key, which every rank keeps; ranks share out the heads. W_UK and W_UV, the
+A token leaves one latent and one rotary key, which every rank keeps, or one of those that share out the tokens
+(`token_shares`); ranks share out the heads. W_UK and W_UV, the
 halves of `kv_b_proj`, are held in the model's type however the checkpoint stores them. With them attention goes one of
 two ways:
 
@@ -62,7 +63,14 @@ class LatentAttention:
         self.scale = cache_scale(scope, "k_scale") if scaled else None
         scope.finish.append(self._take_cache_scale)
         self.attention = Attention(
-            self.cache, self.num_heads, 1, spec.latent_dim, spec.softmax_scale, spec.kv_lora_rank, top_k=spec.top_k
+            self.cache,
+            self.num_heads,
+            1,
+            spec.latent_dim,
+            spec.softmax_scale,
+            spec.kv_lora_rank,
+            top_k=spec.top_k,
+            token_ranks=spec.token_ranks(scope.groups.attention.size, scope.groups.context.size),
         )
         self.rotary = site.rotary.of(spec.rope)
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)

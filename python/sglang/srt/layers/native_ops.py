@@ -131,7 +131,7 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     out_cache_loc: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -141,10 +141,16 @@ def qk_norm_rope_store(
 
     qkv [T, (Hq + Hkv) D + Hkv Dv], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then
     sines), weights [D], caches [slots, Hkv, D] and [slots, Hkv, Dv] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv].
+    Without v_cache there is no v, neither in qkv nor in what is returned (Dv 0).
     """
-    v_head_dim = v_cache.shape[-1]
+    v_head_dim = 0 if v_cache is None else v_cache.shape[-1]
     parts = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_head_dim], dim=-1)
-    q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, (head_dim, head_dim, v_head_dim), strict=True))
+    q, k, v = (
+        part.unflatten(-1, (heads, dim))
+        for part, heads, dim in zip(
+            parts, (num_heads, num_kv_heads, num_kv_heads), (head_dim, head_dim, v_head_dim), strict=True
+        )
+    )
     if q_weight is not None:
         q = rmsnorm(q, q_weight, eps)
     if k_weight is not None:
@@ -153,7 +159,8 @@ def qk_norm_rope_store(
     q = apply_rope(q, cos, sin, interleaved).to(qkv.dtype)
     k = apply_rope(k, cos, sin, interleaved).to(qkv.dtype)
     store_cache(k_cache, k, out_cache_loc, k_scale)
-    store_cache(v_cache, v, out_cache_loc, v_scale)
+    if v_cache is not None:
+        store_cache(v_cache, v, out_cache_loc, v_scale)
     return q, k, v
 
 
@@ -247,7 +254,7 @@ def expanded_latent_attention(
     bounds = start_loc.tolist()
     prefixes: list[list[torch.Tensor]] = [[] for _ in bounds[:-1]]
     for chunk in chunks:
-        cached = load_cache(cache, chunk.slots, cache_scale)[:, 0].to(q.dtype)
+        cached = load_cache(*chunk.of(cache), cache_scale)[:, 0].to(q.dtype)
         for parts, rows in zip(prefixes, cached.tensor_split(chunk.key_start[1:-1].long().cpu()), strict=True):
             parts.append(rows)
     for parts, first, end in zip(prefixes, bounds, bounds[1:], strict=False):
@@ -442,9 +449,14 @@ def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     if activation.function == GELU_TANH:
         return (up * F.gelu(gate, approximate="tanh")).to(x.dtype)
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(x.dtype)
+    limit = activation.limit
+    if limit is not None and not activation.limits_result:
+        gate = gate.clamp(max=limit)
+    result = gate * torch.sigmoid(activation.alpha * gate)
+    if limit is not None:
+        up = up.clamp(-limit, limit)
+        result = result.clamp(max=limit) if activation.limits_result else result
+    return ((up + activation.up_offset) * result).to(x.dtype)
 
 
 def fused_moe(

@@ -104,7 +104,7 @@ def index_logits(
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     slots = rows.all().slots
     logits = torch.full(slots.shape, float("-inf"), dtype=math_dtype, device=q.device)
-    for piece in _pieces(slots.shape, keys.shape[2]):
+    for piece in pieces(slots.shape, keys.shape[2]):
         at = slots[piece].clamp(min=0).long()
         key = keys[at, 0].to(math_dtype)
         if scales is not None:
@@ -118,7 +118,7 @@ _MOST_ELEMENTS = 1 << 24
 """Number of elements, entries times their columns, that are gathered at once at most."""
 
 
-def _pieces(shape: torch.Size, dim: int) -> Iterator[slice]:
+def pieces(shape: torch.Size, dim: int) -> Iterator[slice]:
     """Runs of tokens whose entries, shape [T, K] of `dim` columns, are so many at most; one token at least."""
     tokens, entries = shape
     step = max(1, _MOST_ELEMENTS // max(1, entries * dim))
@@ -206,7 +206,7 @@ def attend_selected(
     sink."""
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     width = sum(selection.slots.shape[1] for _, selection in sources)
-    for piece in _pieces(torch.Size((len(q), width)), q.shape[2]):
+    for piece in pieces(torch.Size((len(q), width)), q.shape[2]):
         parts = [_selected(cache, selection, piece, math_dtype) for cache, selection in sources]
         keys, kept = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
         scores = (q[piece].to(math_dtype) @ keys.transpose(1, 2)) * scale  # [t, H, K]

@@ -17,6 +17,7 @@ from sglang.srt.configs.activation import Activation
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.kernels.bands import Bands
+    from sglang.srt.layers.attention.block_selection import BlockSelection
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.attention.selection import EntryRows, Selection
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
@@ -98,11 +99,21 @@ class QuantizedLinearOp(Protocol):
 
 class GatedRMSNormOp(Protocol):
     def __call__(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool = False
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        gate_first: bool = False,
+        sigmoid: bool = False,
     ) -> torch.Tensor: ...
 
 
 class OutputGateOp(Protocol):
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
+
+
+class HeadGateOp(Protocol):
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -212,6 +223,60 @@ class SparseAttentionFactory(Protocol):
     def __call__(self, plan: Plan) -> SparseAttentionOp: ...
 
 
+class SelectedBlockOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        selection: BlockSelection,
+        out: torch.Tensor,
+        *,
+        scale: float,
+    ) -> None: ...
+
+
+class SelectedBlockFactory(Protocol):
+    def __call__(self, plan: Plan) -> SelectedBlockOp: ...
+
+
+class BlockIndexerOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        rows: EntryRows,
+        blocks: EntryRows,
+        top_blocks: int,
+        local_blocks: int,
+    ) -> Selection: ...
+
+
+class BlockIndexerFactory(Protocol):
+    def __call__(self, plan: Plan) -> BlockIndexerOp: ...
+
+
+class BlockAttentionOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        selection: Selection,
+        lens: torch.Tensor,
+        block: int,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None: ...
+
+
+class BlockAttentionFactory(Protocol):
+    def __call__(self, plan: Plan) -> BlockAttentionOp: ...
+
+
 class SharedKVStoreOp(Protocol):
     def __call__(
         self,
@@ -261,7 +326,7 @@ class QKNormRopeStoreOp(Protocol):
         num_kv_heads: int,
         head_dim: int,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         out_cache_loc: torch.Tensor,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
@@ -364,6 +429,7 @@ OPS: Mapping[str, type] = {
     "linear": LinearOp,
     "gated_rmsnorm": GatedRMSNormOp,
     "attention_output_gate": OutputGateOp,
+    "attention_head_gate": HeadGateOp,
     "latent_norm_rope_store": LatentStoreOp,
     "latent_absorb": LatentAbsorbOp,
     "latent_prompt_attention": LatentPromptFactory,
@@ -373,6 +439,9 @@ OPS: Mapping[str, type] = {
     "index_queries": IndexQueriesOp,
     "sparse_indexer": SparseIndexerFactory,
     "sparse_attention": SparseAttentionFactory,
+    "block_indexer": BlockIndexerFactory,
+    "block_attention": BlockAttentionFactory,
+    "selected_block_attention": SelectedBlockFactory,
     "shared_kv_norm_rope_store": SharedKVStoreOp,
     "tail_rotation": TailRotationOp,
     "hyper_connection": HyperConnectionOp,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.layer_spec import Matrix
@@ -204,11 +205,30 @@ class Scope:
         parts: dict[PartKey, Part] | None = None,
         init: Init | Fill = Init.NORMAL,
         dtype: torch.dtype | None = None,
+        pinned: bool = False,
     ) -> torch.Tensor:
         """Allocate and record a parameter [shape]. Without `parts` it is one checkpoint tensor, held whole; where
-        there are none in them, something else fills it."""
+        there are none in them, something else fills it. With `pinned` it lies in main memory, where a GPU can read
+        it."""
         name = f"{self.path}.{leaf}"
         assert name not in self.params, f"parameter {name} exists already"
-        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        dtype = dtype or self.dtype
+        if pinned and self.device.type == "cuda":
+            tensor = _pinned(shape, dtype)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self.params[name] = Param(name, tensor, {PartKey(): Part(shape)} if parts is None else parts, init)
         return tensor
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates in pinned host memory. Raises UserError where there is not as much."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        size = torch.Size(shape).numel() * dtype.itemsize / 1024**3
+        raise UserError(
+            f"{size:.2f} GiB of host memory cannot be pinned for a table of n-grams ({error}). Free memory of the"
+            " machine, raise its limit of locked memory (ulimit -l), or start with more GPUs and"
+            " --no-ple-offload-embedding."
+        ) from None

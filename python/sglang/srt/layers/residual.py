@@ -21,8 +21,8 @@ from sglang.srt.plan.model_description import ModelDescription
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
-MIXER, FFN, INPUTS = "input_norm", "mlp_norm", "inputs"
-"""The blocks of a layer, by the name of the norm before them; there is none before INPUTS."""
+NGRAMS, MIXER, FFN, INPUTS = "ngrams", "input_norm", "mlp_norm", "inputs"
+"""The blocks of a layer, by the name of the norm before them; there is none before INPUTS and NGRAMS."""
 
 
 class Block(Protocol):
@@ -51,7 +51,7 @@ class Join(Protocol):
 
 class ResidualStream(Protocol):
     def join(self, scope: Scope, block: str) -> Join:
-        """Builds the join of a layer's block (MIXER, FFN or INPUTS); `scope` is the layer's."""
+        """Builds the join of a layer's block (NGRAMS, MIXER, FFN or INPUTS); `scope` is the layer's."""
 
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
@@ -60,7 +60,8 @@ class ResidualStream(Protocol):
         """Adds rows [N, H] to the stream of the tokens `index` [N] behind a layer."""
 
     def captured(self, stream: Any) -> torch.Tensor:
-        """A copy of the stream [T, H] where a layer has just taken its input, or behind `finish`."""
+        """A copy of the stream [T, H], or of the mean of several, where a layer has just taken its input, or behind
+        `finish`."""
 
     def hand_on(self, stream: Any) -> torch.Tensor:
         """[T, streams * H], of which `resume` of a pipeline's next stage makes the same stream."""
@@ -127,17 +128,18 @@ class SumJoin:
 class SumResidual:
     def __init__(self, scope: Scope, model: ModelDescription, spec: Sum) -> None:
         self.model, self.spec = model, spec
-        self.norm = self._norm(scope.sub("norm")) if model.last_stage else None
+        centred = model.zero_centred_norms and not model.plain_final_norm
+        self.norm = RMSNorm(scope.sub("norm"), model.hidden_size, model.norm_eps, centred) if model.last_stage else None
 
-    def _norm(self, scope: Scope) -> RMSNorm:
+    def _norm(self, scope: Scope, eps: float = 0.0) -> RMSNorm:
         model = self.model
-        return RMSNorm(scope, model.hidden_size, model.norm_eps, model.zero_centred_norms)
+        return RMSNorm(scope, model.hidden_size, eps or model.norm_eps, model.zero_centred_norms)
 
     def join(self, scope: Scope, block: str) -> SumJoin:
         spec = self.spec
         normed = {MIXER: spec.mixer_norms, FFN: spec.ffn_norms, INPUTS: False}[block]
         before = self._norm(scope.sub(block)) if normed else None
-        after = self._norm(scope.sub(f"{block}_after")) if spec.norms_after else None
+        after = self._norm(scope.sub(f"{block}_after"), spec.eps_after) if spec.norms_after else None
         last = INPUTS if self.model.per_layer_inputs is not None else FFN
         scaled = spec.layer_scale and block == last
         return SumJoin(before, after, scope.sub("end").param("layer_scalar", (1,), init=Init.ONES) if scaled else None)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.configs.rope import ROPE_SETTINGS, UNROTATED, RopeSpec
+from sglang.srt.configs.layer_lists import UNROTATED
+from sglang.srt.configs.rope import ROPE_SETTINGS, RopeSpec
 
 
 def rope_table(spec: RopeSpec, num_positions: int, device: torch.device | str) -> torch.Tensor:

@@ -54,13 +54,15 @@ class Sampler:
         next_token: torch.Tensor | None = None,
         on_host: bool = False,
         guesses: torch.Tensor | None = None,
+        counts: bool = True,
     ) -> SamplerOutput:
         """logits [B, V] fp32, overwritten; positions [B] (int32 or int64): sequence length before the new token;
         guesses [D, k - 1] int64 where the rows are k of each of D requests: row j follows the first j guesses, which
         count for its penalties, and what is drawn is not counted (`PenaltyState.add_tokens` by who knows what stands);
         vocab_mask [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v. With `next_token` [num_slots]
         int64, the tokens are also written to the rows of the batch's request slots. on_host: nothing behind this reads
-        the tokens on the device, so that a kernel may write them where the host reads them, without a copy.
+        the tokens on the device, so that a kernel may write them where the host reads them, without a copy. counts:
+        what is drawn counts for the penalties of later tokens, unless there are guesses.
         """
         logits = logits.contiguous()
         raw = logits
@@ -76,8 +78,8 @@ class Sampler:
             tokens = _sample_torch(logits, batch, positions, vocab_mask, guesses)
             if next_token is not None:
                 next_token[batch.slots] = tokens.clamp(min=0)
-        if batch.penalties is not None and guesses is None:
-            batch.penalties.add_tokens(batch.rows()[:, Column.PENALTY_ROW].long(), tokens.clamp(min=0))
+        if counts and guesses is None:
+            batch.count(tokens)
         packed = None
         if logprobs is not None:
             packed = sampled_logprobs(raw, tokens.clamp(min=0), logprobs)

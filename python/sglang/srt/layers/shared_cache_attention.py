@@ -24,7 +24,9 @@ class SharedCacheAttention:
     metadata of their site; rows that decode read the cache alone."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.sinks)
+        assert (
+            spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.head_gate or spec.sinks)
+        )
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
         shares = spec.shares(group.size)

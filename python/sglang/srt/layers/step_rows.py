@@ -52,9 +52,20 @@ class ExtendRows:
     prefix_lens_cpu: list[int]
     seq_lens_cpu: list[int] | None = None
     """None while a CUDA graph is captured, and where the device alone knows: the lengths on the host are bounds."""
+    images: ImageRuns | None = None
+    """None: all tokens see what lies before them alone."""
 
     def __len__(self) -> int:
         return len(self.req_pool_indices)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRuns:
+    """Tokens that see one another in layers with a window, also those behind them: `tokens` [M] int64 of T, in runs
+    that are the rows of `rows`, whose start_loc counts in M."""
+
+    tokens: torch.Tensor
+    rows: ExtendRows
 
 
 def requests_of_tokens(

@@ -31,6 +31,10 @@ class CheckpointTable:
         """Request slot -> the row that it has, and how many tokens the state there stands for."""
         self._sources: dict[int, int] = {}
         """Row -> the row whose content, as it is before the next step, it gets."""
+        self._pinned: dict[int, bool] = {}
+        """Rows that a copy to another memory reads -> whether somebody still has the row."""
+        self._reserved: set[int] = set()
+        """Rows that a copy from another memory writes."""
 
     def usage(self) -> dict[str, int]:
         used = {"cached": len(self._nodes), "held": len(self._decoding)}
@@ -38,10 +42,9 @@ class CheckpointTable:
 
     def save(self, slot: int, node: Node) -> None:
         """Keep the state of a request whose launched steps end with the node."""
-        if node.checkpoint or not self.size:
-            return
-        self._give(node, self._take())
-        self._copy(slot, node.checkpoint)
+        if not node.checkpoint and (row := self._take()):
+            self._give(node, row)
+            self._copy(slot, row)
 
     def keep(self, slot: int, length: int) -> None:
         """Keep the state of a request that decodes, whose launched steps end with a page, in place of what was kept of
@@ -49,6 +52,8 @@ class CheckpointTable:
         if slot not in self._decoding and len(self._decoding) >= self.size // 2:
             return
         row = self._decoding[slot][0] if slot in self._decoding else self._take()
+        if not row:
+            return
         self._decoding[slot] = row, length
         self._copy(slot, row)
 
@@ -61,9 +66,13 @@ class CheckpointTable:
             self._free.append(row)
 
     def _take(self) -> int:
+        """Returns a row that is free now; 0 if there is none."""
         if not self._free:
-            self.drop(min(self._nodes.values(), key=lambda n: (n.last_access, n.depth)))
-        return self._free.pop()
+            unpinned = (node for row, node in self._nodes.items() if row not in self._pinned)
+            node = min(unpinned, key=lambda n: (n.last_access, n.depth), default=None)
+            if node is not None:
+                self.drop(node)
+        return self._free.pop() if self._free else 0
 
     def _give(self, node: Node, row: int) -> None:
         node.checkpoint = row
@@ -76,8 +85,44 @@ class CheckpointTable:
     def drop(self, node: Node) -> None:
         if node.checkpoint:
             del self._nodes[node.checkpoint]
-            self._free.append(node.checkpoint)
+            if node.checkpoint in self._pinned:
+                self._pinned[node.checkpoint] = False
+            else:
+                self._free.append(node.checkpoint)
             node.checkpoint = 0
+
+    # --- copies between memories --------------------------------------------------------------------------------------
+
+    def pin(self, node: Node) -> int:
+        """A copy reads the node's row: it is not used again before `unpin`, whatever becomes of the node. One copy at a
+        time reads a row."""
+        assert node.checkpoint and node.checkpoint not in self._pinned, "a row is read by two copies"
+        self._pinned[node.checkpoint] = True
+        return node.checkpoint
+
+    def is_readable(self, node: Node) -> bool:
+        """Returns whether a copy may begin: no other one reads the row, and the launched steps have written it."""
+        return node.checkpoint not in self._pinned and node.checkpoint not in self._sources
+
+    def unpin(self, row: int) -> None:
+        if not self._pinned.pop(row):
+            self._free.append(row)
+
+    def reserve(self) -> int:
+        """Returns a row that a copy may write, behind the steps that are launched; 0 if there is none."""
+        row = self._take()
+        if row:
+            self._reserved.add(row)
+            self._sources.pop(row, None)  # what was still to be copied there belonged to a node that gave way
+        return row
+
+    def settle(self, row: int, node: Node | None) -> None:
+        """The copy to a reserved row has ended; it holds the state at the end of the node, or with None nothing."""
+        self._reserved.remove(row)
+        if node is None or node.checkpoint:
+            self._free.append(row)
+        else:
+            self._give(node, row)
 
     def _copy(self, source: int, target: int) -> None:
         """Copy as if one copy were made after the other, though the device reads all sources before it writes."""
@@ -96,4 +141,7 @@ class CheckpointTable:
         assert len(kept) == sum(1 for node in nodes if node.checkpoint), "two nodes have the same checkpoint"
         decoding = [row for row, _ in self._decoding.values()]
         assert len(decoding) <= self.size // 2, "requests have more than half of the rows"
-        assert sorted([*kept, *decoding, *self._free]) == list(self._rows), "a checkpoint's row is lost or used twice"
+        pinned = [row for row, kept_by in self._pinned.items() if not kept_by]
+        assert sorted([*kept, *decoding, *pinned, *self._reserved, *self._free]) == list(self._rows), (
+            "a checkpoint's row is lost or used twice"
+        )

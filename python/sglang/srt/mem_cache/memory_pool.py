@@ -17,6 +17,7 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "uint8": torch.uint8,
+    "int32": torch.int32,
 }
 
 
@@ -66,7 +67,7 @@ class CachePools:
     def __init__(self, groups: Sequence[CacheGroup], sizes: PoolSizes, device: str | torch.device) -> None:
         self.groups = tuple(groups)
         self.tables = row_tables(groups)
-        self._states: list[torch.Tensor] = []
+        self.states: list[torch.Tensor] = []
         """[caches, rows, ...] for each kind of state tensor: all are copied row by row at once."""
         self.tensors = [self._allocate(group, self._entries(group, sizes), device) for group in self.groups]
         self._place = {
@@ -85,15 +86,26 @@ class CachePools:
         tensors: list[dict[str, torch.Tensor]] = [{} for _ in group.members]
         for spec, members in kinds.items():
             shape = (len(members), entries, *spec.shape)
-            self._states.append(torch.zeros(shape, dtype=storage_dtype(spec.dtype), device=device))
-            for index, tensor in zip(members, self._states[-1], strict=True):
+            self.states.append(torch.zeros(shape, dtype=storage_dtype(spec.dtype), device=device))
+            for index, tensor in zip(members, self.states[-1], strict=True):
                 tensors[index][spec.name] = tensor
         return tensors
+
+    def of_table(self, table: int) -> list[torch.Tensor]:
+        """The tensors whose entries a row table places, views of others left out."""
+        return [
+            tensors[spec.name]
+            for group, caches in zip(self.groups, self.tensors, strict=True)
+            if not isinstance(group.lifetime, PerRequest) and self.tables.index(group.lifetime) == table
+            for member, tensors in zip(group.members, caches, strict=True)
+            for spec in member.cache.tensors
+            if not spec.view_of
+        ]
 
     def copy_states(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Rows [N] int64 of every state; all sources are read before a target is written. Part by part of the rows, so
         that what is read and not written yet takes at most STATE_COPY_BYTES."""
-        for states in self._states:
+        for states in self.states:
             rows = states.flatten(2)  # [caches, rows, elements]
             step = max(1, STATE_COPY_BYTES // (len(rows) * len(targets) * rows.element_size()))
             for part in rows.split(step, dim=2):
@@ -115,9 +127,14 @@ class CachePools:
         """Give each store its tensors."""
         for store in stores:
             number, index = self._place[store.layer_id, store.name]
-            lifetime = self.groups[number].lifetime
-            table = 0 if isinstance(lifetime, PerRequest) else self.tables.index(lifetime)
-            store.bind(self.tensors[number][index], table)
+            store.bind(self.tensors[number][index], self._table_of(self.groups[number]))
+
+    def _table_of(self, group: CacheGroup) -> int:
+        """The number of the row table, or of what stands behind all of them: that of all tokens, for ranks that share
+        them out."""
+        if group.token_ranks > 1:
+            return len(self.tables)
+        return 0 if isinstance(group.lifetime, PerRequest) else self.tables.index(group.lifetime)
 
     def size_bytes(self) -> int:
         return sum(

@@ -101,6 +101,14 @@ class RadixCache:
             node = node.parent
         return Match(node.depth, node)
 
+    def follow(self, token_ids: Tokens, namespace: str | None = None) -> list[Node]:
+        """The nodes on the way of these tokens, from the root on, whatever the tree has besides their slots. Counts as
+        a use of them."""
+        if not self.enabled:
+            return []
+        self._clock += 1
+        return self._descend(self.root, self._aligned(token_ids), namespace)[1]
+
     def _can_go_on(self, node: Node) -> bool:
         if self.checkpoints is not None and not node.checkpoint:
             return False
@@ -328,6 +336,13 @@ class RadixCache:
         self.lock(deepest)
         self.unlock(node)
         return Commit(indices, deepest, int(tokens.size), windows)
+
+    def share_windows(self, nodes: list[Node], windows: Sequence[Slots]) -> list[Slots]:
+        """The slots of somebody else for the tokens of `nodes`, which begin at the root, in each window table: as
+        `commit` does."""
+        return [
+            self._share_window(nodes, window, slots, 0) for window, slots in zip(self.windows, windows, strict=True)
+        ]
 
     def _share_window(self, nodes: list[Node], window: WindowTable, slots: Slots, start: int) -> Slots:
         """Shares a window's slots between the tree and a request whose tokens from `start` on are those of `nodes`.

@@ -66,6 +66,10 @@ class WindowTable:
         it decodes behind them."""
         return window_tokens(self.window, self.page_size, chunk + self.growing - 1)
 
+    def most_alone(self) -> int:
+        """The tokens of a chunk that a request which runs alone can have at least."""
+        return max(0, (self.size - self.most_of_prompt(0)) // self.page_size * self.page_size - self.page_size)
+
     def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
         """Tokens that further requests may use, when these (which have `lens` tokens and may grow to `limits`) decode
         on and whoever else has a row keeps what it has."""
@@ -106,6 +110,14 @@ class WindowTable:
         if cached.any():
             self._num_evictable += len(np.unique(unused[cached]))  # several rows may have shared a page
         self.allocator.free(unused[~cached] * self.page_size)
+
+    def take(self, num_tokens: int) -> Slots | None:
+        """Returns slots of whole pages that are in use from now on, as if a row had them; None without room."""
+        self.evict(num_tokens - self.allocator.available_size())
+        slots = self.allocator.alloc([0], [num_tokens], [0])
+        if slots is not None:
+            self._users[self._pages(slots)] += 1
+        return slots
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -8,13 +8,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from sglang.srt.distributed.parallel_state import ALONE, Group
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
+from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
-from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots, requests_of_tokens
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns, TokenSlots, requests_of_tokens
 from sglang.srt.model_executor.media_features import MediaFeatures
-from sglang.srt.model_executor.step import MediaTokens, PromptTokens, StepInput
+from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
@@ -53,6 +55,8 @@ class DeviceState:
     """[max_reqs + 1] int64, by how much the positions that turn heads differ from the index of a request's tokens,
     behind its images. None: no image makes them differ."""
     features: MediaFeatures | None = None
+    context: Group = ALONE
+    """The ranks that share out the tokens of some caches."""
     req_to_token: torch.Tensor = field(init=False)
     """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
     lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
@@ -118,6 +122,8 @@ class DeviceState:
             assert batch.turned_by is not None
             decodes = batch.turned_by[:num_decodes].expand(len(media.positions), -1)
             batch.turned_by = torch.cat((decodes, arrays["sections"]), dim=1)
+        if media.runs is not None and batch.extend is not None:
+            batch.extend.images = _image_runs(batch.extend, arrays, media.runs, num_decodes)
         if media.sources and self.features is not None and self.features.encoder is not None:
             ends = np.cumsum([len(rows) for _, rows in media.sources]).tolist()
             parts = [
@@ -134,10 +140,18 @@ class DeviceState:
         """Returns the slots, by row table, of T tokens that lie at `positions` of the request slots `rows`. The tables
         of windows have their new slots before the step."""
         windows = self.req_to_token[1:]
-        return (
+        return self._with_own(
             TokenSlots(self.req_to_token[0], out_cache_loc),
             *(TokenSlots(table, table[rows, positions].to(torch.int64)) for table in windows),
         )
+
+    def _with_own(self, *token_slots: TokenSlots) -> tuple[TokenSlots, ...]:
+        """Adds the slots of the tokens in the caches whose tokens the ranks share out, behind those of all row
+        tables."""
+        if self.context.size == 1:
+            return token_slots
+        table, slots = token_slots[0].req_to_token, token_slots[0].out_cache_loc
+        return (*token_slots, TokenSlots(table, own_slots(slots, self.context)))
 
     def _decode_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """Enters the new slots in the table. Where steps bring guesses they are there, and the lengths are those of the
@@ -151,7 +165,7 @@ class DeviceState:
             slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
         )
         locs = (out_cache_loc, *(window_locs[i] for i in range(self.num_tables - 1)))
-        token_slots = tuple(TokenSlots(self.req_to_token[i], loc) for i, loc in enumerate(locs))
+        token_slots = self._with_own(*(TokenSlots(self.req_to_token[i], loc) for i, loc in enumerate(locs)))
         rows = DecodeRows(slots, seq_lens, token_slots)
         if step is not None:
             rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist()
@@ -203,13 +217,13 @@ class DeviceState:
             exact = self.attention.decode_plans_on_host
             decode.seq_lens_cpu = seq_lens.tolist() if exact else [self.sizes.context_len] * len(slots)
         batch = ForwardBatch(ids.flatten(), positions, token_slots, decode=decode)
-        batch.metadata = self.attention.metadata(batch, in_graph)
+        batch.metadata = self.attention.metadata(batch, in_graph, in_blocks=True)
         return batch
 
     def query_batch(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, in_graph: bool) -> ForwardBatch:
         """Builds a batch for a drafter, as `speculative.drafter.BuildQueries` describes."""
         unwritten = torch.zeros_like(slots)
-        token_slots = tuple(TokenSlots(table, unwritten) for table in self.req_to_token)
+        token_slots = self._with_own(*(TokenSlots(table, unwritten) for table in self.req_to_token))
         decode = DecodeRows(slots, lens.clamp(min=1), token_slots)
         if not in_graph:
             exact = self.attention.decode_plans_on_host
@@ -278,6 +292,20 @@ class DeviceState:
         input_ids = self.next_tokens[slots, :width].flatten()
         turned_by = self._turned_by(positions, rows.flatten())
         return ForwardBatch(input_ids, positions, token_slots, extend=extend, state_records=[], turned_by=turned_by)
+
+
+def _image_runs(extend: ExtendRows, arrays: DeviceArrays, runs: MediaRuns, num_decodes: int) -> ImageRuns:
+    rows = ExtendRows(
+        arrays["run_slots"],
+        arrays["run_ends"],
+        arrays["run_starts"],
+        arrays["run_locs"],
+        extend.token_slots,
+        runs.lens.tolist(),
+        runs.starts.tolist(),
+        (runs.starts + runs.lens).tolist(),
+    )
+    return ImageRuns(arrays["media_tokens"] + num_decodes, rows)
 
 
 def _prompts(step: StepInput) -> PromptTokens:

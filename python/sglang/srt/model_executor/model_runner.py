@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.mem_cache.copy_engine import ThreadedCopies, page_pools
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
@@ -74,11 +75,17 @@ class ModelRunner:
         self.drafter = drafter = None if create_drafter is None else create_drafter(self.model, plan)
         self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
         self.pools.bind([*self.model.caches, *(drafter.caches if drafter is not None else ())])
+        self.copies: ThreadedCopies | None = None
+        """Copies of cached prefixes to main memory and back."""
+        if plan.host_cache is not None:
+            pools = page_pools(self.pools, plan.pool_sizes, plan.host_cache.sizes)
+            self.copies = ThreadedCopies(pools, plan.device)
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         inputs: DecodeInputsOp = plan.entry("decode_inputs")
         attention = create_attention_sites(plan, plan.device)
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
         self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, inputs)
+        self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else self._create_media(create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])

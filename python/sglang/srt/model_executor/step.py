@@ -19,12 +19,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class MediaRuns:
+    """S runs of placeholders whose tokens attend both ways: of which of the P prompts each is, its first position, and
+    its length. All of a run that is not cached is in the step."""
+
+    prompts: np.ndarray  # [S] int64
+    starts: np.ndarray  # [S] int32
+    lens: np.ndarray  # [S] int32
+
+
+@dataclass(slots=True)
 class MediaTokens:
     """Images among the N prompt tokens of a step."""
 
     positions: np.ndarray | None  # [sections, N] int64, as `ForwardBatch.turned_by`; None: positions have no sections
     tokens: np.ndarray  # [M] int64, of the N tokens: those whose inputs are features
     sources: list[tuple[MediaItem, np.ndarray]]  # items, and which of their rows [m] int64, together M
+    runs: MediaRuns | None = None  # of the M tokens, in their order; None: images attend as text does
 
 
 @dataclass(slots=True)
@@ -90,7 +101,8 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
     With prompts also input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots,
     seq_lens, prefix_lens [P] and start_loc [P + 1], the first token of each, and T; last_rows (the last token of each
     of R sampled requests) and sampled_slots [R]. With images also media_tokens and feature_rows [M], and sections
-    [3, N] of the N tokens of prompts, as in `MediaTokens`.
+    [3, N] of the N tokens of prompts, as in `MediaTokens`; of their runs run_slots, run_ends, run_starts [S] and
+    run_locs [S + 1], the first of M of each, and M.
     """
     count, prompts = step.num_decodes, step.prompts
     arrays = {"decode_slots": step.slots[:count], "decode_lens": step.seq_lens[:count]}
@@ -119,6 +131,11 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
         arrays["feature_rows"] = np.concatenate(rows) if rows else np.empty(0, np.int64)
         if prompts.media.positions is not None:
             arrays["sections"] = prompts.media.positions
+        if prompts.media.runs is not None:
+            runs = prompts.media.runs
+            arrays["run_slots"] = step.slots[count:][runs.prompts]
+            arrays["run_starts"], arrays["run_ends"] = runs.starts, runs.starts + runs.lens
+            arrays["run_locs"] = np.concatenate(([0], np.cumsum(runs.lens))).astype(np.int32)
     return {
         **arrays,
         "input_ids": np.concatenate((np.zeros(count, np.int64), prompts.input_ids)),

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.embedding import RowShare
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.step import LaunchedForward, ModelOutput, Settled, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs
-from sglang.srt.sampling.sampling_table import Column, SamplingTable
+from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
 from sglang.srt.utils.device_arrays import DeviceArrays, event_on, to_device, to_host
 
 
@@ -130,7 +131,8 @@ class StepOutput:
         self.table.penalties.add_tokens(torch.where(stands, rows, 0).flatten(), tokens.clamp(min=0).flatten())
 
     def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
-        """The logits of several ranks come together for what cannot be said of each rank's columns."""
+        """Of several ranks' columns the largest of each come together, or whole rows, a share of them on each rank; log
+        probabilities want whole rows on every rank."""
         head = self.model.head
         assert head is not None, "the last stage has it"
         sampling = self.table.view(forward.host_slots, forward.slots)
@@ -142,11 +144,39 @@ class StepOutput:
             if next_token is not None:
                 next_token[forward.slots] = tokens.clamp(min=0)
             return SamplerOutput(tokens, None)
-        mask = None if vocab_mask is None else to_device(vocab_mask, self.state.device)
-        logits = head.whole(forward.logits)
-        on_host = next_token is not None and self.pp_tokens.size == 1
         guesses = None
         if step.width > 1:
             slots = forward.output.arrays["decode_slots"][: len(step.slots)]
             guesses = self.state.next_tokens[slots, 1 : step.width]
+        if head.is_shard(forward.logits) and step.logprobs is None:
+            share = head.whole_share(forward.logits, step.width)
+            return self._sampled_by_rows(forward, share, sampling, vocab_mask, guesses, next_token)
+        mask = None if vocab_mask is None else to_device(vocab_mask, self.state.device)
+        logits = head.whole(forward.logits)
+        on_host = next_token is not None and self.pp_tokens.size == 1
         return self.sampler(logits, sampling, forward.positions, mask, step.logprobs, next_token, on_host, guesses)
+
+    def _sampled_by_rows(
+        self,
+        forward: LaunchedForward,
+        share: RowShare,
+        sampling: SamplingBatch,
+        vocab_mask: np.ndarray | None,
+        guesses: torch.Tensor | None,
+        next_token: torch.Tensor | None,
+    ) -> SamplerOutput:
+        """Each rank samples some rows, and all get the tokens: what is drawn in a row depends on this row alone."""
+        rows, width = share.rows, forward.step.width
+        tokens = forward.slots.new_empty(0)
+        if rows.start < rows.stop:
+            mask = None if vocab_mask is None else to_device(vocab_mask[rows], self.state.device)
+            drafted = None if guesses is None else guesses[rows.start // width : rows.stop // width]
+            positions = forward.positions[rows]
+            part = sampling.part(rows)
+            tokens = self.sampler(share.logits, part, positions, mask, guesses=drafted, counts=False).next_token_ids
+        tokens = share.gather(tokens)
+        if guesses is None:
+            sampling.count(tokens)
+        if next_token is not None:
+            next_token[forward.slots] = tokens.clamp(min=0)
+        return SamplerOutput(tokens, None)

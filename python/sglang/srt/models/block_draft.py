@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.models.guess_heads import GuessHead, build_guess_head
 from sglang.srt.plan.drafts.description import Block
 
 if TYPE_CHECKING:
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from sglang.srt.models.draft_parts import DraftParts, Loadable
 
 
-class DFlashDraft:
-    """A draft of DFlash; see `plan.drafts.description.Block`. Implements DraftModel: its rows are those of blocks, [R *
-    B], and it has keys and values of the target's tokens once these were kept."""
+class BlockDraft:
+    """A draft of DFlash or DSpark; see `plan.drafts.description.Block`. Implements DraftModel: its rows are those of
+    blocks, [R * B], and it has keys and values of the target's tokens once these were kept."""
 
     shifted = False
 
     def __init__(self, parts: DraftParts, form: Block) -> None:
         self.parts, self.form = parts, form
         self.captures, self.caches = parts.draft.captures, parts.caches
-        self.fc = parts.projection(form.num_captures * form.capture_size)
+        self.fc = parts.unpacked(form.num_captures * form.capture_size, "fc")
         self.hidden_norm = parts.norm("hidden_norm")
         self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
-        self.norm = parts.norm("norm")
+        self.ending = parts.ending()
+        self.head: GuessHead | None = build_guess_head(parts, form)
 
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
@@ -45,7 +46,7 @@ class DFlashDraft:
         stream = self.parts.residual.begin(self.parts.embedding(batch.input_ids))
         for layer in self.layers:
             layer(stream, batch)
-        return values_of(stream.normed(self.norm))
+        return self.ending(stream)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         return self.parts.head(state)

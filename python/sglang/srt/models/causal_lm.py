@@ -12,28 +12,33 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.attention import CompressedAttention
+from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.gated_streams import GatedResidual
 from sglang.srt.layers.hyper_connections import HyperResidual
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
+from sglang.srt.layers.ngrams.block import NgramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
+from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
-from sglang.srt.layers.residual import FFN, INPUTS, MIXER, ResidualStream, SumResidual
+from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Sum
+from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 if TYPE_CHECKING:
@@ -60,6 +65,10 @@ def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
     return (GQAttention if spec.caches_tokens else SharedCacheAttention)(scope, spec, site)
 
 
+def _compressed(scope: Scope, spec: CompressedSparse, site: Site) -> Block:
+    return (BlockWindowAttention if spec.block > 1 else CompressedAttention)(scope, spec, site)
+
+
 def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
     return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec)
 
@@ -67,15 +76,21 @@ def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
 BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", _grouped_queries),
     MLA: BlockKind("attn", LatentAttention),
-    CompressedSparse: BlockKind("attn", CompressedAttention),
+    CompressedSparse: BlockKind("attn", _compressed),
+    PooledSparse: BlockKind("attn", PooledSparseAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
     Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, spec)),
     MoE: BlockKind("moe", _experts),
     PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
+    NgramEmbedding: BlockKind("ngrams", NgramBlock),
 }
-"""Kinds of blocks, by the type of a LayerSpec's mixer, ffn or inputs."""
-RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {Sum: SumResidual, HyperConnections: HyperResidual}
+"""Kinds of blocks, by the type of a LayerSpec's mixer, ffn, inputs or ngrams."""
+RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {
+    Sum: SumResidual,
+    HyperConnections: HyperResidual,
+    GatedStreams: GatedResidual,
+}
 """Residual streams, by the type of a LayerSpec's residual: built with (scope of the model, ModelDescription,
 residual)."""
 
@@ -87,7 +102,7 @@ class DecoderLayer:
     def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
         self.blocks = [
             (residual.join(scope, name), build_block(scope, block, site))
-            for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
+            for name, block in ((NGRAMS, spec.ngrams), (MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
         for join, block in self.blocks:
@@ -175,7 +190,11 @@ class CausalLM:
         self.embed: VocabParallelEmbedding | None = None
         if model.has_embedding:
             self.embed = VocabParallelEmbedding(
-                scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
+                scope.sub("embed"),
+                model.vocab_size,
+                model.hidden_size,
+                model.embedding_scale,
+                model.norm_eps if model.normed_embedding else None,
             )
         inputs = model.per_layer_inputs
         self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
@@ -191,10 +210,11 @@ class CausalLM:
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
-            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, tied_to, model.logit_cap)
+            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, tied_to, model.logit_cap, model.logit_scale)
         self.captures = Captures.of(plan.captures, [not layer.elsewhere for layer in model.layers])
         """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
         `batch.captured`."""
+        self.capture_streams = plan.capture_streams
         for i in self.captures.taken:
             if i + 1 < len(self.layers):
                 self.layers[i + 1].input_name = captured_name(i)
@@ -236,7 +256,8 @@ class CausalLM:
             return torch.cat((rows, *captured), dim=-1) if captured else rows
         hidden = self.residual.finish(stream)
         if len(self.layers) - 1 in self.captures.taken:
-            batch.handed_on[captured_name(len(self.layers) - 1)] = self.residual.captured(stream)
+            of_last = residual.hand_on if self.capture_streams else residual.captured
+            batch.handed_on[captured_name(len(self.layers) - 1)] = of_last(stream)
         batch.captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.layers]
         return hidden
 
@@ -245,7 +266,8 @@ class CausalLM:
         layers, hidden_size = self.captures.received, self.description.hidden_size
         if not layers:
             return received
-        rows, *captured = received.split(hidden_size, dim=-1)
+        streams = received.shape[-1] - len(layers) * hidden_size
+        rows, *captured = received.split((streams, *[hidden_size] * len(layers)), dim=-1)
         batch.handed_on |= {captured_name(layer): part for layer, part in zip(layers, captured, strict=True)}
         return rows.contiguous()
 
@@ -263,11 +285,14 @@ class CausalLM:
         """Returns the embeddings [T, H] of token ids, and rows that the batch brings itself (images) where it has
         some."""
         assert self.embed is not None, "the first stage has it"
-        embedded = self.embed(batch.input_ids)
-        if batch.embedding_rows is not None:
-            embedded[batch.embedding_rows.index] = batch.embedding_rows.rows
+        ids, rows = batch.input_ids, batch.embedding_rows
+        embedded = self.embed(ids)
+        if rows is not None:
+            embedded[rows.index] = rows.rows
         if self.layer_inputs is not None:
-            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(batch.input_ids, embedded)
+            if rows is not None and self.description.media is not None:
+                ids = ids.index_fill(0, rows.index, self.description.media.plain_token)
+            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded)
         return embedded
 
     def ignored_weight(self, name: str) -> bool:

@@ -22,11 +22,12 @@ import torch.nn.functional as F
 
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.residual import FFN, SumStream
-from sglang.srt.models.block_draft import DFlashDraft
+from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.models.frozen_draft import FrozenDraft
-from sglang.srt.plan.drafts.description import Block, Concatenated, Frozen, Projected
+from sglang.srt.models.stream_draft import StreamDraft
+from sglang.srt.plan.drafts.description import Block, ByStream, Concatenated, Frozen, Projected, Streamed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -48,7 +49,8 @@ class DraftModel(Protocol):
 
     def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns features [T, H'] made of the target's final hidden states [T, H] and the captured residual streams
-        [T, H], in the order of `captures`; None where the draft reads nothing but tokens."""
+        [T, H], or [T, N * H] of N streams, in the order of `captures`; None where the draft reads nothing but
+        tokens."""
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         """Computes the features [T, H'] of the next draft step. `batch.input_ids` [T] are the draft's. Writes over
@@ -158,6 +160,43 @@ class ProjectedDraft:
         return self.parts.head(state)
 
 
+class ByStreamDraft:
+    """A draft with several residual streams; see `plan.drafts.description.ByStream`. Features are the streams of a row,
+    [T, N * H]."""
+
+    shifted = True
+
+    def __init__(self, parts: DraftParts, form: ByStream) -> None:
+        self.parts, self.streams = parts, form.streams
+        self.captures, self.caches = parts.draft.captures, parts.caches
+        hidden = parts.model.hidden_size
+        self.norms = (parts.norm("embedding_norm"), parts.norm("hidden_norm"))
+        self.of_embedding, self.of_stream = parts.unpacked(hidden, "e_proj"), parts.unpacked(hidden, "h_proj")
+        self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
+        self.ending = parts.ending()
+
+    def loadables(self) -> list[tuple[Loadable, str]]:
+        return self.parts.loadables()
+
+    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+        (streams,) = captured
+        return streams
+
+    def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
+        assert features is not None
+        embedding_norm, stream_norm = self.norms
+        embedded = self.of_embedding(embedding_norm(self.parts.embedding(batch.input_ids), None)[0])
+        rows = features.view(len(embedded) * self.streams, -1)
+        streams = self.of_stream(stream_norm(rows, None)[0]).view(len(embedded), self.streams, -1)
+        stream = self.parts.residual.resume((streams + embedded[:, None]).flatten(1))
+        for layer in self.layers:
+            layer(stream, batch)
+        return self.parts.residual.hand_on(stream)
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self.parts.head(self.ending(self.parts.residual.resume(state.clone())))
+
+
 class StandaloneDraft:
     """A draft that is a model of its own."""
 
@@ -198,8 +237,12 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel:
         return Eagle3Draft(DraftParts(plan, target), form)
     if isinstance(form, Projected):
         return ProjectedDraft(DraftParts(plan, target), form)
+    if isinstance(form, ByStream):
+        return ByStreamDraft(DraftParts(plan, target), form)
+    if isinstance(form, Streamed):
+        return StreamDraft(DraftParts(plan, target), form)
     if isinstance(form, Block):
-        return DFlashDraft(DraftParts(plan, target), form)
+        return BlockDraft(DraftParts(plan, target), form)
     if isinstance(form, Frozen):
         return FrozenDraft(DraftParts(plan, target), form)
     return StandaloneDraft(plan, target)

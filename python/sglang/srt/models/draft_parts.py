@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.hyper_connections import HEAD, HyperJoin
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Init, Param, Part, Scope, Shard
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
-from sglang.srt.layers.residual import SumResidual
+from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.models.causal_lm import CausalLM, DecoderLayer
-from sglang.srt.plan.layer_spec import Sum
+from sglang.srt.models.causal_lm import RESIDUALS, CausalLM, DecoderLayer
+from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
@@ -68,8 +70,7 @@ class DraftParts:
         checkpoint."""
         self.rotary = RotaryTables(plan.context_len, scope.device)
         residual = model.layers[0].residual
-        assert isinstance(residual, Sum)
-        self.residual = SumResidual(scope, model, residual)
+        self.residual: Any = RESIDUALS[type(residual)](scope, model, residual)
         self.embedding = self._embedding(target)
         self.head = self._head(target)
 
@@ -98,6 +99,25 @@ class DraftParts:
         model = self.model
         return RMSNorm(self.scope.sub(name), size or model.hidden_size, model.norm_eps, model.zero_centred_norms)
 
+    def ending(self) -> Callable[[Any], torch.Tensor]:
+        """Returns the function that makes normed rows [T, H] of the stream behind the last layer."""
+        spec = self.model.layers[0].residual
+        if isinstance(spec, HyperConnections):
+            join = HyperJoin(self.scope, HEAD, "norm", self.model, spec, (spec.streams,))
+            return lambda stream: values_of(join.before(stream))
+        norm = self.norm("norm")
+        return lambda stream: values_of(stream.normed(norm))
+
+    def unpacked(self, in_features: int, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns a projection: [T, in_features] -> [T, H] on every rank, in 16 bits however the checkpoint stores
+        it."""
+        scope = self.scope.sub(name)
+        weights: list[torch.Tensor] = []
+        linear: LinearOp = scope.plan.entry("linear")
+        shard = Shard("", whole(self.model.hidden_size), whole(in_features))
+        scope.quant.create_unpacked(scope, shard, weights.append)
+        return lambda rows: linear(rows, weights[0], None)
+
     def loadables(self) -> list[tuple[Loadable, str]]:
         """Returns the parts that checkpoints fill, with the directory of each."""
         draft_path, target_path = self.paths
@@ -111,14 +131,14 @@ class DraftParts:
         return is_redundant(self.model.quantization, name)
 
     def projection(
-        self, in_features: int, bias: bool = False, name: str = "fc", rows: int = 0
+        self, in_features: int, bias: bool = False, name: str = "fc", rows: int = 0, optional_bias: bool = True
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns a projection: [T, in_features] -> [T, rows], which are H where not said, on every rank, in 16
         bits."""
         scope, rows = self.scope.sub(name), rows or self.model.hidden_size
         added = None
-        if bias:  # some heads were trained without
-            added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=True)}, Init.ZEROS)
+        if bias:  # some heads of EAGLE were trained without
+            added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=optional_bias)}, Init.ZEROS)
         return Unquantized().create_weights(scope, [Shard("", whole(rows), whole(in_features))], added)
 
 

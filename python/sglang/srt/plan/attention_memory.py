@@ -18,6 +18,8 @@ INDEX_LOGIT_BYTES = 256 * MIB
 SPARSE_ROUNDS = 4
 """Most rounds in which the programs of sparse attention that share tokens run; a test holds the number to the
 kernel's."""
+PART_BYTES = 14
+"""Bytes of a merged element: three times in 16 bits, and twice in fp32."""
 LIST_BYTES_PER_PAGE = 40
 """Bytes a page of a step's page list and of the five int64 arrays that it is gathered with."""
 
@@ -38,6 +40,14 @@ class AttentionSizes:
     """Number of pages that all running requests together can have."""
     windows: tuple[int, ...] = (0,)
     """Pages of a window, for each attention site; 0: all tokens."""
+    part_heads: tuple[tuple[int, int], ...] = ()
+    """As `heads`, of shapes whose tokens ranks share out: heads of all of them."""
+    token_rows: int = 0
+    """Most tokens of a step that attend one by one to such tokens."""
+    own_tables: int = 0
+    """Bytes of row tables of a rank's own tokens."""
+    gathered: int = 0
+    """Bytes of the tokens of one layer that come together on every rank."""
 
 
 def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
@@ -47,15 +57,23 @@ def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int
     if decode is not None:
         backends[decode.name] = decode
     total = sum(_BY_KERNEL[name](choice, sizes) for name, choice in backends.items() if name in _BY_KERNEL)
-    return total + _sparse(choices, sizes)
+    return total + _sparse(choices, sizes) + _shared_tokens(sizes)
+
+
+def _shared_tokens(sizes: AttentionSizes) -> int:
+    """Returns the bytes of the parts that ranks make of their own tokens, of copies of them that are sent and received,
+    and of what is added up of them in fp32; of row tables; and of the tokens that come together."""
+    parts = max((heads * value_dim for heads, value_dim in sizes.part_heads), default=0)
+    return sizes.token_rows * parts * PART_BYTES + sizes.own_tables + sizes.gathered
 
 
 def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
     """Returns the bytes of the indexer's scores, of the entries that it keeps of long rows (at most a quarter as many,
     as `select_entries.launch_for` chooses), and of the partial results, in fp32, of programs that share a token's
     selected entries; graphs have their own."""
-    indexer, attention = choices.get("sparse_indexer"), choices.get("sparse_attention")
-    if indexer is None or attention is None:
+    chosen = (choices.get(op) for op in ("block_attention", "selected_block_attention", "sparse_attention"))
+    attention = next((choice for choice in chosen if choice is not None), None)
+    if attention is None or not {"sparse_indexer", "block_indexer"} & choices.keys():
         return 0
     total = min(INDEX_LOGIT_BYTES, sizes.index_logits) * 5 // 4
     if attention.tile is not None:
@@ -84,7 +102,9 @@ def _triton(choice: Choice, sizes: AttentionSizes) -> int:
         return 0
     at_once = sizes.num_sms * choice.tile.get("ctas_per_sm", 1) * choice.tile.get("waves", 1)
     rows = max(sizes.max_running_requests, *sizes.graph_batch_sizes, 1) + at_once
-    return sum(rows * (num_heads * (v_head_dim + 1) * 4 + 24) for num_heads, v_head_dim in sizes.heads)
+    of_each = [(rows, shape) for shape in sizes.heads]
+    of_each += [(rows + sizes.token_rows + at_once, shape) for shape in sizes.part_heads]
+    return sum(count * (num_heads * (v_head_dim + 1) * 4 + 24) for count, (num_heads, v_head_dim) in of_each)
 
 
 _BY_KERNEL: Mapping[str, Callable[[Choice, AttentionSizes], int]] = {

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from sglang.srt.plan.layer_spec import AttentionSite
+from sglang.srt.plan.layer_spec import AttentionSite, Mixer
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 
 
-def attention_sites(model: ModelDescription, tp_size: int) -> tuple[AttentionSite, ...]:
+def attention_sites(model: ModelDescription, tp_size: int, dcp_size: int = 1) -> tuple[AttentionSite, ...]:
     """Returns each attention site of one rank once, in the order of the layers."""
-    sites: dict[AttentionSite, None] = {}
-    for mixer in (layer.mixer for layer in model.layers):
-        shape = mixer.attention_shape(tp_size)
-        if shape is not None:
-            window = mixer.window if isinstance(mixer, GQA) else 0
-            sites[AttentionSite(shape, window, mixer.top_k if isinstance(mixer, MLA) else 0)] = None
-    return tuple(sites)
+    sites = (site_of(layer.mixer, tp_size, dcp_size) for layer in model.layers)
+    return tuple(dict.fromkeys(site for site in sites if site is not None))
+
+
+def site_of(mixer: Mixer, tp_size: int, dcp_size: int = 1) -> AttentionSite | None:
+    """Returns the site of the layers of a mixer; None: there is no attention over a cache."""
+    shape = mixer.attention_shape(tp_size)
+    if shape is None:
+        return None
+    assert isinstance(mixer, GQA | MLA), "other mixers have no attention over a cache"
+    window = mixer.window if isinstance(mixer, GQA) else 0
+    top_k = mixer.top_k
+    return AttentionSite(shape, window, top_k, mixer.token_ranks(tp_size, dcp_size))

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,12 +23,18 @@ class CacheOfLayer:
 class CacheGroup:
     """Caches that live equally long and have equally many entries a token. Pages of one group follow one another, so
     one allocator and one table of rows serve all its caches. A cache is addressed by its group and its index in
-    `members`.
+    `members`. `token_ranks`: as in CacheSpec; the entries of 1/token_ranks of the tokens are this rank's.
     """
 
     lifetime: Lifetime
     entries_per_token: Fraction
     members: tuple[CacheOfLayer, ...]
+    token_ranks: int = 1
+
+    @property
+    def page_multiple(self) -> int:
+        """Fewest tokens of a page that holds whole entries, and the entries of all tokens that are kept together."""
+        return math.lcm(self.entries_per_token.denominator, *(member.cache.neighbours for member in self.members))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,6 +67,7 @@ class CacheGroup:
             "num_caches": self.num_caches,
             "kept_for": self._kept_for(),
             "entries_per_token": str(self.entries_per_token),
+            "token_ranks": self.token_ranks,
             "bytes_per_entry": self.bytes_per_entry,
         }
 
@@ -72,6 +80,7 @@ class CacheGroup:
         """Describes the group for people: "42 (compressed, index) for all tokens, 1/4 entries a token: 26,880 B an
         entry"."""
         rate = "" if self.entries_per_token == 1 else f", {self.entries_per_token} entries a token"
+        rate = f"; {self.token_ranks} ranks share the tokens out" if self.token_ranks > 1 else rate
         unit = "a request" if isinstance(self.lifetime, PerRequest) else "an entry"
         names = ", ".join(self.names)
         return f"{self.num_caches} ({names}) for {self._kept_for()}{rate}: {self.bytes_per_entry:,} B {unit}"
@@ -79,16 +88,20 @@ class CacheGroup:
 
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
     """Groups the caches of the model's layers, in the order in which layers need them."""
-    return group_caches(layer.mixer.caches(serving) for layer in model.layers)
+    return group_caches(layer.caches(serving) for layer in model.layers)
 
 
 def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:
     """Groups caches by lifetime and rate of entries. `layers`: the caches of each layer."""
-    members: dict[tuple[Lifetime, Fraction], list[CacheOfLayer]] = {}
+    members: dict[tuple[Lifetime, Fraction, int], list[CacheOfLayer]] = {}
     for layer_id, caches in enumerate(layers):
         for cache in caches:
-            members.setdefault((cache.lifetime, cache.entries_per_token), []).append(CacheOfLayer(layer_id, cache))
-    return tuple(CacheGroup(lifetime, rate, tuple(caches)) for (lifetime, rate), caches in members.items())
+            kind = (cache.lifetime, cache.entries_per_token, cache.token_ranks)
+            members.setdefault(kind, []).append(CacheOfLayer(layer_id, cache))
+    return tuple(
+        CacheGroup(lifetime, rate, tuple(caches), token_ranks)
+        for (lifetime, rate, token_ranks), caches in members.items()
+    )
 
 
 def row_tables(groups: Sequence[CacheGroup]) -> tuple[Full | Window, ...]:

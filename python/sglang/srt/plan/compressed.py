@@ -29,7 +29,8 @@ class CompressedSparse:
     with `rate` > 0, one compressed entry for every `rate` tokens: those that the indexer chose, or all without one.
 
     Entries of a rate with an indexer overlap, each made of the last 2 * rate tokens. The output goes through `o_groups`
-    groups of heads of rank `o_lora_rank`.
+    groups of heads of rank `o_lora_rank`. `block` > 1: so many rows of a request see each other and the last `window`
+    tokens before them (block drafts).
     """
 
     num_heads: int
@@ -42,6 +43,7 @@ class CompressedSparse:
     rope: RopeSpec | None = None  # layers that compress rotate with another base than those that do not
     rate: int = 0
     indexer: Indexer | None = None
+    block: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -74,7 +76,8 @@ class CompressedSparse:
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         dim, dtype = self.head_dim, serving.kv_dtype
-        window = latent_cache("kv", dim, dim, dtype, lifetime=Window(self.window))
+        # A row of a block sees as many tokens before the block; another one is among its tokens.
+        window = latent_cache("kv", dim, dim, dtype, lifetime=Window(self.window + (self.block > 1)))
         if not self.rate:
             return (window,)
         rate = Fraction(1, self.rate)

@@ -12,53 +12,67 @@ from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.config_blocks import (
+    BLOCK_SPARSE,
+    POOLED_SPELLINGS,
+    SPELLINGS,
+    block_indexer,
+    block_sparse_layers,
+    pooled_sparse,
+)
 from sglang.srt.plan.config_sharing import (
     Override,
+    enumerated,
     layer_overrides,
     per_layer_embedding,
     widened,
+    with_limits,
     with_shared_caches,
 )
+from sglang.srt.plan.config_streams import ngram_embeddings, residual_streams
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
-from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual, Sum
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Mixer, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
-    """Reads the layers. Adds to `unsupported` whatever of them is described and not computed. Raises UserError."""
+def read_layers(
+    keys: ConfigReader, family: Family, unsupported: list[str], quantized: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Reads the layers, of a checkpoint that is quantized or not. Adds to `unsupported` whatever of them is described
+    and not computed. Raises UserError."""
     if family.one_block_layers:
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = _num_experts(keys, family)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
-    residual = _hyper_connections(keys) if keys.count("hc_mult") > 1 else family.residual
+    residual = residual_streams(keys, family.residual)
     dense = None if all(sparse) else _dense(keys, family)
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
     inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
+    ngrams = ngram_embeddings(keys, num_layers, quantized)
     layers = []
-    for i, (mixer, has_experts) in enumerate(zip(mixers, sparse, strict=True)):
-        ffn: Dense | MoE | None = experts if has_experts else dense
-        assert ffn is not None
+    ffns: list[Dense | MoE] = []
+    for has_experts in sparse:
+        block = experts if has_experts else dense
+        assert block is not None
+        ffns.append(block)
+    for i, (mixer, ffn) in enumerate(zip(mixers, with_limits(ffns, keys, unsupported), strict=True)):
         if isinstance(ffn, MoE) and i < hashed:
             router = replace(ffn.router, hash_table="tid2eid", correction="")
             ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
         if isinstance(ffn, MoE) and ffn.branches and isinstance(residual, Sum):
             residual = replace(residual, ffn_norms=False)
-        layer = LayerSpec(mixer, ffn, residual, inputs)
+        layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT))
         shares = isinstance(mixer, GQA) and not mixer.caches_tokens
         layers.append(widened(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
     return tuple(layers)
-
-
-def _hyper_connections(keys: ConfigReader) -> Residual:
-    rounds, eps = keys.positive("hc_sinkhorn_iters", 20), keys.default("hc_eps", float, 1e-6)
-    return HyperConnections(keys.positive("hc_mult"), rounds, eps)
 
 
 def _num_experts(keys: ConfigReader, family: Family) -> int:
@@ -117,11 +131,13 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
-    kinds = _layer_types(keys, family, num_layers)
+    names = {**SPELLINGS, **POOLED_SPELLINGS}
+    kinds = [names.get(str(kind), kind) for kind in _layer_types(keys, family, num_layers)]
     makers: dict[str, Callable[[ConfigReader], Mixer]] = {
-        "full_attention": lambda reader: _grouped(reader, family, 0, rotation),
+        "full_attention": lambda reader: _whole_attention(reader, family, rotation),
         "sliding_attention": lambda reader: _grouped(reader, family, reader.positive("sliding_window"), rotation),
         "linear_attention": lambda reader: _gated_delta(reader, family),
+        BLOCK_SPARSE: lambda reader: _block_sparse(reader, family, rotation),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
     if unknown:
@@ -135,6 +151,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
 
 
 def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    blocks = block_sparse_layers(keys, num_layers)
+    if blocks is not None:
+        return blocks
     listed = keys.values.get("hybrid_layer_pattern")
     if keys.values.get("layer_types") is None and listed is not None:
         windowed = _flags_by_layer(keys, "hybrid_layer_pattern", num_layers)
@@ -187,9 +206,18 @@ _WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_hea
 """Keys that layers with a window may have a value of their own for, under "swa_" and the name."""
 
 
+_OTHER_KEYS = {"num_attention_groups": "num_key_value_heads"}
+"""Names in "attention_other_setting", where Step has them, and the usual ones."""
+
+
 def _window_keys(keys: ConfigReader, family: Family) -> ConfigReader:
     """Returns the keys as layers with a window have them."""
     stated = {key: keys.values.get(f"swa_{key}") for key in _WINDOW_KEYS}
+    stated |= {
+        _OTHER_KEYS.get(key, key): value
+        for key, value in keys.default("attention_other_setting", dict, {}).items()
+        if _OTHER_KEYS.get(key, key) in _WINDOW_KEYS
+    }
     if stated["num_key_value_heads"] is None and family.window_kv_factor > 1:
         stated["num_key_value_heads"] = family.window_kv_factor * keys.positive("num_key_value_heads")
     return ConfigReader(
@@ -217,20 +245,22 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     bias = keys.default("attention_bias", bool, False)
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
     changes = _of_windows(keys, window)
-    scalar = keys.default("query_pre_attn_scalar", float, 0.0)
+    rotates = family.positions and (window > 0 or not family.positions_in_windows or layer_type != "")
     return GQA(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=keys.positive("v_head_dim", head_dim),
-        rope=rotation.of(head_dim, layer_type, **changes) if family.positions else unrotated(head_dim),
-        scale=scalar**-0.5 if scalar else family.attention_scale,
+        rope=rotation.of(head_dim, layer_type, **changes) if rotates else unrotated(head_dim),
+        scale=_scale(keys, family, head_dim),
         window=window,
         qk_norm=_qk_norm(keys, family),
         fp32_norms=family.zero_centred_norms,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
+        gate_projection=family.gate_projection,
+        head_gate=family.head_gate,
         sinks=_sinks(keys, family, window),
         value_scale=keys.default("attention_value_scale", float, 1.0),
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
@@ -238,6 +268,25 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         value_norm=family.value_norm,
         values_from_keys=values_from_keys,
     )
+
+
+def _scale(keys: ConfigReader, family: Family, head_dim: int) -> float:
+    """Returns the scale of the products of q and k where it is another than that of the head dim; 0: it is not."""
+    scalar, factor = (keys.default(key, float, 0.0) for key in ("query_pre_attn_scalar", "qk_scale_factor"))
+    if factor:  # of q, which norms without weights leave to the scale
+        return factor * float((scalar or head_dim) ** -0.5)
+    return float(scalar**-0.5) if scalar else family.attention_scale
+
+
+def _whole_attention(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA | PooledSparse:
+    """Reads attention without a window: to all tokens, or to blocks that an indexer selects by pooled keys."""
+    heads = _grouped(keys, family, 0, rotation)
+    return pooled_sparse(keys, heads) if family.pooled_index else heads
+
+
+def _block_sparse(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA:
+    mixer = _grouped(keys, family, 0, rotation)
+    return replace(mixer, indexer=block_indexer(keys, mixer.num_kv_heads, rotation.unsupported))
 
 
 def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
@@ -364,7 +413,12 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
         conv_kernel=keys.positive("linear_conv_kernel_dim"),
         state_dtype=_state_dtype(keys, "mamba_ssm_dtype"),
         by_key_head=family.projected_by_key_head,
+        sigmoid_gate=family.sigmoid_output_gates and _output_gate(keys) == "sigmoid",
     )
+
+
+def _output_gate(keys: ConfigReader) -> str:
+    return str(keys.values.get("output_gate_type") or keys.values.get("hidden_act"))
 
 
 def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
@@ -403,6 +457,9 @@ def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tup
     step = keys.positive("decoder_sparse_step", 1) * keys.positive("interleave_moe_layer_step", 1)
     first, dense = keys.count("first_k_dense_replace"), keys.default("mlp_only_layers", list, [])
     kinds = _by_layer(keys, "mlp_layer_types", num_layers, "sparse")
+    listed_experts = keys.values.get("moe_layers_enum")
+    if listed_experts is not None and keys.values.get("mlp_layer_types") is None:
+        kinds = enumerated(listed_experts, num_layers, keys.source)
     if isinstance(keys.values.get("moe_layer_freq"), list):
         listed = _flags_by_layer(keys, "moe_layer_freq", num_layers)
         kinds = ["sparse" if has_experts else "dense" for has_experts in listed]
@@ -416,7 +473,8 @@ def _activation(keys: ConfigReader, family: Family) -> Activation:
     name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
     function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
     limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
-    return replace(family.activation, function=function, limit=limit or None)
+    alpha = keys.default("swiglu_alpha", float, family.activation.alpha)
+    return replace(family.activation, function=function, alpha=alpha, limit=limit or None)
 
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
@@ -461,6 +519,10 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
 def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
     if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
         return Shared(keys.count("moe_shared_expert_intermediate_size"))
+    if keys.count("share_expert_dim"):
+        return Shared(keys.count("share_expert_dim"))
+    if keys.count("shared_intermediate_size"):
+        return Shared((keys.count("n_shared_experts") or 1) * keys.count("shared_intermediate_size"))
     gated = keys.count("shared_expert_intermediate_size")
     if gated:
         return Shared(gated, gated=True)

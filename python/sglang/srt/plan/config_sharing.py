@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.configs.activation import Activation
+from sglang.srt.configs.activation import LEAST_RESULT_LIMIT, Activation
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import Dense, MoE
@@ -18,7 +18,7 @@ from sglang.srt.plan.per_layer import PerLayerEmbedding
 Override = tuple[tuple[str, Any], ...]
 """Keys and values of one layer that differ from those of the config."""
 
-_OVERRIDES = frozenset({"head_dim", "num_key_value_heads"})
+_OVERRIDES = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
 
 
 def layer_overrides(keys: ConfigReader, num_layers: int) -> list[Override]:
@@ -53,6 +53,47 @@ def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: Conf
         result[source] = replace(shared, cache_shared=True)
         result[i] = replace(sharing, cache_layer=source, values_from_keys=False)
     return result
+
+
+def enumerated(listed: Any, num_layers: int, source: str) -> list[str]:
+    """Returns the kinds of layers of which those with experts are listed: "3,4,5", or as numbers. Raises UserError."""
+    numbers = [str(item).strip() for item in (listed.split(",") if isinstance(listed, str) else listed)]
+    if not all(number.isdecimal() for number in numbers):
+        raise UserError(f"{source}: 'moe_layers_enum' must be a list of layers' numbers; got {listed!r}.")
+    sparse = set(map(int, numbers))
+    return ["sparse" if i in sparse else "dense" for i in range(num_layers)]
+
+
+def with_limits(ffns: Sequence[Dense | MoE], keys: ConfigReader, unsupported: list[str]) -> list[Dense | MoE]:
+    """Gives each layer the limits of its activations: of the routed experts those of `swiglu_limits`, of shared experts
+    and MLPs those of `swiglu_limits_shared`. Both lists have an entry a layer; null and 0 are no limit."""
+    routed, others = (_limits(keys, key, len(ffns), unsupported) for key in ("swiglu_limits", "swiglu_limits_shared"))
+    result: list[Dense | MoE] = []
+    for ffn, of_routed, of_other in zip(ffns, routed, others, strict=True):
+        mine, other = (
+            replace(ffn.activation, limit=limit, limits_result=True) if limit else ffn.activation
+            for limit in (of_routed, of_other)
+        )
+        if isinstance(ffn, Dense):
+            result.append(replace(ffn, activation=other))
+            continue
+        shared = ffn.shared and replace(ffn.shared, activation=other if other != mine else None)
+        result.append(replace(ffn, activation=mine, shared=shared))
+    return result
+
+
+def _limits(keys: ConfigReader, key: str, num_layers: int, unsupported: list[str]) -> list[float]:
+    values = keys.default(key, list, []) or [0] * num_layers
+    limits = [0.0 if value is None else value for value in values]
+    if len(limits) < num_layers or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in limits):
+        raise UserError(f"{keys.source}: {key!r} must be a list of numbers, one for each of {num_layers} layers.")
+    small = [limit for limit in limits if limit and not limit >= LEAST_RESULT_LIMIT]
+    if small:
+        unsupported.append(
+            f"{keys.source}: {key} has {small[0]!r}; limits below {LEAST_RESULT_LIMIT} are not supported, because the"
+            " kernels clamp before the function."
+        )
+    return [float(limit) for limit in limits[:num_layers]]
 
 
 def widened(layer: LayerSpec) -> LayerSpec:

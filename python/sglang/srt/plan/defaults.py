@@ -9,9 +9,10 @@ from typing import TypeVar
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import MoE
-from sglang.srt.plan.layer_spec import Matrix
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.layer_spec import Matrix, Mixer
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.server_args import ServerArgs
 
@@ -121,18 +122,23 @@ def layer_products(model: ModelDescription) -> float:
 def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int) -> tuple[int, ...]:
     """Returns the numbers of tokens of steps whose launches would keep the host busy about as long as they compute. The
     weights that a token is multiplied with count, not all weights: of many experts a token needs few."""
+    mixers = {layer.mixer for layer in model.layers}
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
-    if any(isinstance(layer.mixer, (MLA, CompressedSparse)) for layer in model.layers):
+    if any(isinstance(mixer, MLA | CompressedSparse | PooledSparse) or _chooses_blocks(mixer) for mixer in mixers):
         limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))
 
 
+def _chooses_blocks(mixer: Mixer) -> bool:
+    return isinstance(mixer, GQA) and mixer.indexer is not None
+
+
 LATENT_GRAPH_TOKENS = 512
-"""Number of tokens up to which models with latent or compressed attention have prefill graphs. Graphs hold the absorbed
-form, whatever the prefixes; in longer steps that costs more than launches: about three times the work of the expanded
-form, whose launches depend on the prefixes. What tokens see of compressed entries is as wide in a graph as the context
-length allows."""
+"""Number of tokens up to which models with latent, compressed or block-sparse attention have prefill graphs. These hold
+the absorbed form, whatever the prefixes; in longer steps that costs more than launches: about three times the work of
+the expanded form, whose launches depend on the prefixes. What tokens see of compressed entries, and the scores of
+blocks, are as wide in a graph as the context length allows."""
 MIXED_DECODES = (64, 256)
 """Numbers of decoding requests for which there are prefill graphs, besides none and the most: a row of padding costs
 little."""

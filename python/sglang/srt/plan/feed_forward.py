@@ -106,21 +106,24 @@ class Router:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """An expert that every token goes to; `gated`: weighted by the sigmoid of a linear layer's one output.
-    `scale_group`: as in Dense."""
+    `scale_group`: as in Dense. `activation` None: that of the routed experts."""
 
     intermediate_size: int
     gated: bool = False
     scale_group: int = 1
+    activation: Activation | None = None
 
     def dense(self, activation: Activation) -> Dense:
-        """Returns the MLP that the shared expert is, where it is computed apart from the routed ones."""
-        return Dense(self.intermediate_size, activation=activation, scale_group=self.scale_group)
+        """Returns the MLP that the shared expert is, where it is computed apart from the routed ones, whose activation
+        is given."""
+        return Dense(self.intermediate_size, activation=self.activation or activation, scale_group=self.scale_group)
 
 
 @dataclass(frozen=True, slots=True)
 class MoE:
     """Routed experts of one intermediate size, and a shared one. `bias`: the experts have biases. `form`: how 16-bit
-    checkpoints keep the experts: "" one by one, or one of `layers.quantization.experts_fused.FUSED`. `vocab_size`: rows
+    checkpoints keep the experts: "" one by one, or one of `layers.quantization.experts_fused.FUSED`; "by_matrix": all
+    checkpoints have one tensor for each matrix of all experts. `vocab_size`: rows
     of the router's hash table."""
 
     num_experts: int
@@ -146,7 +149,7 @@ class MoE:
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
         yield Need("fused_moe", q_dtype=serving.dtype, traits=frozenset(traits))
         if self.shared is not None and not self.fused_shared:
-            yield Need(self.activation.op, q_dtype=serving.dtype)
+            yield from self.shared.dense(self.activation).needs(serving)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router
@@ -194,6 +197,8 @@ def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQ
         return "it has a gate of its own"
     if experts.branches:
         return "it has norms of its own"
+    if expert.activation not in (None, experts.activation):
+        return "its activation has another limit"
     if experts.latent_size:
         return "it takes the hidden states, theirs a projection of them"
     if expert.intermediate_size != experts.intermediate_size:

@@ -25,6 +25,8 @@ INSTALL = {
 }
 """Commands that install optional packages."""
 REFERENCE = "torch_native"
+CHOSEN_BY_TOKEN = ("sparse_attention", "selected_block_attention")
+"""Attention ops that no backend plans: what is attended to is chosen for each token."""
 SPARSE_NAMES = ("dsa", "nsa")
 """Names in --attention-backend of attention with an indexer; for a model with one they ask for no
 particular kernel."""
@@ -98,6 +100,7 @@ def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:
         "decode_attention": Asked("--decode-attention-backend", decode) if decode else attention,
         "sparse_attention": _asked_sparse(args),
         **dict.fromkeys(("kv_compressor", "shared_kv_norm_rope_store", "tail_rotation"), _asked_entries()),
+        "selected_block_attention": _asked_entries(),
         "hyper_connection": _asked_mixing(),
         "sparse_indexer": Asked("SGLANG_SM120_MQA_FALLBACK=1", REFERENCE) if envs.SGLANG_SM120_MQA_FALLBACK else None,
         "fused_moe": Asked("--moe-runner-backend", args.moe_runner_backend),
@@ -116,7 +119,8 @@ def _asked_sparse(args: ServerArgs) -> Asked | None:
 
 
 def _asked_entries() -> Asked | None:
-    """Returns the reference for what DeepSeek-V4's attention does beside attending, where it serves that as well."""
+    """Returns the reference for what DeepSeek-V4's attention does beside attending, where it serves that as well, and
+    for attention to selected blocks."""
     return None if envs.SGLANG_SM120_TRITON_FLASHMLA else Asked("SGLANG_SM120_TRITON_FLASHMLA=0", REFERENCE)
 
 
@@ -151,16 +155,17 @@ def _notes(
 
 
 def _without_backends(args: ServerArgs, outcomes: dict[Need, Choice | NoKernel]) -> Iterator[str]:
-    """Yields a note if a backend is named for a model whose attention no backend plans (DeepSeek-V4)."""
+    """Yields a note if a backend is named for a model whose attention no backend plans (DeepSeek-V4,
+    Qwen3.8-Flash-Next)."""
     ops = {need.op for need in outcomes}
-    sparse = next((outcome for need, outcome in outcomes.items() if need.op == "sparse_attention"), None)
+    sparse = next((outcome for need, outcome in outcomes.items() if need.op in CHOSEN_BY_TOKEN), None)
     if not isinstance(sparse, Choice) or ops & {"extend_attention", "decode_attention"}:
         return
     for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         name = getattr(args, flag)
         if name not in (None, "auto", sparse.name):
             option = flag.replace("_", "-")
-            yield f"--{option} {name} has no effect for this model: {sparse.name} serves sparse_attention"
+            yield f"--{option} {name} has no effect for this model: {sparse.name} serves {sparse.need.op}"
 
 
 def _reasons(refusal: NoKernel, named: Asked) -> tuple[str, ...]:

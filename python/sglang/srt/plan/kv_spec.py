@@ -8,7 +8,7 @@ from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 
 KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-STORED_BYTES: Mapping[str, int] = {**KV_DTYPE_BYTES, "uint8": 1}
+STORED_BYTES: Mapping[str, int] = {**KV_DTYPE_BYTES, "uint8": 1, "int32": 4}
 """Bytes of an element of a cache's tensor; tensors of bytes hold entries of several types."""
 PACKED_LATENT_DIMS, PACKED_LATENT_BYTES = (576, 512), 656
 """Dims of a packed latent with its rotary key and of the latent alone; bytes of the packed entry: 512 e4m3 numbers, a

@@ -5,6 +5,7 @@
     layer.mixer      how the tokens of a request see each other: GQA, MLA (`mixers`), CompressedSparse, GatedDelta
     layer.ffn        what each token goes through alone: Dense, MoE (`feed_forward`)
     layer.inputs     what a token itself adds in every layer: PerLayerEmbedding (`per_layer`), in few families
+    layer.ngrams     what a token and those before it add before a layer: NgramEmbedding (`ngram_embedding`), likewise
     layer.residual   how they add to the stream
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
@@ -62,13 +63,17 @@ class CacheTensor:
 class CacheSpec:
     """One cache of one layer, on one rank; its name is unique in the layer.
 
-    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request.
+    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request. `neighbours`: so
+    many tokens, from a multiple of their number on, have entries that follow one another.
     """
 
     name: str  # "kv", "latent", "index", "compressed", "state"
     tensors: tuple[CacheTensor, ...]
     entries_per_token: Fraction = Fraction(1)
     lifetime: Lifetime = FULL
+    token_ranks: int = 1
+    """Number of ranks that share out the tokens: this one keeps the entries of every token_ranks-th position."""
+    neighbours: int = 1
 
     @property
     def entry_bytes(self) -> int:
@@ -114,11 +119,17 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
     """The properties that call sites must have in common for one plan of a step to serve them. `window` 0: all tokens.
-    `top_k` > 0: the number of them that an indexer selects."""
+    `top_k` > 0: the number of them that an indexer selects. `token_ranks`: as in CacheSpec."""
 
     shape: AttentionShape
     window: int = 0
     top_k: int = 0
+    token_ranks: int = 1
+
+    @property
+    def gathered(self) -> AttentionShape:
+        """The heads of all ranks that share out the tokens: each of them attends with these to its own tokens."""
+        return replace(self.shape, num_heads=self.shape.num_heads * self.token_ranks)
 
     @property
     def lifetime(self) -> Full | Window:
@@ -167,10 +178,11 @@ class Serving:
     state_dtype: str = ""  # of recurrent states; empty: as the model says
     ep_size: int = 1
     pp_size: int = 1
+    dcp_size: int = 1
 
     @property
     def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size, self.pp_size)
+        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size)
 
     def need(
         self,
@@ -193,6 +205,13 @@ class Serving:
             heads=heads,
             rotary_dim=rotary_dim,
         )
+
+
+def shared_out(cache: CacheSpec, token_ranks: int) -> CacheSpec:
+    """Returns the cache of a rank where `token_ranks` ranks share out its tokens."""
+    if token_ranks == 1:
+        return cache
+    return replace(cache, entries_per_token=cache.entries_per_token / token_ranks, token_ranks=token_ranks)
 
 
 class Mixer(Protocol):
@@ -237,6 +256,12 @@ class FeedForward(Protocol):
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int: ...
 
 
+class NgramBlock(FeedForward, Protocol):
+    """The block before a layer that looks at a token and those before it by their ids, of which it keeps a state."""
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
+
+
 def uneven_sizes(*sizes: int) -> frozenset[str]:
     """Returns the trait of needs with sizes that are no powers of two, if one is not."""
     return frozenset({"uneven_sizes"} if any(size & (size - 1) for size in sizes) else ())
@@ -245,15 +270,16 @@ def uneven_sizes(*sizes: int) -> frozenset[str]:
 @dataclass(frozen=True, slots=True)
 class Sum:
     """A residual stream of one vector a token; blocks add to it. With `norms_after` what a block makes is normed before
-    it is added, beside the norm before the block; `fp32_norms`: with weights in fp32. Without `ffn_norms` feed-forward
-    blocks take the stream as it is, and without `mixer_norms` mixers. With `layer_scale` the stream is multiplied by a
-    number at the end of each layer."""
+    it is added, beside the norm before the block; `eps_after` is the epsilon of these norms (0: the model's);
+    `fp32_norms`: all have weights in fp32. Without `ffn_norms` feed-forward blocks take the stream as it is, and
+    without `mixer_norms` mixers. With `layer_scale` the stream is multiplied by a number at the end of each layer."""
 
     norms_after: bool = False
     fp32_norms: bool = False
     ffn_norms: bool = True
     mixer_norms: bool = True
     layer_scale: bool = False
+    eps_after: float = 0.0
 
     @property
     def streams(self) -> int:
@@ -298,11 +324,35 @@ class HyperConnections:
         return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
 
 
+@dataclass(frozen=True, slots=True)
+class GatedStreams:
+    """A residual stream of `streams` vectors a token. Before a block each is normed by itself, and the block takes
+    their mean, channel by channel weighted by gates, which a product of `rank` makes of all normed streams; what the
+    block makes is added to each stream, times a gate of that stream (Qwen3.8-Flash-Next)."""
+
+    streams: int
+    rank: int
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield Need("gated_streams", q_dtype=serving.dtype)
+
+    def weights(self, hidden_size: int) -> Weights:
+        """Returns the weights around two blocks; the norm of one of the streams is counted as the block's."""
+        width = self.streams * hidden_size
+        gates = (2 * self.rank + self.streams) * width
+        return Elements(2 * gates), Elements(2 * (width - hidden_size), "float32")
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        width = self.streams * hidden_size
+        return Elements(2 * self.rank * width), Elements(width - hidden_size, "float32")
+
+
 SUM = Sum()
 
 
 class Residual(Protocol):
-    """The residual stream: how the outputs of blocks add to it from layer to layer (Sum, HyperConnections)."""
+    """The residual stream: how the outputs of blocks add to it from layer to layer (Sum, HyperConnections,
+    GatedStreams)."""
 
     @property
     def streams(self) -> int:
@@ -350,6 +400,7 @@ class LayerSpec:
     ffn: FeedForward
     residual: Residual = SUM
     inputs: FeedForward = ABSENT
+    ngrams: NgramBlock = ABSENT
 
     @property
     def elsewhere(self) -> bool:
@@ -359,7 +410,11 @@ class LayerSpec:
     @property
     def token_blocks(self) -> tuple[FeedForward, ...]:
         """Blocks that a token goes through alone."""
-        return (self.ffn, self.inputs)
+        return (self.ngrams, self.ffn, self.inputs)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        """Returns the caches of the layer's blocks, on one rank."""
+        return (*self.ngrams.caches(serving), *self.mixer.caches(serving))
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the layer's blocks."""

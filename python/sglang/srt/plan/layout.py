@@ -13,6 +13,8 @@ from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA, HeadDims
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
@@ -21,7 +23,7 @@ from sglang.srt.server_args import ServerArgs
 
 
 def asked_layout(args: ServerArgs) -> RankLayout:
-    return RankLayout(args.tp_size, args.ep_size, args.pp_size)
+    return RankLayout(args.tp_size, args.ep_size, args.pp_size, args.dcp_size)
 
 
 def asked_node(args: ServerArgs) -> Node:
@@ -132,7 +134,7 @@ def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
     """Describes the heads that the busiest rank has where they do not divide; None: all ranks have as many."""
     for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
-        if isinstance(mixer, GQA | MLA):
+        if isinstance(mixer, GQA | MLA | PooledSparse):
             shares = mixer.shares(tp_size)
             most, heads = shares.padded_heads, mixer.num_heads
             if most * tp_size != heads:
@@ -146,6 +148,8 @@ def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
     """Yields other ways to share the experts, stages of as many ranks in all, and other numbers of ranks, up to twice
     that."""
     stages = ranks.pp_size
+    if ranks.dcp_size > 1:
+        yield from (replace(ranks, dcp_size=size) for size in range(ranks.tp_size, 1, -1) if size != ranks.dcp_size)
     if ranks.tp_size % ranks.ep_size:
         yield RankLayout(-(-ranks.tp_size // ranks.ep_size) * ranks.ep_size, ranks.ep_size, stages)
     yield from (replace(layout, pp_size=stages) for layout in _with_experts(ranks.tp_size) if layout.ep_size > 1)
@@ -189,14 +193,37 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
         yield f"--ep-size {ep_size} shares out experts, and the model has none"
     if experts is not None and ep_size > experts.num_experts:
         yield f"--ep-size {ep_size} is more than the model's {experts.num_experts} experts"
+    yield from _context_problems(model, ranks)
     yield from _stage_problems(model, ranks.pp_size)
     for i, layer in enumerate(model.layers):
         yield from _mixer_problems(model, i, layer.mixer, tp_size)
         yield from _dense_problems(layer.ffn, tp_size)
+        if isinstance(layer.ngrams, NgramEmbedding) and layer.ngrams.num_heads % tp_size:
+            yield f"--tp-size {tp_size} does not divide the {layer.ngrams.num_heads} rows of n-grams of a token"
     try:
         expert_rows(model, ranks)
     except UserError as error:
         yield str(error)
+
+
+def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
+    """Yields problems of sharing out the tokens of caches over ranks."""
+    tp_size, dcp_size = ranks.tp_size, ranks.dcp_size
+    if dcp_size == 1:
+        return
+    asked = f"--dcp-size {dcp_size}"
+    if tp_size % dcp_size:
+        yield f"{asked} does not divide --tp-size {tp_size}, whose ranks share out the tokens"
+        return
+    mixers = [layer.mixer for layer in model.layers]
+    if any(isinstance(mixer, CompressedSparse | PooledSparse) for mixer in mixers):
+        yield f"{asked}: entries that stand for several tokens are whole on every rank"
+    elif not any(isinstance(mixer, GQA | MLA) and mixer.token_ranks(tp_size, dcp_size) > 1 for mixer in mixers):
+        heads = max((mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA)), default=0)
+        yield (
+            f"{asked} shares out the tokens of a cache that {dcp_size} ranks would each hold, and with --tp-size"
+            f" {tp_size} no {dcp_size} ranks hold the same of the model's {heads} KV heads"
+        )
 
 
 def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: int) -> Iterator[str]:
@@ -204,7 +231,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
     those of recurrent layers are not."""
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
-    elif isinstance(mixer, GQA | MLA):
+    elif isinstance(mixer, GQA | MLA | PooledSparse):
         yield from _head_problems(model, layer, mixer, tp_size)
     elif isinstance(mixer, GatedDelta) and (mixer.key_heads % tp_size or mixer.value_heads % tp_size):
         yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
@@ -216,7 +243,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
 
-def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA, tp_size: int) -> Iterator[str]:
+def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSparse, tp_size: int) -> Iterator[str]:
     shares = mixer.shares(tp_size)
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
         heads = mixer.num_kv_heads

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.plan.towers.gemma4 import describe_gemma4
+from sglang.srt.plan.towers.glm4v import describe_glm4v
 from sglang.srt.plan.towers.moonvit import describe_moonvit
+from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
 from sglang.srt.plan.towers.tower import Tower
 
@@ -15,13 +18,18 @@ from sglang.srt.plan.towers.tower import Tower
 @dataclass(frozen=True, slots=True)
 class MediaDescription:
     """`image_token`, `video_token`: the placeholders in token ids (None: the model takes none). `sections`: whether a
-    placeholder's position has a time, a row and a column; otherwise placeholders are counted as text is. `tower`: the
-    encoder."""
+    placeholder's position has a time, a row and a column; otherwise placeholders are counted as text is.
+    `positions_a_second`: how far apart frames of one run of placeholders are in time (0: by one). `both_ways`: whether
+    the placeholders of a run see one another in layers with a window. `plain_token`: the one whose per-layer embedding
+    placeholders have. `tower`: the encoder."""
 
     image_token: int | None
     video_token: int | None
     sections: bool
     tower: Tower
+    positions_a_second: int = 0
+    both_ways: bool = False
+    plain_token: int = 0
 
     @property
     def merge(self) -> int:
@@ -55,11 +63,15 @@ class _Reader:
 
 
 _SECTIONED, _COUNTED = _Reader(describe_qwen3_vl, sections=True), _Reader(describe_moonvit, sections=False)
+_GLM = _Reader(describe_glm4v, sections=True)
 ENCODERS: Mapping[str, _Reader] = {
+    "qwen2_5_vl": _Reader(describe_qwen2_5_vl, sections=True),
     "qwen3_vl": _SECTIONED,
     "qwen3_vl_moe": _SECTIONED,
     "qwen3_5": _SECTIONED,
     "qwen3_5_moe": _SECTIONED,
+    "glm4v_moe": _GLM,
+    "gemma4": _Reader(describe_gemma4, sections=False),
     "kimi_k25": _COUNTED,  # images only: its encoder averages over the frames of a video
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
@@ -70,10 +82,14 @@ def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
     vision, reader = config.get("vision_config"), ENCODERS.get(str(config.get("model_type")))
     if reader is None or not isinstance(vision, Mapping):
         return None
-    outer = ConfigReader(config, "config.json")
+    outer, inner = ConfigReader(config, "config.json"), ConfigReader(vision, "config.json vision_config")
+    text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")
     return MediaDescription(
         image_token=outer.count("image_token_id", "media_placeholder_token_id") or None,
-        video_token=(outer.count("video_token_id") or None) if reader.sections else None,
+        video_token=outer.count("video_token_id") or None,
         sections=reader.sections,
-        tower=reader.describe(outer, ConfigReader(vision, "config.json vision_config")),
+        tower=reader.describe(outer, inner),
+        positions_a_second=inner.count("tokens_per_second"),
+        both_ways=text.values.get("use_bidirectional_attention") == "vision",
+        plain_token=text.count("pad_token_id"),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang.srt.configs.rope import UNROTATED
+from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -14,8 +14,9 @@ from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.media import FEATURE_BYTES, PATCHES_A_STEP
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
@@ -37,6 +38,10 @@ _COLLECTIVE_RESERVE = 512 * MIB  # NCCL channels and staging buffers
 _HOST_SHARE = 8  # of unified memory, for the system and the server's host processes: recipes for GB10 leave 0.15
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
+OWN_SLOT_BYTES = 8
+"""Bytes of a slot of a rank's own tokens, and of the one that it is made of."""
+GATHER_BYTES = 32
+"""Bytes of a token's place, owner and order where tokens come together on every rank."""
 PREFILL_GRAPH_PROMPTS = 16
 """Number of prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
@@ -59,13 +64,24 @@ class Sizes:
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
     checkpoints: int = 0
+    growing: int = 1
+    """As PoolSizes.growing."""
     ngram_bytes: int = 0
     """Bytes of the tables in which n-gram drafts are looked up."""
+    copy_bytes: int = 0
+    """Bytes in which cached prefixes are gathered on their way to main memory and back."""
 
     @property
     def state_rows(self) -> int:
         """Rows of states: one for each request slot, of which 0 is padding, and the checkpoints."""
         return self.max_running_requests + 1 + self.checkpoints
+
+    @property
+    def token_rows(self) -> int:
+        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: guesses, and those
+        of graphs with prompts."""
+        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.growing
+        return max(verified, *self.prefill_graph_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +92,7 @@ class MemoryPlan:
     `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
     request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
     which are allocated when requests ask for them. `media` is what encoder steps hold, and the features that are kept.
+    `copies` is what copies of cached prefixes to and from main memory take.
     """
 
     available: int
@@ -92,6 +109,7 @@ class MemoryPlan:
     states: int = 0
     windows: int = 0
     media: int = 0
+    copies: int = 0
 
     @property
     def caches(self) -> int:
@@ -111,12 +129,16 @@ class MemoryPlan:
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
-def media_bytes(model: ModelDescription, dtype: str) -> int:
-    """Returns the bytes of the features of images and videos that are kept, and of the largest encoder step."""
+def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
+    """Returns the bytes of the features of images and videos that are kept, of the largest encoder step, and of the
+    queries, keys, values and outputs of `num_tokens` of images that attend once more (`attention.metadata.WithImages`).
+    """
     if model.media is None:
         return 0
     encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
-    return FEATURE_BYTES + encoding * KV_DTYPE_BYTES[dtype]
+    windows = [site.shape for site in attention_sites(model, ranks.tp_size) if site.window and model.media.both_ways]
+    sizes = [(shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.v_head_dim) for shape in windows]
+    return FEATURE_BYTES + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
@@ -134,9 +156,17 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
     if model.per_layer_inputs is not None:
         widest += model.per_layer_inputs.stream_elements
     routing = 4 * model.experts.num_experts * 2 if model.experts else 0
-    # Slots of the selected tokens, which later layers read.
-    selected = 4 * max((layer.mixer.top_k for layer in model.layers if isinstance(layer.mixer, MLA)), default=0)
+    selected = 4 * max((_selected_slots(layer.mixer, ranks.tp_size) for layer in model.layers), default=0)
     return int(num_tokens * (widest * item + routing + selected) * _FRAGMENTATION)
+
+
+def _selected_slots(mixer: Mixer, tp_size: int) -> int:
+    """Returns the slots that a token's selection is kept as, of tokens or of blocks for each KV head."""
+    if isinstance(mixer, MLA):
+        return mixer.top_k
+    if isinstance(mixer, GQA) and mixer.indexer is not None:
+        return mixer.shares(tp_size).padded_kv_heads * mixer.indexer.top_blocks
+    return 0
 
 
 def logits_bytes(model: ModelDescription, rows: int) -> int:
@@ -231,6 +261,7 @@ class FixedMemory:
     penalties: int
     attention: int
     media: int
+    copies: int
 
     @property
     def total(self) -> int:
@@ -250,7 +281,8 @@ def fixed_memory(
 ) -> FixedMemory:
     """Computes the memory that a GPU needs beside weights and caches. `everything`: the model with the layers of a
     draft."""
-    groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
+    ranks = sizes.ranks
+    groups = (ranks.tp_size > 1) + (ranks.pp_size > 1) + (1 < ranks.dcp_size < ranks.tp_size)
     heads = _attention_sizes(everything, sizes, arch.num_sms, available - weights, cost)
     return FixedMemory(
         tables=table_bytes(sizes),
@@ -265,7 +297,8 @@ def fixed_memory(
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, heads),
-        media=media_bytes(model, dtype),
+        media=media_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        copies=sizes.copy_bytes,
     )
 
 
@@ -312,6 +345,7 @@ def plan_gpu_memory(
         penalties=fixed.penalties,
         attention=fixed.attention,
         media=fixed.media,
+        copies=fixed.copies,
         states=states,
         windows=split.window_bytes,
     )
@@ -337,12 +371,16 @@ def _attention_sizes(
 ) -> AttentionSizes:
     pages_each = -(-sizes.context_len // sizes.page_size)
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
-    sites = attention_sites(model, sizes.ranks.tp_size)
-    shapes = dict.fromkeys(site.shape for site in sites)
+    sites = attention_sites(model, sizes.ranks.tp_size, sizes.ranks.dcp_size)
+    shapes = dict.fromkeys(site.shape for site in sites if site.token_ranks == 1)
+    shared = dict.fromkeys(site.gathered for site in sites if site.token_ranks > 1)
+    own_rows = 2 * sizes.max_running_requests + PREFILL_GRAPH_PROMPTS + 1
     return AttentionSizes(
         heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shapes),
         value_dim=max(layer.mixer.value_dim for layer in model.layers),
-        index_logits=sizes.tokens_per_step * sizes.context_len * 4,
+        index_logits=sizes.tokens_per_step
+        * 4
+        * max(_scores_of_a_token(layer.mixer, sizes.context_len, sizes.ranks.tp_size) for layer in model.layers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
         graph_batch_sizes=sizes.graph_batch_sizes,
@@ -351,7 +389,19 @@ def _attention_sizes(
         windows=tuple(
             -(-(site.window + sizes.page_size - 1) // sizes.page_size) if site.window else 0 for site in sites
         ),
+        part_heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shared),
+        token_rows=sizes.token_rows if shared else 0,
+        own_tables=own_rows * -(-sizes.context_len // sizes.ranks.dcp_size) * OWN_SLOT_BYTES if shared else 0,
+        gathered=sizes.context_len * (cost.shared_entry + GATHER_BYTES) if shared else 0,
     )
+
+
+def _scores_of_a_token(mixer: Mixer, context_len: int, tp_size: int) -> int:
+    """Returns the scores that an indexer makes of a token at the end of the context: of tokens, or of blocks for each
+    KV head."""
+    if isinstance(mixer, GQA) and mixer.indexer is not None:
+        return mixer.shares(tp_size).padded_kv_heads * -(-context_len // mixer.indexer.block)
+    return context_len
 
 
 def plan_cpu_memory(

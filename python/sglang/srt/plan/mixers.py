@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import (
     FULL,
@@ -23,6 +24,8 @@ from sglang.srt.plan.layer_spec import (
     key_value_cache,
     latent_cache,
     packed_latent_cache,
+    shared_out,
+    uneven_sizes,
 )
 from sglang.srt.plan.ranks import HeadShares
 
@@ -44,13 +47,16 @@ class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
     `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
-    > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over all of
-    q and one over all of k; `value_norm`: over each head of v too, without weights;
-    `value_scale` multiplies v. With `values_from_keys` k_proj
-    makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
-    >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
+    > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "unit" for one without
+    weights, "whole" for one over all of q and one over all of k; `value_norm`: over each head of v too, without
+    weights; `value_scale` multiplies v. With `values_from_keys` k_proj makes both: v is k before its norm.
+    With `output_gate` q_proj makes a gate for every element of a head beside it; with `gate_projection` a projection of
+    its own makes them. With `head_gate` one makes a gate for each head.
+    `cache_layer` >= 0: the layer makes no keys and values and attends to those of that layer, which says
+    `cache_shared`.
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
-    of a request see each other and all tokens before them (block drafts).
+    of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
+    blocks that it chooses.
     """
 
     num_heads: int
@@ -65,6 +71,8 @@ class GQA:
     qkv_bias: bool = False
     o_bias: bool = False
     output_gate: bool = False
+    gate_projection: bool = False
+    head_gate: bool = False
     sinks: bool = False
     logit_cap: float = 0.0
     among_recurrent: str = ""  # the trait of models whose other layers have a recurrent state: kernels.tables.HYBRIDS
@@ -75,10 +83,16 @@ class GQA:
     cache_shared: bool = False
     input_size: int = 0
     block: int = 1
+    indexer: BlockIndexer | None = None
 
     @property
     def value_dim(self) -> int:
         return self.v_head_dim
+
+    @property
+    def top_k(self) -> int:
+        """Number of tokens that a token attends to; 0: all."""
+        return 0 if self.indexer is None else self.indexer.top_k
 
     @property
     def rotary_dim(self) -> int:
@@ -95,19 +109,33 @@ class GQA:
     def shares(self, tp_size: int) -> HeadShares:
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
+    def token_ranks(self, tp_size: int, dcp_size: int) -> int:
+        """Returns how many ranks share out the tokens of the cache: all of a group, where they would hold the same KV
+        head. A window is short, and stays whole, and so do blocks that an indexer selects."""
+        copies = self.shares(tp_size).kv_copies
+        shared = copies is not None and copies % dcp_size == 0
+        shared = shared and not self.window and self.block == 1 and self.indexer is None
+        return dcp_size if shared else 1
+
     def head_dims(self) -> Iterator[HeadDims]:
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
         if self.caches_tokens:
             yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
             if not self.values_from_keys:
                 yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
+        if self.gate_projection:
+            yield HeadDims("attn.qkv", ("gate",), 0, self.v_head_dim)
+        if self.head_gate:
+            yield HeadDims("attn.head_gate", ("",), 0, 1)
+        if self.indexer is not None:
+            yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         shares = self.shares(serving.tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
-        norms = ["head_norm"] if self.qk_norm == "head" else []
+        norms = ["head_norm"] if self.qk_norm in ("head", "unit") else []
         if self.qk_norm == "whole":
             yield Need("qk_whole_norm", q_dtype=serving.dtype)
         if self.value_norm and self.caches_tokens:
@@ -123,17 +151,26 @@ class GQA:
         }
         traits = [name for name, here in present.items() if here]
         traits += [self.among_recurrent] if self.among_recurrent else []
+        traits += ["token_shares"] if self.token_ranks(serving.tp_size, serving.dcp_size) > 1 else []
         yield serving.need("extend_attention", dims, traits)
         yield serving.need("decode_attention", dims, traits)
+        if self.indexer is not None:
+            yield from self.indexer.needs(serving, heads[1], self.rotary_dim)
+            yield serving.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
         if self.output_gate:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
+        if self.head_gate:
+            yield Need("attention_head_gate", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
             return ()
         heads = self.shares(serving.tp_size).padded_kv_heads
         lifetime = Window(self.window) if self.window else FULL
-        return (key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime),)
+        cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
+        if self.indexer is None:
+            return (shared_out(cache, self.token_ranks(serving.tp_size, serving.dcp_size)),)
+        return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(serving))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         """The rows of a block have the keys of the same tokens, so their heads are those of one row."""
@@ -144,22 +181,29 @@ class GQA:
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
         q, k = heads * self.head_dim, kv_heads * self.head_dim
-        parts = {"q": q * (2 if self.output_gate else 1), "k": k, "v": kv_heads * self.v_head_dim}
-        norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
+        interleaved = self.output_gate and not self.gate_projection
+        parts = {"q": q * (2 if interleaved else 1), "k": k, "v": kv_heads * self.v_head_dim}
+        if self.gate_projection:
+            parts["gate"] = heads * self.v_head_dim
+        norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
         if not self.caches_tokens:
             parts, norms = {"q": parts["q"]}, norms // 2  # of heads only
         elif self.values_from_keys:
             del parts["v"]
+        width = self.input_size or hidden_size
         return (
-            Matrix("attn.qkv", tuple(parts), sum(parts.values()), self.input_size or hidden_size, self.qkv_bias),
+            Matrix("attn.qkv", tuple(parts), sum(parts.values()), width, self.qkv_bias),
+            *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),
             Elements(heads if self.sinks else 0, "float32"),
+            *(self.indexer.weights(hidden_size, kv_heads) if self.indexer is not None else ()),
         )
 
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
-        return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim
+        index = 0 if self.indexer is None else 2 * (shares.padded_kv_heads + 1) * self.indexer.head_dim
+        return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim + index
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +297,10 @@ class MLA:
         """Returns the shares of the heads; they have nothing in common but the latent, which every rank has."""
         return HeadShares(self.num_heads, self.num_heads, tp_size)
 
+    def token_ranks(self, tp_size: int, dcp_size: int) -> int:
+        """Returns how many ranks share out the latents of a token: all of a group, which would each hold them."""
+        return dcp_size if tp_size % dcp_size == 0 else 1
+
     def head_dims(self) -> Iterator[HeadDims]:
         queries = ("attn.q_b", "") if self.q_lora_rank else ("attn.qkv_a", "q_proj")
         yield HeadDims(queries[0], (queries[1],), 0, self.qk_dim)
@@ -282,10 +330,14 @@ class MLA:
         dims = (self.qk_dim, self.v_dim)
         yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
+        # Over shared out tokens a rank attends with the heads of all that share them.
+        token_ranks = self.token_ranks(serving.tp_size, serving.dcp_size)
+        traits = ["mla", "token_shares"] if token_ranks > 1 else ["mla"]
+        heads = (heads[0] * token_ranks, 1)
         # In sparse layers: over requests with no more tokens than are selected.
         dense = replace(serving, kv_dtype=serving.dtype) if self.packed(serving.kv_dtype) else serving
-        yield dense.need("extend_attention", latent, ["mla"])
-        yield dense.need("decode_attention", latent, ["mla"], heads)
+        yield dense.need("extend_attention", latent, traits)
+        yield dense.need("decode_attention", latent, traits, heads)
         if self.sparse:
             yield serving.need("sparse_attention", latent, ["mla"], heads)
         if self.packed(serving.kv_dtype):
@@ -296,6 +348,7 @@ class MLA:
             latent = packed_latent_cache("latent")
         else:
             latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
+        latent = shared_out(latent, self.token_ranks(serving.tp_size, serving.dcp_size))
         return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._of_index(serving)))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:

@@ -25,6 +25,7 @@ from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -50,6 +51,9 @@ class ModelDescription:
     names: WeightMap
     quantization: QuantConfig | None
     embedding_scale: float = 1.0
+    normed_embedding: bool = False  # embeddings are normed, without weights
+    plain_final_norm: bool = False  # the weights of the final norm are stored as they are, whatever the others' are
+    logit_scale: float = 1.0  # logits are multiplied by it, before they are bent
     logit_cap: float = 0.0  # logits are bent to within +-that; 0: they are not
     first_stage: bool = True
     last_stage: bool = True
@@ -144,8 +148,9 @@ class ModelDescription:
 
     @property
     def caches_in_fp8(self) -> bool:
-        """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits."""
-        return not any(isinstance(layer.mixer, CompressedSparse) for layer in self.layers)
+        """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits, and so do keys
+        and values that are selected by blocks."""
+        return not any(isinstance(layer.mixer, CompressedSparse | PooledSparse) for layer in self.layers)
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here."""
@@ -205,11 +210,11 @@ def describe_as(
         num_layers = len(block_kinds(keys.values, source))
         keys = ConfigReader({**keys.values, "num_hidden_layers": num_layers}, source)
     for key, what in UNREAD_LAYERS.items():
-        if keys.values.get(key) is not None and not family.one_block_layers:
+        if keys.values.get(key) is not None and not family.one_block_layers and key not in family.computed:
             raise UserError(f"{source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
     unsupported = list(_unsupported(keys, family, architecture))
     hidden_size, vocab_size = keys.positive("hidden_size"), keys.positive("vocab_size")
-    layers = read_layers(keys, family, unsupported)
+    layers = read_layers(keys, family, unsupported, quantization is not None)
     model = ModelDescription(
         architecture=architecture,
         model_type=model_type,
@@ -221,6 +226,9 @@ def describe_as(
         tie_embeddings=keys.default("tie_word_embeddings", bool, family.tie_embeddings),
         norm_eps=keys.default(family.norm_eps, float, 1e-6),
         embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        normed_embedding=family.normed_embedding,
+        plain_final_norm=family.plain_final_norm,
+        logit_scale=keys.default("output_multiplier", float, 1.0),
         logit_cap=keys.default("final_logit_softcapping", float, 0.0),
         zero_centred_norms=family.zero_centred_norms,
         layers=layers,
@@ -256,6 +264,8 @@ _UNUSUAL: Mapping[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "query_pre_attn_scalar": (),
+    "qk_scale_factor": (),
+    "output_multiplier": (1,),
     "embedding_multiplier": (1,),
     "residual_multiplier": (1,),
     "attention_multiplier": (),
@@ -273,15 +283,17 @@ def _dtype(values: Config) -> str:
 def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDescription:
     """Returns the model with a shared expert held as one more of the routed ones where it can be, unless `keep_apart`
     says why not."""
-    layers, reasons = [], []
-    for i, layer in enumerate(model.layers):
-        experts = layer.ffn
-        if isinstance(experts, MoE) and experts.shared is not None:
-            apart = keep_apart or _why_apart(model, i, experts)
-            layer = replace(layer, ffn=replace(experts, fused_shared=apart is None))
-            reasons.append(apart)
-        layers.append(layer)
-    return replace(model, layers=tuple(layers), shared_apart=next((why for why in reasons if why), None))
+    with_shared = {
+        i: layer.ffn
+        for i, layer in enumerate(model.layers)
+        if isinstance(layer.ffn, MoE) and layer.ffn.shared is not None
+    }
+    reasons = (keep_apart or _why_apart(model, i, experts) for i, experts in with_shared.items())
+    apart = next((why for why in reasons if why), None)
+    layers = list(model.layers)
+    for i, experts in with_shared.items():
+        layers[i] = replace(layers[i], ffn=replace(experts, fused_shared=apart is None))
+    return replace(model, layers=tuple(layers), shared_apart=apart)
 
 
 def _with_scale_groups(model: ModelDescription) -> ModelDescription:

@@ -26,7 +26,7 @@ def needs_of(of_rank: RankWeights, serving: Serving) -> tuple[Need, ...]:
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
         *_linears(of_rank, serving.dtype),
-        *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
+        *_merged(_seeing(need, model) for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *([Need("all_reduce", q_dtype=dtype, ranks=serving.tp_size)] if sharded else []),
@@ -68,6 +68,12 @@ def _linears(of_rank: RankWeights, dtype: str) -> Iterator[Need]:
             shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols, matrix.bias))
     for scheme in sorted(shapes, key=lambda scheme: scheme or ""):
         yield Need("linear", q_dtype=dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))
+
+
+def _seeing(need: Need, model: ModelDescription) -> Need:
+    """Returns the need with the trait of images that see themselves both ways in layers with a window."""
+    here = model.media is not None and model.media.both_ways and "sliding_window" in need.traits
+    return replace(need, traits=need.traits | {"both_ways"}) if here and need.op == "extend_attention" else need
 
 
 def _vision(model: ModelDescription, dtype: str) -> Iterator[Need]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
 from sglang.srt.kernels.launch import TileLadder
@@ -24,6 +26,8 @@ from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.drafts.gemma_assistant import check_stage
 from sglang.srt.plan.drafts.memory import with_draft_memory
+from sglang.srt.plan.host_cache import HostCachePlan, copy_bytes, plan_host_cache
+from sglang.srt.plan.host_tables import has_tables, host_table_bytes, host_table_note, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
@@ -90,7 +94,11 @@ class Plan:
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
     draft: DraftPlan | None = None  # of the last stage
+    merge_method: str = ALL_TO_ALL  # of ranks that share out the tokens of caches
+    token_rows: int = 1  # as Sizes.token_rows
     captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
+    capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
+    host_cache: HostCachePlan | None = None  # prefixes in main memory
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
@@ -200,6 +208,7 @@ class Plan:
             "cuda_graph_bs": list(self.cuda_graph_bs),
             "cuda_graph_prefill_tokens": list(self.cuda_graph_prefill_tokens),
             "memory": self.memory.describe(),
+            **({"host_cache": self.host_cache.describe()} if self.host_cache is not None else {}),
             "kernels": {
                 op: {
                     "kernel": choice.name,
@@ -245,6 +254,8 @@ class Plan:
         for number, stage in enumerate(self.stages):
             logger.info("Stage %d: %s", number, stage)
         logger.info(self.memory.log_line())
+        if self.host_cache is not None:
+            logger.info("Prefixes in main memory: %s", self.host_cache)
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
             logger.warning(message)
@@ -262,11 +273,13 @@ def make_plan(
     rank: int = 0,
     probe: Probe | None = None,
     advises: bool = True,
+    host_bytes: int | None = None,
 ) -> Plan:
     """Makes the plan of a rank. `available_bytes`: free on the device before anything is allocated, the least over the
     ranks. `packages`: the optional ones to count on (those installed here if None). `links`: what was seen of those
     between the ranks' GPUs. `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's
-    kernel of a need on this GPU. `advises`: messages say what would help.
+    kernel of a need on this GPU. `advises`: messages say what would help. `host_bytes`: of main memory that are free on
+    the rank's machine; None: nobody looked.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
@@ -277,13 +290,16 @@ def make_plan(
     everything = with_draft_layers(trial.description, draft)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
+    host_cache, host_notes = _host_cache(
+        args, model, capacity, arch, serving, host_bytes, host_table_bytes(everything, serving)
+    )
     return Plan(
         arch=arch,
         model=model,
         description=stage.model,
         weights=trial.of_rank.of_stage(stage.model),
         caches=caches_of_stage(cache_groups(everything, serving), stage.cache_layers),
-        attention_sites=attention_sites(everything, args.tp_size),
+        attention_sites=attention_sites(everything, args.tp_size, args.dcp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -304,11 +320,45 @@ def make_plan(
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         draft=draft if stage.model.last_stage else None,
+        merge_method=args.dcp_comm_backend,
+        token_rows=sizes.token_rows,
         captures=draft.description.captures if draft is not None else (),
+        capture_streams=draft is not None and draft.description.form.reads_streams,
+        host_cache=host_cache,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
+        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
         errors=short_of_context(planner, args, trial),
     )
+
+
+def _host_cache(
+    args: ServerArgs,
+    model: ModelConfig,
+    capacity: Capacity,
+    arch: ArchTraits,
+    serving: Serving,
+    host_bytes: int | None,
+    table_bytes: int,
+) -> tuple[HostCachePlan | None, list[str]]:
+    """Plans prefixes in main memory. All stages have pools of as many tokens. `table_bytes`: what each rank keeps there
+    besides."""
+    sizes, groups = capacity.sizes, capacity.groups
+    device = PoolSizes(
+        capacity.max_total_num_tokens,
+        serving.page_size,
+        sizes.max_running_requests,
+        sizes.context_len,
+        capacity.windows,
+        any(group.lifetime == PER_REQUEST for group in groups),
+        sizes.checkpoints,
+        tokens_growing(args, model.architecture),
+    )
+    if host_bytes is not None and arch.device == "cpu":
+        host_bytes = max(0, host_bytes - capacity.memory.weights - capacity.memory.caches)
+    processes = -(-serving.ranks.world_size * args.dp_size // args.nnodes)
+    if host_bytes is not None:
+        host_bytes = max(0, host_bytes - table_bytes * processes)
+    return plan_host_cache(args, groups, device, arch, host_bytes, processes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +393,7 @@ class ModelPlanner:
         if apart not in self.described:
             source = str(Path(self.model.model_path) / "config.json")
             self.described[apart] = _described(args, self.model, apart, source)
-        model = self.described[apart]
+        model = with_tables(self.described[apart], args.ple_offload_embedding and self.arch.device != "cpu")
         if self.served:
             model.require_served()
         check_layout(model, ranks)
@@ -366,7 +416,23 @@ class ModelPlanner:
         return max(stage.weight_bytes for stage in _stages(of_rank, serving, self.arch, draft))
 
     def trial(self, args: ServerArgs) -> Trial:
-        """Plans the model with these flags. Raises UserError where no server would start."""
+        """Plans the model with these flags. Tables of n-grams go into host memory where the GPU has no room for them
+        and a request of the full context. Raises UserError where no server would start."""
+        fixed = args.ple_offload_embedding or args.no_ple_offload_embedding or self.arch.unified_memory
+        if fixed or self.arch.device == "cpu" or not has_tables(self.describe(args)[0]):
+            return self._trial(args)
+        try:
+            trial = self._trial(args)
+            if trial.capacity.max_total_num_tokens >= trial.capacity.sizes.context_len:
+                return trial
+        except UserError as error:
+            try:
+                return self._trial(replace(args, ple_offload_embedding=True))
+            except UserError:
+                raise error from None
+        return self._trial(replace(args, ple_offload_embedding=True))
+
+    def _trial(self, args: ServerArgs) -> Trial:
         model, serving = self.describe(args)
         of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
         wanted = (*needs_with_draft(of_rank, draft, serving), *ngram_needs(args, serving.dtype))
@@ -423,7 +489,16 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
     if not model.caches_in_fp8:
         kv_dtype = dtype
     ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
-    return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
+    return Serving(
+        dtype,
+        kv_dtype,
+        args.page_size or 1,
+        ranks.tp_size,
+        state_dtype,
+        ranks.ep_size,
+        ranks.pp_size,
+        ranks.dcp_size,
+    )
 
 
 def plan_capacity(
@@ -495,13 +570,18 @@ def _capacity(
         largest_graph = size.cuda_graph_max_bs
         sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
-        sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables)
         growing = tokens_growing(args, model.architecture)
+        sizes = replace(
+            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing,
+            copy_bytes=copy_bytes(args, arch),
+        )  # fmt: skip
         cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
         return sizes, cost, notes
 
     def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
         fixed = fixed_memory(model, everything, serving.dtype, weights, available, sizes, cost, choices, arch)
+        if arch.unified_memory:
+            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, serving))
         return fixed if draft is None else with_draft_memory(fixed, draft, model, serving.dtype, sizes)
 
     def room(running: int) -> int:
@@ -513,6 +593,7 @@ def _capacity(
     sizes, cost, notes = sized(states.running)
     sizes = replace(sizes, checkpoints=states.checkpoints)
     notes += [states.note] if states.note else []
+    notes += [host_table_note(size) for size in [host_table_bytes(everything, serving)] if size]
     most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
     if not cost.bytes_per_token:
         most_tokens = min(most_tokens, FREE_TOKENS, states.running * context_len)

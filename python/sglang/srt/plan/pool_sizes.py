@@ -73,6 +73,8 @@ class CacheCost:
     window_bytes: int = 0  # of a request
     state_bytes: int = 0  # of a request
     windows: tuple[WindowDemand, ...] = ()
+    shared_entry: int = 0
+    """Bytes of the largest entry of one layer whose tokens ranks share out."""
 
     @property
     def bytes_per_request(self) -> int:
@@ -147,6 +149,10 @@ def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
         sum((group.bytes_per_token for group in groups), Fraction(0)),
         sum(group.bytes_per_request for group in groups if isinstance(group.lifetime, Window)),
         sum(group.bytes_per_request for group in groups if isinstance(group.lifetime, PerRequest)),
+        shared_entry=max(
+            (member.cache.entry_bytes for group in groups if group.token_ranks > 1 for member in group.members),
+            default=0,
+        ),
     )
 
 

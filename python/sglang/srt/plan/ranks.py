@@ -3,7 +3,8 @@
 `pp_size` stages of `tp_size` neighbouring ranks each have layers that follow one another; the ranks of a stage share
 every layer of it. Experts may be shared in two ways at once: `ep_size` groups of neighbouring ranks have whole experts
 each, and the ranks of a group share the intermediate dims of theirs. Rank r of TP 4 x EP 2 belongs to expert group
-r // 2 and has part r % 2 of its experts' dims.
+r // 2 and has part r % 2 of its experts' dims. `dcp_size` neighbouring ranks share out the tokens of the caches that
+all of them would hold: position p is of the rank whose place among them is p % dcp_size.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The numbers of ranks by which a model is divided. `ep_size` divides `tp_size`. What is shared within a stage is
-    asked for by the rank in it (`tp_rank`)."""
+    """The numbers of ranks by which a model is divided. `ep_size` and `dcp_size` divide `tp_size`. What is shared
+    within a stage is asked for by the rank in it (`tp_rank`)."""
 
     tp_size: int = 1
     ep_size: int = 1
     pp_size: int = 1
+    dcp_size: int = 1
 
     @property
     def world_size(self) -> int:
@@ -51,7 +53,8 @@ class RankLayout:
         """Flags with which the user asks for this layout."""
         experts = f" --ep-size {self.ep_size}" if self.ep_size > 1 else ""
         stages = f" --pp-size {self.pp_size}" if self.pp_size > 1 else ""
-        return f"--tp-size {self.tp_size}{experts}{stages}"
+        tokens = f" --dcp-size {self.dcp_size}" if self.dcp_size > 1 else ""
+        return f"--tp-size {self.tp_size}{experts}{stages}{tokens}"
 
     def ep_rank(self, rank: int) -> int:
         """Returns the expert group of a rank."""
@@ -60,6 +63,10 @@ class RankLayout:
     def expert_tp_rank(self, rank: int) -> int:
         """Returns the part of its experts' dims that a rank has."""
         return rank % self.expert_tp_size
+
+    def context_rank(self, rank: int) -> int:
+        """Returns the place of a rank among those that share out the tokens of caches."""
+        return rank % self.dcp_size
 
     def padded_experts(self, num_experts: int) -> int:
         """Returns the number of whole experts that a rank has room for."""

@@ -16,6 +16,7 @@ CHUNK_TOKENS = 64
 class GatedDelta:
     """Gated delta rule (arXiv 2412.06464) after a causal convolution over `conv_kernel` tokens. A value head keeps a
     state [key_dim, value_dim] of `state_dtype`. `by_key_head`: checkpoints keep all projections of a key head together.
+    The output is gated by SiLU, or with `sigmoid_gate` by a sigmoid.
     """
 
     key_heads: int
@@ -25,6 +26,7 @@ class GatedDelta:
     conv_kernel: int
     state_dtype: str = "float32"
     by_key_head: bool = False
+    sigmoid_gate: bool = False
 
     @property
     def num_heads(self) -> int:

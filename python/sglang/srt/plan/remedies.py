@@ -198,7 +198,12 @@ def _whole_pages(args: ServerArgs, tokens: int) -> int:
 
 
 def _layout(layout: RankLayout) -> Change:
-    return {"tp_size": layout.tp_size, "ep_size": layout.ep_size, "pp_size": layout.pp_size}
+    return {
+        "tp_size": layout.tp_size,
+        "ep_size": layout.ep_size,
+        "pp_size": layout.pp_size,
+        "dcp_size": layout.dcp_size,
+    }
 
 
 def _planned(planner: Planner, args: ServerArgs, change: Change) -> Trial | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 
 E4M3_COST = 0.5
@@ -36,13 +36,25 @@ def decoding_reads_less_from(mixer: MLA, indexed: float, serving: Serving) -> in
     return math.ceil(mixer.top_k * latent / (latent - sum(index) * indexed))
 
 
+def _describe_blocks(model: ModelDescription) -> str:
+    indexers = [layer.mixer.indexer for layer in model.layers if isinstance(layer.mixer, GQA)]
+    chosen = [indexer for indexer in indexers if indexer is not None]
+    if not chosen:
+        return ""
+    return (
+        f"{len(chosen)} of {len(model.layers)} layers have an indexer that selects {chosen[0].top_blocks} blocks of"
+        f" {chosen[0].block} tokens for each KV head; requests of up to {chosen[0].top_k:,} tokens attend to all of"
+        " them without scores"
+    )
+
+
 def describe_selection(model: ModelDescription, serving: Serving) -> str:
     """Describes the selection for people; "" where no layer selects. Takes a model whose layers with an indexer are
     alike."""
     layers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, MLA) and layer.mixer.sparse]
     with_indexer = [mixer for mixer in layers if mixer.indexer is not None]
     if not with_indexer:
-        return ""
+        return _describe_blocks(model)
     mixer, indexed = with_indexer[0], len(with_indexer) / len(layers)
     bytes_from = decoding_reads_less_from(mixer, indexed, serving)
     text = (

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sglang.srt.configs.hf_config import ConfigReader, read_config
-from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.speculative import (
-    DFLASH,
+    BLOCK_ALGORITHMS,
     EAGLE,
     NEXTN,
     NGRAM,
-    USUAL_BLOCK_SIZE,
     AdaptiveSettings,
     NgramSettings,
     SpeculativeSettings,
@@ -21,6 +18,7 @@ from sglang.srt.configs.speculative import (
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.drafts.trained_block import trained_block
 from sglang.srt.server_args import ServerArgs
 
 
@@ -30,11 +28,13 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
     if args.speculative_algorithm is None:
         return None
     algorithm = EAGLE if args.speculative_algorithm == NEXTN else args.speculative_algorithm
-    block_size = _trained_block(args) if algorithm == DFLASH else 0
+    block = trained_block(args)
+    usual = (block.guesses or default_num_steps(algorithm, architecture)) + 1
     return SpeculativeSettings(
         algorithm=algorithm,
-        num_draft_tokens=_num_draft_tokens(args, block_size or default_num_steps(algorithm, architecture) + 1),
-        block_size=block_size,
+        num_draft_tokens=_block_tokens(args, usual) if block.rows else _num_draft_tokens(args, usual),
+        block_size=block.rows,
+        block_guesses=block.guesses,
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
         draft_load_format=args.speculative_draft_load_format or args.load_format,
@@ -54,14 +54,17 @@ def tokens_growing(args: ServerArgs, architecture: str) -> int:
     return 1 if settings is None else settings.tokens_growing(args.steps_ahead)
 
 
-def _trained_block(args: ServerArgs) -> int:
-    """Returns the rows of a block that the draft was trained with. Raises UserError for a draft that is missing."""
-    path, flag = args.speculative_draft_model_path, "--speculative-draft-model-path"
-    if path is None:
-        return USUAL_BLOCK_SIZE  # refused with the other flags
-    folder = resolve_model_path(path, args.speculative_draft_model_revision, args.download_dir, False, flag)
-    keys = ConfigReader(read_config(folder), str(folder / "config.json"))
-    return keys.positive("block_size", USUAL_BLOCK_SIZE)
+def _block_tokens(args: ServerArgs, usual: int) -> int:
+    """Returns k where a draft guesses a block in one pass, so that neither passes nor branches are counted."""
+    for name, value in (("num-steps", args.speculative_num_steps), ("eagle-topk", args.speculative_eagle_topk)):
+        if value is not None:
+            warn_once(
+                f"--speculative-{name} {value} has no effect: a {args.speculative_algorithm} draft guesses a block in"
+                " one pass. --speculative-num-draft-tokens says how many tokens a step verifies."
+            )
+    guesses = args.speculative_dspark_block_size
+    asked = args.speculative_num_draft_tokens or args.speculative_dflash_block_size
+    return asked or (guesses + 1 if guesses else usual)
 
 
 def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
@@ -80,7 +83,7 @@ def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
         )
         return steps + 1 if tokens is None else min(steps + 1, tokens)
     if steps is None:
-        return tokens or args.speculative_dflash_block_size or usual
+        return tokens or usual
     if tokens is not None and tokens != steps + 1:
         warn_once(
             f"--speculative-num-draft-tokens {tokens} is read as {steps + 1}: --speculative-num-steps {steps} in a"
@@ -92,7 +95,9 @@ def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
 def _adaptive(args: ServerArgs) -> AdaptiveSettings | None:
     """Returns the settings of the adaptive depth. It is on where it is asked for, and where no depth is asked for."""
     path = args.speculative_adaptive_config
-    depths = (args.speculative_num_steps, args.speculative_num_draft_tokens, args.speculative_dflash_block_size)
+    depths = [args.speculative_num_draft_tokens, args.speculative_dflash_block_size, args.speculative_dspark_block_size]
+    if args.speculative_algorithm not in BLOCK_ALGORITHMS:
+        depths.append(args.speculative_num_steps)
     given = any(depth is not None for depth in depths)
     if path is None:
         return AdaptiveSettings() if args.speculative_adaptive or not given else None

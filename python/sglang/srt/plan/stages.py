@@ -92,7 +92,7 @@ def stage_model(model: ModelDescription, layers: range) -> ModelDescription:
     unread += [f"{names.model['embed']}."] * (not first and not (last and model.tie_embeddings))
     unread += [*(f"{names.model[name]}." for name in ("norm", "lm_head")), *names.behind] if not last else []
     cut = [
-        layer if i in layers else replace(layer, mixer=ABSENT, ffn=ABSENT, inputs=ABSENT)
+        layer if i in layers else replace(layer, mixer=ABSENT, ffn=ABSENT, inputs=ABSENT, ngrams=ABSENT)
         for i, layer in enumerate(model.layers)
     ]
     return replace(

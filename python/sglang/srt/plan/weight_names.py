@@ -30,7 +30,8 @@ CACHE_SCALE_ALIASES = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """Names of modules in the checkpoint, keyed by ours. `{part}` and `{expert}` stand for the fields of a PartKey.
+    """Names of modules in the checkpoint, keyed by ours. `{part}` and `{expert}` stand for the fields of a PartKey,
+    `{own}` for the part's own name whatever `parts` says.
 
     `layer` names are relative to `layer_prefix`, in which `{layer}` is the layer's number. `ignore` are endings of
     checkpoint tensors that are no weights (scales of a cache or of probabilities that are not quantized).
@@ -66,7 +67,7 @@ class WeightMap:
         """Returns the checkpoint's name of the module in a layer that holds this part of ours ("attn.qkv",
         "moe.w13")."""
         template = self.layer_prefix.format(layer=layer) + self.layer[module]
-        return template.format(part=self._part(part), expert=expert).removesuffix(".")
+        return template.format(part=self._part(part), own=part, expert=expert).removesuffix(".")
 
     def _part(self, part: str) -> str:
         return self.parts.get(part, part)
@@ -128,6 +129,11 @@ GATED_SHARED_NAMES: Mapping[str, str] = {
     "moe.shared.gate_up": "mlp.shared_expert.{part}_proj",
     "moe.shared.down": "mlp.shared_expert.down_proj",
     "moe.shared_gate": "mlp.shared_expert_gate",
+}
+BLOCK_INDEX_NAMES: Mapping[str, str] = {
+    "attn.index": "self_attn.{part}",
+    "attn.index_q_norm": "self_attn.index_q_norm",
+    "attn.index_k_norm": "self_attn.index_k_norm",
 }
 LATENT_NAMES: Mapping[str, str] = {
     "attn.qkv_a": "self_attn.{part}",

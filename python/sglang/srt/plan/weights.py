@@ -15,7 +15,7 @@ from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "fp8_e4m3": 1}
 
 
 def rank_weight_bytes(
@@ -31,7 +31,8 @@ def rank_weight_bytes(
     if model.last_stage:
         if not model.tie_embeddings:
             total += matrix_bytes(of_rank.head, model.head_quant, item, features)
-        total += norm + _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
+        total += hidden * item if model.plain_final_norm else norm
+        total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
     for i, (layer, weights) in enumerate(zip(model.layers, of_rank.layers, strict=True)):
         if layer.elsewhere:
             continue

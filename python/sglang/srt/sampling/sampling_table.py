@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -51,6 +51,13 @@ class SparseLogits:
 
     packed: torch.Tensor  # [4, n] int32
 
+    def part(self, rows: slice) -> SparseLogits:
+        """Returns the entries of some rows; the others add nothing to the first token."""
+        row, token, amount, limit = self.packed.unbind(0)
+        inside = (row >= rows.start) & (row < rows.stop)
+        kept = [torch.where(inside, each, 0) for each in (row - rows.start, token, amount)]
+        return SparseLogits(torch.stack((*kept, limit)))
+
 
 @dataclass(slots=True)
 class SamplingBatch:
@@ -75,6 +82,16 @@ class SamplingBatch:
     @property
     def any_filter(self) -> bool:
         return self.any_top_k or self.any_top_p or self.any_min_p
+
+    def count(self, tokens: torch.Tensor) -> None:
+        """tokens [B] int64, drawn in these rows, count for the penalties of later ones. A negative one counts as 0."""
+        if self.penalties is not None:
+            self.penalties.add_tokens(self.rows()[:, Column.PENALTY_ROW].long(), tokens.clamp(min=0))
+
+    def part(self, rows: slice) -> SamplingBatch:
+        """Returns the batch of some of the rows, with the flags of all."""
+        sparse = None if self.sparse is None else self.sparse.part(rows)
+        return replace(self, slots=self.slots[rows], sparse=sparse)
 
     def rows(self) -> torch.Tensor:
         """[B, ROW_WIDTH] int32 on the device."""

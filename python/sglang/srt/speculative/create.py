@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglang.srt.configs.speculative import DFLASH, NGRAM, STANDALONE, SpeculativeSettings
+from sglang.srt.configs.speculative import BLOCK_ALGORITHMS, NGRAM, STANDALONE, SpeculativeSettings
 from sglang.srt.model_loader.loader import load_draft
-from sglang.srt.models.block_draft import DFlashDraft
+from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.frozen_draft import FrozenDraft
 from sglang.srt.plan.plan import Plan
@@ -19,12 +19,12 @@ def create_drafter(settings: SpeculativeSettings, model: CausalLM, plan: Plan) -
     """Creates the drafter for a model with its weights. Raises UserError for a draft whose checkpoint is not as it
     should be."""
     num_tokens = settings.num_draft_tokens
-    shifted = settings.algorithm not in (NGRAM, STANDALONE, DFLASH)
+    shifted = settings.algorithm not in BLOCK_ALGORITHMS | {NGRAM, STANDALONE}
     if not plan.description.last_stage:
         return DrafterElsewhere(num_tokens, settings.tokens_ahead, shifted)
     if settings.algorithm != NGRAM:
         draft = load_draft(plan, model)
-        if isinstance(draft, DFlashDraft):
+        if isinstance(draft, BlockDraft):
             return DraftBlock(draft, num_tokens, plan.max_running_requests)
         if isinstance(draft, FrozenDraft):
             return DraftFrozen(draft, num_tokens)

@@ -97,6 +97,12 @@ class Tokenizer:
         """Ids with a meaning, added tokens included. The model's vocabulary may be padded beyond."""
         return self._rust.get_vocab_size(with_added_tokens=True) if self._rust is not None else len(self.hf)
 
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token of the vocabulary, added ones included; None: there is no such token."""
+        if self._rust is not None:
+            return self._rust.token_to_id(token)
+        return self.hf.get_vocab().get(token)
+
     @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")

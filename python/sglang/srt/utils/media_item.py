@@ -22,5 +22,5 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Frames (after those that are taken together), rows and columns of patches."""
     pixels: SharedArray
     """[patches, values of a patch], as the model's processor gives them."""
-    extra: dict[str, SharedArray] = {}
-    """Further arrays of the processor, by its names."""
+    frame_seconds: float = 0.0
+    """Between frames of the grid of a video."""

@@ -174,6 +174,16 @@ def test_window_and_sinks(window: int, with_sinks: bool) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_images_that_see_themselves_both_ways(window: int, head_dims: tuple[int, int]) -> None:
+    """Each is a sequence of its own, over a prefix of which the window hides a part."""
+    p = extend_problem(head_dims)
+    expected = reference_extend(p, head_dims[0] ** -0.5, causal=False, window=window)
+    assert relative_error(run_extend(p, sliding_window=window, causal=False), expected) < BF16_BOUND
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("window", [1, 20, 45])
 def test_what_lies_before_a_window_does_not_matter(window: int) -> None:
     """Slots behind a window are handed on while the request runs: they may hold anything, another request's NaN too."""

@@ -117,6 +117,15 @@ def test_output_gate() -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize(("heads", "dim"), [(1, 128), (6, 24), (12, 128), (5, 256)])
+def test_head_gate(heads: int, dim: int) -> None:
+    x, gate = randn(3, heads * dim, dtype=torch.bfloat16), randn(3, heads, dtype=torch.bfloat16)
+    expected = native.attention_head_gate(x, gate)
+    close(gated_norm.attention_head_gate(x, gate), expected)
+    assert gated_norm.attention_head_gate(x[:0], gate[:0]).shape == (0, heads * dim)
+
+
+@interpreter.kernel_test
 def test_nothing_to_do() -> None:
     x, states = randn(0, 64), randn(2, WIDTH - 1, 64)
     none, loc = torch.empty(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)

@@ -28,9 +28,11 @@ class AttentionLayer:
     """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
     top_k: int = 0
     """> 0: attention is over so many tokens that an indexer selects."""
+    token_ranks: int = 1
+    """> 1: so many ranks share out the tokens of the cache."""
     site: AttentionSite = field(init=False)
 
     def __post_init__(self) -> None:
         self.v_head_dim = self.v_head_dim or self.head_dim
         shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        self.site = AttentionSite(shape, self.sliding_window, self.top_k)
+        self.site = AttentionSite(shape, self.sliding_window, self.top_k, self.token_ranks)

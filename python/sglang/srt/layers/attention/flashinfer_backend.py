@@ -123,7 +123,8 @@ class FlashInferExtend:
         wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self.wrapper = _planned(wrapper, workspace, _plan_lists(workspace.device))
 
-    def build(self, rows: ExtendRows) -> FlashInferExtendMetadata:
+    def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferExtendMetadata:
+        assert causal, "plan.needs asks for no other"
         pages = self.site.pages(rows)
         qo_indptr = np.concatenate(([0], np.cumsum(rows.new_lens_cpu))).astype(np.int32)
         self.wrapper.plan(

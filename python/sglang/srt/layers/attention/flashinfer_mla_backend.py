@@ -95,7 +95,8 @@ class FlashInferMLAExtend:
         self.options = options
         self.wrapper = _planned(workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device))
 
-    def build(self, rows: ExtendRows) -> FlashInferMLAExtendMetadata:
+    def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferMLAExtendMetadata:
+        assert causal, "plan.needs asks for no other"
         self.options.plan(self.wrapper, rows, rows.new_lens_cpu, causal=True)
         return FlashInferMLAExtendMetadata(self, sum(rows.new_lens_cpu))
 

@@ -77,8 +77,9 @@ class ExtendBuilder(Protocol):
     plans_on_host: bool
     in_graphs: bool
 
-    def build(self, rows: ExtendRows) -> ExtendMetadata:
-        """Builds the metadata of any step. In a graph the lengths on the host are those of the widest case."""
+    def build(self, rows: ExtendRows, causal: bool = True) -> ExtendMetadata:
+        """Builds the metadata of any step. In a graph the lengths on the host are those of the widest case. causal
+        False: new tokens of a request see all of its new tokens; asked only of models with images that do so."""
 
 
 class AttentionBackend(Protocol):
@@ -88,6 +89,24 @@ class AttentionBackend(Protocol):
     def decode_builder(self, site: AttentionSite) -> DecodeBuilder: ...
 
     def extend_builder(self, site: AttentionSite) -> ExtendBuilder: ...
+
+
+@dataclass(slots=True)
+class WithImages:
+    """Implements ExtendMetadata for a site with a window, where images see themselves both ways: they attend once more,
+    each as a request of its own, over what lies before it in the cache."""
+
+    text: ExtendMetadata
+    images: ExtendMetadata
+    tokens: torch.Tensor
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        self.text.attend(q, k, v, layer, out)
+        seen = out[self.tokens]
+        self.images.attend(q[self.tokens], k[self.tokens], v[self.tokens], layer, seen)
+        out[self.tokens] = seen
 
 
 @dataclass(slots=True)

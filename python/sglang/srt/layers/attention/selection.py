@@ -35,6 +35,18 @@ class EntryRows:
         """Returns the rows of some of the tokens."""
         return replace(self, req_pool_indices=self.req_pool_indices[tokens], counts=self.counts[tokens])
 
+    def blocks(self, block: int, num_heads: int) -> EntryRows:
+        """Of rows of tokens: the blocks of `block` tokens that each sees, its own included, once for each of H heads:
+        T * H rows."""
+        return EntryRows(
+            self.req_to_token,
+            self.req_pool_indices.repeat_interleave(num_heads),
+            ((self.counts + (block - 1)) // block).repeat_interleave(num_heads),
+            -(-self.max_count // block),
+            block,
+            self.run * num_heads,
+        )
+
     def slots_of(self, entries: torch.Tensor) -> torch.Tensor:
         """entries [T, K] integers, of which negative ones are none -> their slots [T, K] int32, -1 for none."""
         at = entries.clamp(min=0).long() * self.rate
@@ -43,13 +55,13 @@ class EntryRows:
 
     def all(self) -> Selection:
         """Every entry that a token sees."""
-        return self._range(torch.zeros_like(self.counts), self.max_count)
+        return self.since(torch.zeros_like(self.counts), self.max_count)
 
     def last(self, window: int) -> Selection:
         """The last `window` entries that a token sees."""
-        return self._range((self.counts - window).clamp(min=0), min(window, self.max_count))
+        return self.since((self.counts - window).clamp(min=0), min(window, self.max_count))
 
-    def _range(self, first: torch.Tensor, width: int) -> Selection:
+    def since(self, first: torch.Tensor, width: int) -> Selection:
         """Selects the entries from `first` [T] on, at most `width` of them."""
         entries = first[:, None] + torch.arange(width, dtype=torch.int32, device=first.device)
         slots = self.slots_of(torch.where(entries < self.counts[:, None], entries, -1))
@@ -63,3 +75,8 @@ class Selection:
 
     slots: torch.Tensor  # [T, K] int32; -1: none
     counts: torch.Tensor  # [T] int32, at most K: slots from there on are not looked at
+
+    def of_rank(self, rank: int, size: int) -> Selection:
+        """Returns what `rank` of `size` has of the entries where they share out the tokens, by its own slots."""
+        own = (self.slots >= 0) & (self.slots % size == rank)
+        return replace(self, slots=torch.where(own, self.slots // size, -1))

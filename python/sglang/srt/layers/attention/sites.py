@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
-from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
-from sglang.srt.layers.attention.sparse_rows import SparseSite
+from sglang.srt.layers.attention.metadata import (
+    AttentionBackend,
+    DecodeBuilder,
+    ExtendBuilder,
+    SiteMetadata,
+    WithImages,
+)
+from sglang.srt.layers.attention.shared_tokens import builders_of
+from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
+from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 
 if TYPE_CHECKING:
     import torch
 
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns
     from sglang.srt.plan.plan import Plan
 
 
@@ -47,11 +56,14 @@ class AttentionSites:
         for builder in self._decode_builders:
             builder.prepare_graphs(batch_sizes)
 
-    def metadata(self, batch: ForwardBatch, in_graph: bool = False) -> dict[AttentionSite, SiteMetadata]:
+    def metadata(
+        self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False
+    ) -> dict[AttentionSite, SiteMetadata]:
         """Builds the metadata of a batch whose rows are complete. Requests that decode are planned before prompts;
-        neither runs before both are planned."""
+        neither runs before both are planned. `in_blocks`: each decoding row stands for a block of a draft, whose layers
+        select nothing."""
         sites = {site: SiteMetadata() for site in self.decode}
-        for site, sparse in self.sparse.items():
+        for site, sparse in self.sparse.items() if not in_blocks else ():
             sites[site].sparse = sparse.rows(batch, in_graph)
         if batch.decode is not None:
             self._build_decode(batch.decode, sites, in_graph)
@@ -73,16 +85,31 @@ class AttentionSites:
         built = {builder: builder.build(rows) for builder in dict.fromkeys(dense.values())}
         for site, builder in dense.items():
             sites[site].extend = built[builder]
+        if rows.images is not None:
+            self._add_images(rows.images, {site: builder for site, builder in dense.items() if site.window}, sites)
         for site, spec in self._latent.items():
             if site in dense:
                 sites[site].latent_chunks = self._cut(spec, site, rows)
+
+    def _add_images(
+        self,
+        images: ImageRuns,
+        windows: Mapping[AttentionSite, ExtendBuilder],
+        sites: dict[AttentionSite, SiteMetadata],
+    ) -> None:
+        built = {builder: builder.build(images.rows, causal=False) for builder in dict.fromkeys(windows.values())}
+        for site, builder in windows.items():
+            text = sites[site].extend
+            assert text is not None
+            sites[site].extend = WithImages(text, built[builder], images.tokens)
 
     def _cut(self, spec: MLA, site: AttentionSite, rows: ExtendRows) -> tuple[LatentChunk, ...] | None:
         """None in a graph, which serves prefixes of every length, and where expanding does not pay."""
         if rows.seq_lens_cpu is None or not spec.expanding_pays(rows.prefix_lens_cpu, rows.new_lens_cpu):
             return None
         table = rows.token_slots[0].req_to_token
-        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens)
+        context = parallel_state.groups().context if site.token_ranks > 1 else parallel_state.ALONE
+        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens, context)
 
     def refresh(self, rows: DecodeRows | None) -> None:
         """Updates, before every replay of a graph, what its decoding rows need that the host plans."""
@@ -105,24 +132,27 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
             backends[choice.name] = choice.load()(plan, device)
     decode, extend = (backends[choice.name] for choice in choices.values())
     layers = plan.description.layers + (plan.draft.description.model.layers if plan.draft is not None else ())
-    latent = latent_sites(layers, plan.ranks.tp_size)
+    latent = latent_sites(layers, plan.ranks.tp_size, plan.ranks.dcp_size)
     return AttentionSites(
-        {site: decode.decode_builder(site) for site in plan.attention_sites},
-        {site: extend.extend_builder(site) for site in plan.attention_sites},
+        *builders_of(plan.attention_sites, decode, extend, plan),
         latent,
         plan.tokens_per_step,
-        sparse_sites(latent, plan),
+        sparse_sites(layers, plan),
     )
 
 
-def latent_sites(layers: Iterable[LayerSpec], tp_size: int) -> dict[AttentionSite, MLA]:
+def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -> dict[AttentionSite, MLA]:
     """The description of the layers of each latent site."""
-    return {
-        AttentionSite(layer.mixer.attention_shape(tp_size), top_k=layer.mixer.top_k): layer.mixer
-        for layer in layers
-        if isinstance(layer.mixer, MLA)
-    }
+    mixers = {site_of(layer.mixer, tp_size, dcp_size): layer.mixer for layer in layers}
+    return {site: mixer for site, mixer in mixers.items() if site is not None and isinstance(mixer, MLA)}
 
 
-def sparse_sites(latent: Mapping[AttentionSite, MLA], plan: Plan) -> dict[AttentionSite, SparseSite]:
-    return {site: SparseSite(spec, plan) for site, spec in latent.items() if spec.sparse}
+def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
+    """The sites whose layers attend to what an indexer selects."""
+    sites: dict[AttentionSite, SparseSite] = {}
+    for mixer in dict.fromkeys(layer.mixer for layer in layers):
+        if isinstance(mixer, GQA | MLA) and mixer.top_k:
+            site = site_of(mixer, plan.ranks.tp_size, plan.ranks.dcp_size)
+            assert site is not None
+            sites.setdefault(site, LatentSite(mixer, plan) if isinstance(mixer, MLA) else BlockSite(mixer, plan))
+    return sites

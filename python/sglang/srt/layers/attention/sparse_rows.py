@@ -1,7 +1,8 @@
 """Tokens of a step that attend to what an indexer selects, and which of a step's tokens those are.
 
-Attention over the `top_k` tokens of a request that an indexer scores highest is attention over all of them as long as
-the request has no more than that. So the requests that decode, and the prompts of a step, each go one of two ways:
+Attention over the `top_k` tokens of a request that an indexer chooses, one by one or in blocks, is attention over all
+of them as long as the request has no more than that. So the requests that decode, and the prompts of a step, each go
+one of two ways:
 
     dense     the host knows that none of them is longer than top_k: nothing is scored or selected
     sparse    others, and every step of a CUDA graph, whose requests may be of any length
@@ -14,27 +15,24 @@ A selection of all tokens gives what dense attention gives, so the way is a matt
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.step_rows import requests_of_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.layers.ops import (
-        SparseAttentionFactory,
-        SparseAttentionOp,
-        SparseIndexerFactory,
-        SparseIndexerOp,
-    )
+    from sglang.srt.layers.ops import BlockAttentionFactory, BlockAttentionOp, SparseAttentionFactory, SparseAttentionOp
     from sglang.srt.layers.step_rows import ExtendRows
-    from sglang.srt.mem_cache.memory_pool import CacheStore
-    from sglang.srt.plan.mixers import MLA
+    from sglang.srt.plan.mixers import GQA, MLA
     from sglang.srt.plan.plan import Plan
 
 
@@ -49,7 +47,9 @@ class SparseRows:
     with_decodes: bool
     with_prompts: bool
     selection: Selection | None = None
-    """Selection of the last layer with an indexer; later layers without one read it."""
+    """Selection of the last layer with an indexer, which leaves it here; later layers without one read it."""
+    blocks: EntryRows | None = None
+    """Where blocks are selected: those that each token may see, for each KV head."""
 
     @property
     def tokens(self) -> slice:
@@ -60,26 +60,24 @@ class SparseRows:
         """Returns whether anything is to be scored: otherwise all entries that are seen are selected from the start."""
         return self.entries.max_count > self.site.top_k
 
-    def select(self, q: torch.Tensor, weights: torch.Tensor, keys: CacheStore, scales: torch.Tensor | None) -> None:
-        """q [N, H, D] and weights [N, H] as `index_queries` makes them."""
-        self.selection = self.site.indexer(q, weights, keys.k, scales, self.entries, self.site.top_k)
-
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """q [N, heads, rank + rot] -> out [N, heads, rank], over latents of the selected tokens."""
+        """q [N, heads, D] -> out [N, heads, Dv], over the selected tokens of the layer's cache."""
         assert self.selection is not None, "no layer before this one selects tokens"
-        self.site.attention(q, ((layer.cache.k, self.selection),), out, scale=layer.scale)
+        self.site.attend(q, layer, self.selection, self.entries, out)
 
 
-class SparseSite:
-    """Properties that layers with equal heads share when they attend to at most `top_k` selected tokens."""
+class SparseSite(ABC):
+    """Properties that layers with equal heads share when they attend to at most `top_k` selected tokens. `packed`: only
+    sparse attention reads their cache."""
 
-    def __init__(self, spec: MLA, plan: Plan) -> None:
-        self.top_k, self.context_len = spec.top_k, plan.context_len
-        self.packed = spec.packed(plan.kv_cache_dtype)
-        indexers: SparseIndexerFactory = plan.entry("sparse_indexer")
-        attentions: SparseAttentionFactory = plan.entry("sparse_attention")
-        self.indexer: SparseIndexerOp = indexers(plan)
-        self.attention: SparseAttentionOp = attentions(plan)
+    def __init__(self, top_k: int, context_len: int, packed: bool = False) -> None:
+        self.top_k, self.context_len, self.packed = top_k, context_len, packed
+
+    @abstractmethod
+    def attend(
+        self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
+    ) -> None:
+        """q [N, heads, D] -> out [N, heads, Dv] for the tokens of `entries`."""
 
     def rows(self, batch: ForwardBatch, in_graph: bool) -> SparseRows | None:
         """None: the whole step is dense. In a graph the tokens of prompts may begin among the rows of decoding requests
@@ -106,7 +104,12 @@ class SparseSite:
         rows = SparseRows(self, tokens.start, entries, with_decodes, with_prompts)
         if not rows.selects:
             rows.selection = entries.all()
+        rows.blocks = self.blocks(entries)
         return rows
+
+    def blocks(self, entries: EntryRows) -> EntryRows | None:
+        """Returns the blocks of these tokens, of sites that select such."""
+        return None
 
     def _over_cached(self, extend: ExtendRows) -> bool:
         """Returns whether a prompt of the step has tokens in the cache, as far as the host knows."""
@@ -114,3 +117,66 @@ class SparseSite:
 
     def _longest(self, seq_lens: Sequence[int] | None) -> int:
         return min(self.context_len, max(seq_lens)) if seq_lens is not None else self.context_len
+
+
+class LatentSite(SparseSite):
+    """Layers that attend to latents of selected tokens, the same ones for all heads."""
+
+    def __init__(self, spec: MLA, plan: Plan) -> None:
+        super().__init__(spec.top_k, plan.context_len, spec.packed(plan.kv_cache_dtype))
+        attentions: SparseAttentionFactory = plan.entry("sparse_attention")
+        self.attention: SparseAttentionOp = attentions(plan)
+        self.merge = PartMerge(parallel_state.groups().context, plan.merge_method)
+        self._own: tuple[Selection, Selection] | None = None
+
+    def attend(
+        self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
+    ) -> None:
+        if layer.token_ranks == 1:
+            self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale)
+            return
+        own = self._own_selection(selection)
+
+        def attend(heads: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
+            self.attention(heads, ((layer.cache.k, own),), parts, scale=layer.scale, lse=lse)
+
+        self.merge.attend(q, attend, out)
+
+    def _own_selection(self, selection: Selection) -> Selection:
+        """What this rank has of the selected tokens where ranks share them out; made once for all layers that read the
+        selection."""
+        if self._own is None or self._own[0] is not selection:
+            context = self.merge.context
+            self._own = (selection, selection.of_rank(context.rank, context.size))
+        return self._own[1]
+
+
+class BlockSite(SparseSite):
+    """Layers whose KV heads attend to selected blocks of tokens, each to its own."""
+
+    def __init__(self, spec: GQA, plan: Plan) -> None:
+        assert spec.indexer is not None
+        super().__init__(spec.top_k, plan.context_len)
+        self.block, self.kv_heads = spec.indexer.block, spec.shares(plan.ranks.tp_size).padded_kv_heads
+        attentions: BlockAttentionFactory = plan.entry("block_attention")
+        self.attention: BlockAttentionOp = attentions(plan)
+
+    def blocks(self, entries: EntryRows) -> EntryRows:
+        return entries.blocks(self.block, self.kv_heads)
+
+    def attend(
+        self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
+    ) -> None:
+        cache = layer.cache
+        self.attention(
+            q,
+            cache.k,
+            cache.v,
+            selection,
+            entries.counts,
+            self.block,
+            out,
+            scale=layer.scale,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )

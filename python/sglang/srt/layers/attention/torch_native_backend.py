@@ -17,7 +17,7 @@ from sglang.srt.layers.native_ops import load_cache
 if TYPE_CHECKING:
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.mem_cache.memory_pool import CacheStore
-    from sglang.srt.plan.layer_spec import AttentionSite
+    from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
     from sglang.srt.plan.plan import Plan
 
 _MAX_SCORES = 1 << 23
@@ -27,8 +27,13 @@ _MAX_SCORES = 1 << 23
 class TorchNativeAttnBackend:
     """Implements AttentionBackend. Keeps nothing between steps."""
 
+    reads_new_tokens = True
+
     def __init__(self, plan: Plan, device: str | torch.device) -> None:
         del plan, device
+
+    def part_builder(self, shape: AttentionShape, max_rows: int) -> NativeDecode:
+        return NativeDecode()
 
     def decode_builder(self, site: AttentionSite) -> NativeDecode:
         return NativeDecode()
@@ -66,13 +71,14 @@ class NativeDecode(_OutsideGraphs):
 class NativeExtend(_OutsideGraphs):
     """Implements ExtendBuilder."""
 
-    def build(self, rows: ExtendRows) -> NativeExtendMetadata:
-        return NativeExtendMetadata(rows)
+    def build(self, rows: ExtendRows, causal: bool = True) -> NativeExtendMetadata:
+        return NativeExtendMetadata(rows, causal)
 
 
 @dataclass(slots=True)
 class NativeExtendMetadata:
     rows: ExtendRows
+    causal: bool
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
@@ -87,9 +93,11 @@ class NativeExtendMetadata:
             step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new - begin)))
             for first in range(0, new, step):
                 rows = slice(start + first, start + min(first + step, new))
-                end = prefix + first + rows.stop - rows.start
-                positions = torch.arange(prefix + first, end, device=q.device)
-                mask = _visible(positions, torch.arange(begin, end, device=q.device), layer.sliding_window)
+                last = prefix + first + rows.stop - rows.start
+                end = last if self.causal else prefix + new
+                positions = torch.arange(prefix + first, last, device=q.device)
+                keys_at = torch.arange(begin, end, device=q.device)
+                mask = _visible(positions, keys_at, layer.sliding_window, self.causal)
                 out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer)
             start += new
 
@@ -106,7 +114,17 @@ class NativeDecodeMetadata:
             out[group] = self._attend_group(q[group], layer, group)
             start = group.stop
 
-    def _attend_group(self, q: torch.Tensor, layer: AttentionLayer, group: slice) -> torch.Tensor:
+    def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """As `shared_tokens.PartMetadata` says."""
+        start = 0
+        while start < len(q):
+            group = _group(self.seq_lens, start, q.shape[1])
+            out[group] = self._attend_group(q[group], layer, group, lse[group])
+            start = group.stop
+
+    def _attend_group(
+        self, q: torch.Tensor, layer: AttentionLayer, group: slice, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows, seq_lens = self.rows, self.seq_lens[group]
         lens = rows.seq_lens[group].long()
         key_positions = torch.arange(_first_visible(min(seq_lens) - 1, layer), max(seq_lens), device=q.device)
@@ -116,15 +134,21 @@ class NativeDecodeMetadata:
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
         keys, values = _gather(layer.cache, loc)
-        return attend(q[:, None], keys, values, mask, layer)[:, 0]
+        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None])[:, 0]
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionLayer
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    layer: AttentionLayer,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv], mask [..., N, L] bool, True where a query sees a key
-    -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key."""
-    group = layer.num_heads // layer.num_kv_heads
+    -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key. With `lse` [..., N, Hq], which takes the
+    logarithms of the sums of exponentials, some may see none, and sinks are left out."""
+    group = q.shape[-2] // layer.num_kv_heads
     # Query heads of one kv head become rows of one product: [..., Hkv, group * N, D].
     queries = torch.unflatten(q.float(), -2, (layer.num_kv_heads, group)).movedim(-4, -2).flatten(-3, -2)
     # Heads outside tokens, in memory too: the products run several times faster on a CPU.
@@ -133,7 +157,11 @@ def attend(
     if layer.logit_cap > 0:
         scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
     scores = torch.unflatten(scores, -2, (group, -1)).masked_fill(~mask[..., None, None, :, :], float("-inf"))
-    if layer.sinks is None:
+    if lse is not None:
+        sums = scores.logsumexp(dim=-1)
+        lse.copy_(sums.flatten(-3, -2).transpose(-1, -2))
+        probs = (scores - sums[..., None]).exp().nan_to_num(0.0)
+    elif layer.sinks is None:
         probs = torch.softmax(scores, dim=-1)
     else:
         sinks = layer.sinks.float().view(layer.num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
@@ -152,10 +180,12 @@ def _first_visible(position: int, layer: AttentionLayer) -> int:
     return max(0, position + 1 - layer.sliding_window) if layer.sliding_window > 0 else 0
 
 
-def _visible(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
+def _visible(
+    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int, causal: bool = True
+) -> torch.Tensor:
     """[..., N] and [L] -> [..., N, L]: causal, within the sliding window when there is one."""
     distance = query_positions[..., None] - key_positions
-    mask = distance >= 0
+    mask = distance >= (0 if causal else -len(key_positions))
     return mask & (distance < window) if window > 0 else mask
 
 

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    DecodeWorkspace,
+    decode_attention_fwd,
+    keep_all_pieces,
+    plan_decode,
+)
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
 if TYPE_CHECKING:
@@ -23,6 +28,8 @@ class TritonAttnBackend:
     """Implements AttentionBackend. Sites with and without a window share the builders of their shape: the kernels
     skip what a window hides."""
 
+    reads_new_tokens = False
+
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
         self._plan, self._device = plan, device
         self._decode: dict[AttentionShape, TritonDecode] = {}
@@ -30,8 +37,13 @@ class TritonAttnBackend:
 
     def decode_builder(self, site: AttentionSite) -> TritonDecode:
         if site.shape not in self._decode:
-            self._decode[site.shape] = TritonDecode(self._plan, site.shape, self._device)
+            self._decode[site.shape] = TritonDecode(
+                self._plan, site.shape, self._device, self._plan.max_running_requests
+            )
         return self._decode[site.shape]
+
+    def part_builder(self, shape: AttentionShape, max_rows: int) -> TritonDecode:
+        return TritonDecode(self._plan, shape, self._device, max_rows, parts=True)
 
     def extend_builder(self, site: AttentionSite) -> TritonExtend:
         if site.shape not in self._extend:
@@ -47,13 +59,16 @@ class TritonDecode:
     plans_on_host = False
     in_graphs = True
 
-    def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
-        self.shape = shape
+    def __init__(
+        self, plan: Plan, shape: AttentionShape, device: torch.device | str, max_rows: int, parts: bool = False
+    ) -> None:
+        """parts: rows may have no tokens, and `attend_part` takes the place of `attend`."""
+        self.shape, self.parts = shape, parts
         self.ladder = plan.ladder(plan.attention_op("decode_attention", shape))
         self.tile = self.ladder.tile
         self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
         self.device = device
-        self.allocate(plan.max_running_requests)
+        self.allocate(max_rows)
 
     def allocate(self, max_batch: int) -> None:
         shape = self.shape
@@ -73,8 +88,13 @@ class TritonDecode:
             self.allocate(batch_sizes[-1])
 
     def build(self, rows: DecodeRows) -> TritonDecodeMetadata:
-        plan_decode(rows.seq_lens, self.workspace, self.tile)
+        self.plan(rows.seq_lens)
         return TritonDecodeMetadata(self, rows)
+
+    def plan(self, seq_lens: torch.Tensor) -> None:
+        plan_decode(seq_lens, self.workspace, self.tile)
+        if self.parts:
+            keep_all_pieces(self.workspace)
 
     build_in_graph = build
 
@@ -85,7 +105,7 @@ class TritonDecode:
         """Decode with another tile from now on: the work is cut by the tile."""
         self.tile = tile
         self.allocate(self.workspace.max_batch)
-        plan_decode(seq_lens, self.workspace, tile)
+        self.plan(seq_lens)
         self.workspace.part_lse.zero_()  # q is there already: what lies between the plan and the kernel that reads it
 
 
@@ -97,7 +117,13 @@ class TritonDecodeMetadata:
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out))
 
-    def _launch(self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+    def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """As `shared_tokens.PartMetadata` says."""
+        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, lse))
+
+    def _launch(
+        self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
         builder, rows = self.builder, self.rows
         if tile is not builder.tile:
             builder.step_down(tile, rows.seq_lens)
@@ -115,9 +141,10 @@ class TritonDecodeMetadata:
             tile=tile,
             sliding_window=layer.sliding_window,
             logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
+            sinks=layer.sinks if lse is None else None,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            lse=lse,
         )
 
 
@@ -130,8 +157,8 @@ class TritonExtend:
     def __init__(self, plan: Plan, shape: AttentionShape) -> None:
         self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
 
-    def build(self, rows: ExtendRows) -> TritonExtendMetadata:
-        return TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu))
+    def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata:
+        return TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu), causal)
 
 
 @dataclass(slots=True)
@@ -139,6 +166,7 @@ class TritonExtendMetadata:
     ladder: TileLadder
     rows: ExtendRows
     has_prefix: bool
+    causal: bool
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
@@ -164,5 +192,6 @@ class TritonExtendMetadata:
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
                 has_prefix=self.has_prefix,
+                causal=self.causal,
             )
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers.attention.selection import Selection
+from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.compressor import Compressor
 from sglang.srt.layers.compressed.step import CompressedStep, compressed_step
@@ -90,10 +90,8 @@ class CompressedAttention:
         spec, step = self.spec, compressed_step(batch)
         positions, cos_sin = self.rotary.at(batch.positions)
         latent = self.norm(self.q_a(x), self.q_norm, self.eps)
-        q = self.q_b(latent).unflatten(-1, (self.num_heads, spec.head_dim))
-        loc = batch.slots_of(self.window).out_cache_loc
-        q = self.store(q, self.kv(x), positions, cos_sin, self.kv_norm, self.eps, self.window.k, loc)
-        sources = [(self.window.k, step.window(batch, self.window, spec.window))]
+        q = self._stored(self.q_b(latent).unflatten(-1, (self.num_heads, spec.head_dim)), x, batch)
+        sources = [(self.window.k, self._in_window(batch, step))]
         if self.compressor is not None:
             self.compressor(x, batch, step, cos_sin)
             entries = self.compressor.cache
@@ -105,6 +103,15 @@ class CompressedAttention:
         self.by_group(out.view(len(out), self.groups, spec.group_dim), self.o_a, low)
         return self.o_b(low.flatten(1))
 
+    def _stored(self, q: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Stores what x [T, H] is to later queries, and returns q [T, heads, D] normed and rotated."""
+        positions, cos_sin = self.rotary.at(batch.positions)
+        loc = batch.slots_of(self.window).out_cache_loc
+        return self.store(q, self.kv(x), positions, cos_sin, self.kv_norm, self.eps, self.window.k, loc)
+
+    def _in_window(self, batch: ForwardBatch, step: CompressedStep) -> Selection:
+        return step.window(batch, self.window, self.spec.window)
+
     def _selected(
         self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor
     ) -> Selection:
@@ -112,6 +119,29 @@ class CompressedAttention:
             return self.indexer(x, latent, batch, step, cos_sin)
         assert self.compressor is not None
         return step.all(batch, self.compressor.cache, self.spec.rate)
+
+
+class BlockWindowAttention(CompressedAttention):
+    """Attention of a draft whose rows come in blocks of one request each; see `CompressedSparse.block`. Each row is [H]
+    of R * B."""
+
+    def __init__(self, scope: Scope, spec: CompressedSparse, site: Site) -> None:
+        assert not spec.rate
+        super().__init__(scope, spec, site)
+
+    def keep(self, x: torch.Tensor, batch: ForwardBatch) -> None:
+        """Stores what x [T, H] is to later queries at the tokens of the batch."""
+        self._stored(x.new_empty((len(x), 0, self.spec.head_dim)), x, batch)
+
+    def _in_window(self, batch: ForwardBatch, step: CompressedStep) -> Selection:
+        assert batch.decode is not None
+        size, rows = self.spec.block, batch.decode
+        slots, ends = rows.req_pool_indices, rows.seq_lens
+        first = batch.positions.view(-1, size)[:, 0].to(torch.int32) - self.spec.window
+        table = batch.slots_of(self.window).req_to_token
+        entries = EntryRows(table, slots, ends, table.shape[1])
+        seen = entries.since(first.clamp(min=0), self.spec.window + size)
+        return Selection(seen.slots.repeat_interleave(size, 0), seen.counts.repeat_interleave(size, 0))
 
 
 class CompressedIndexer:

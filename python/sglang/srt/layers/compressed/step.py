@@ -82,6 +82,7 @@ class CompressedStep:
     _counts: dict[int, torch.Tensor] = field(default_factory=dict)
     _windows: dict[int, Selection] = field(default_factory=dict)
     _all: dict[int, Selection] = field(default_factory=dict)
+    _tails: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def entries(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> EntryRows:
         """Returns what tokens see of a cache with an entry for every `rate` tokens: the entries of complete runs up to
@@ -90,6 +91,18 @@ class CompressedStep:
             self._counts[rate] = ((self.requests.positions + 1) // rate).to(torch.int32)
         table = batch.slots_of(cache).req_to_token
         return EntryRows(table, self.requests.slots, self._counts[rate], self.longest // rate, rate)
+
+    def tails(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the slot of the unfinished run of each token, and how many of its tokens there are up to this one,
+        both [T] int32; of a complete run 0 tokens, and the slot is of no meaning. Such caches lie by the table of all
+        tokens."""
+        if rate not in self._tails:
+            table, after = batch.slots_of(cache).req_to_token, self.requests.positions + 1
+            first = after // rate * rate
+            # What lies behind the last token of a full context is not looked at.
+            slots = table[self.requests.slots, first.clamp(max=table.shape[1] - 1)] // rate
+            self._tails[rate] = (slots, (after - first).to(torch.int32))
+        return self._tails[rate]
 
     def window(self, batch: ForwardBatch, cache: CacheStore, tokens: int) -> Selection:
         """A token and those before it, `tokens` in all. Caches of one window have one row table."""

@@ -34,6 +34,9 @@ from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import even_slice, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 
+BY_MATRIX = "by_matrix"
+"""Form of experts of which each matrix is one tensor of all experts, whatever they are stored in (Step)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
@@ -162,7 +165,7 @@ def _create(
     return _as_stored(scope, product, sizes, quant.format, layout_of(quant))
 
 
-# --- one tensor an expert ---------------------------------------------------------------------------------------------
+# --- one tensor an expert, or one for each matrix of all experts ------------------------------------------------------
 
 
 def _as_stored(
@@ -192,8 +195,28 @@ def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[
             yield PartKey(shard.part, module=shared_module(scope, product.name)), sizes.num_experts, i, shard
 
 
+def _as_kept(sizes: ExpertSizes, parts: dict[PartKey, Part]) -> dict[PartKey, Part]:
+    """Returns the parts of experts that are kept one by one, or where each matrix of all of them is one tensor the
+    slices of these tensors: what the first local expert has, of every one."""
+    if sizes.form != BY_MATRIX:
+        return parts
+    every = slice(0, sizes.num_local)
+    return {
+        PartKey(key.part): replace(
+            part,
+            shape=(sizes.num_experts, *part.shape),
+            source=(sizes.local, *part.source),
+            dest=(every, *part.dest[1:]),
+        )
+        for key, part in parts.items()
+        if key.expert == sizes.local.start
+    }
+
+
 def _note_elsewhere(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: str) -> None:
     """Names the tensors of the experts that other ranks hold."""
+    if sizes.form == BY_MATRIX:
+        return
     names, path = scope.weights, f"{scope.path}.{leaf}"
     others = [*range(sizes.local.start), *range(sizes.local.stop, sizes.num_experts)]
     parts = {shard.part for shard in product.shards}
@@ -218,7 +241,7 @@ def _data_param(
     fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
     dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
     _note_elsewhere(scope, product, sizes, leaf.name)
-    return _zeroed(product, sizes, scope.param(leaf.name, shape, parts, fill, dtype))
+    return _zeroed(product, sizes, scope.param(leaf.name, shape, _as_kept(sizes, parts), fill, dtype))
 
 
 def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
@@ -234,6 +257,7 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
             parts[key] = Part((shard.rows.total,), (shard.rows.run,), (e, rows), leaf.dtypes, leaf.convert)
     shape = (sizes.padded_experts, *scheme.scale_shape(product.rows, product.cols))
     _note_elsewhere(scope, product, sizes, leaf.name)
+    parts = _as_kept(sizes, parts)
     tensor = scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
     return _zeroed(product, sizes, tensor)
 
@@ -243,6 +267,7 @@ def _singles(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Lea
     parts = {key: Part((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)}
     shape = (sizes.padded_experts, len(product.shards))
     _note_elsewhere(scope, product, sizes, leaf.name)
+    parts = _as_kept(sizes, parts)
     return _zeroed(product, sizes, scope.param(leaf.name, shape, parts, constant(dummy), torch.float32))
 
 
@@ -254,8 +279,11 @@ def _while_loading(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, sch
     for key, e, i, shard in _each(scope, product, sizes):
         rows, cols = shard.rows, shard.cols
         dest = (e, slice(product.at[i], product.at[i] + rows.count), slice(0, cols.count))
-        convert = quantize_into(scale[dest[:2]], scheme)
-        parts[key] = Part((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS, convert)
+        parts[key] = Part((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS)
+    parts = {
+        key: replace(part, convert=quantize_into(scale[part.dest[:2]], scheme))
+        for key, part in _as_kept(sizes, parts).items()
+    }
     _note_elsewhere(scope, product, sizes, "weight")
     data = scope.param("weight", (*shape, product.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return ExpertWeights(_zeroed(product, sizes, data), scheme, _zeroed(product, sizes, scale))

@@ -142,6 +142,13 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
         Leaf("weight_global_scale", convert=reciprocal),
         Leaf("input_global_scale", convert=reciprocal),
     ),
+    # Whose activations stay in 16 bits.
+    ("compressed-tensors", "nvfp4_a16"): Layout(
+        Leaf("weight_packed", ("U8",), columns=2),
+        Leaf("weight_scale", ("F8_E4M3",)),
+        Leaf("weight_global_scale", convert=reciprocal),
+        ignore=("input_global_scale",),
+    ),
     ("compressed-tensors", "mxfp4"): Layout(Leaf("weight_packed", ("U8",), columns=2), _EXPONENTS),
     ("compressed-tensors", "mxfp4_mxfp8"): Layout(Leaf("weight_packed", ("U8",), columns=2), _EXPONENTS),
     ("modelopt", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),

@@ -25,7 +25,7 @@ RowPieces = list[tuple[str, Share]]
 
 class GatedDeltaNet:
     """[T, H] -> [T, H]: projections to q, k, v, an output gate z and two gates a head; a causal convolution of q, k and
-    v; the gated delta rule; a norm of each head times silu(z); the output projection."""
+    v; the gated delta rule; a norm of each head times silu(z), or sigmoid(z); the output projection."""
 
     def __init__(self, scope: Scope, spec: GatedDelta, site: Site) -> None:
         group = scope.groups.attention
@@ -46,6 +46,7 @@ class GatedDeltaNet:
         self.a_log = _per_head(scope, "A_log", value_heads, spec.value_heads)
         self.dt_bias = _per_head(scope, "dt_bias", value_heads, spec.value_heads)
         self.norm_weight = scope.sub("norm").param("weight", (spec.value_dim,), init=Init.ONES)
+        self.sigmoid_gate = spec.sigmoid_gate
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
@@ -58,7 +59,7 @@ class GatedDeltaNet:
         mixed, z = self.in_proj(x).split([self.heads.channels, self.heads.values], dim=-1)
         b, a = self.gates(x).chunk(2, dim=-1)
         out = self.core(mixed, self.conv, Gates(a, b, self.a_log, self.dt_bias), batch)
-        return self.out(self.norm(out, z, self.norm_weight, self.eps))
+        return self.out(self.norm(out, z, self.norm_weight, self.eps, sigmoid=self.sigmoid_gate))
 
 
 class _Rows:

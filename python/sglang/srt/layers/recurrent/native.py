@@ -172,11 +172,18 @@ def causal_conv_decode(
 
 
 def gated_rmsnorm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool = False
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """x [T, groups, size], gate [T, groups * size] -> [T, groups * size]: each group normed by itself, times
-    silu(gate), which comes before the norm with `gate_first`. weight: [size] for all groups, or [groups * size]."""
-    values, factor = _wide(x), F.silu(_wide(gate)).view(x.shape)
+    silu(gate), or sigmoid(gate) with `sigmoid`, which comes before the norm with `gate_first`. weight: [size] for all
+    groups, or [groups * size]."""
+    values, gate = _wide(x), _wide(gate)
+    factor = (gate.sigmoid() if sigmoid else F.silu(gate)).view(x.shape)
     if gate_first:
         values = values * factor
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
@@ -187,6 +194,12 @@ def gated_rmsnorm(
 def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x, gate [T, Hq * D] -> x * sigmoid(gate)."""
     return (_wide(x) * _wide(gate).sigmoid()).to(x.dtype)
+
+
+def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, Hq * D], gate [T, Hq] -> each head times sigmoid of its gate."""
+    heads = _wide(x).unflatten(1, (gate.shape[1], -1))
+    return (heads * _wide(gate).sigmoid()[..., None]).flatten(1).to(x.dtype)
 
 
 CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode)

@@ -187,14 +187,15 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     out_cache_loc: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [T, (Hq + 2 Hkv) D], overwritten; positions, out_cache_loc [T]; cos_sin [max_pos, rot_dim] fp32; weights [D];
-    caches [slots, Hkv, D] with contiguous slots -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of qkv.
+    caches [slots, Hkv, D] with contiguous slots -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of qkv. Without
+    v_cache there is no v in qkv, and that of the result has no elements.
 
     A cache of one-byte elements must be typed float8_e4m3fn or float8_e5m2: raw uint8 would not say how to convert.
     """
@@ -202,7 +203,8 @@ def qk_norm_rope_store(
         raise TypeError(f"the KV cache is {k_cache.dtype}; view it as float8_e4m3fn or float8_e5m2 first")
     num_tokens, rot_dim = qkv.shape[0], cos_sin.shape[1]
     heads = heads_per_program(num_tokens)
-    blocks = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    blocks = triton.cdiv(num_heads, heads) + (1 if v_cache is None else 2) * triton.cdiv(num_kv_heads, heads)
+    values = k_cache if v_cache is None else v_cache  # programs of values come last
     if num_tokens:
         qk_norm_rope_store_kernel[(num_tokens, blocks)](
             qkv,
@@ -211,11 +213,11 @@ def qk_norm_rope_store(
             cos_sin if q_weight is None else q_weight,
             cos_sin if k_weight is None else k_weight,
             k_cache,
-            v_cache,
+            values,
             out_cache_loc,
             qkv.stride(0),
             k_cache.stride(0),
-            v_cache.stride(0),
+            values.stride(0),
             eps,
             k_scale,
             v_scale,
@@ -230,9 +232,10 @@ def qk_norm_rope_store(
             **launch_constants(head_dim, rot_dim, heads),
             **pdl.options(),
         )
-    q, k, v = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=-1)
+    v_dim = 0 if v_cache is None else head_dim
+    q, k, v = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_dim], dim=-1)
     return (
         q.unflatten(-1, (num_heads, head_dim)),
         k.unflatten(-1, (num_kv_heads, head_dim)),
-        v.unflatten(-1, (num_kv_heads, head_dim)),
+        v.unflatten(-1, (num_kv_heads, v_dim)),
     )

@@ -37,6 +37,24 @@ _GAUGES = {
     "spec_num_draft_tokens": "Tokens of each request in the last step, guesses and the token sampled last",
 }
 
+_HOST_GAUGES = {
+    "hicache_host_used_tokens": "Tokens of prefixes that are kept in main memory",
+    "hicache_host_total_tokens": "Tokens for which main memory has room",
+    "hicache_host_mamba_used_states": "States of prefixes that are kept in main memory",
+    "hicache_host_mamba_total_states": "States for which main memory has room",
+}
+_HOST_COUNTERS = {
+    "load_back_tokens": "Tokens loaded from main memory",
+    "load_back_bytes": "Bytes loaded from main memory, by a rank",
+    "load_back_seconds": "Time that loads from main memory took, from their choice on",
+    "hicache_backup_tokens": "Tokens copied to main memory",
+    "hicache_backup_bytes": "Bytes copied to main memory, by a rank",
+    "hicache_backup_seconds": "Time that copies to main memory took, from their choice on",
+    "hicache_dropped_tokens": "Tokens that were to be copied to main memory and were not",
+    "hicache_failed_copies": "Copies to and from main memory that failed",
+}
+"""Names are those of `HostCacheStats`; they are shown where a server keeps prefixes in main memory."""
+
 
 class Histogram:
     """Counts of observations by upper bound; the last bucket is unbounded."""
@@ -76,7 +94,7 @@ class Metrics(Collector):
         """Replicas that have ended."""
         self.generation_tokens = 0
         self._prompt_tokens = 0
-        self._cached_tokens = 0
+        self._cached_tokens = {"device": 0, "host": 0}
         self._num_requests = 0
         self._num_aborted = 0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -89,7 +107,9 @@ class Metrics(Collector):
         self._num_requests += 1
         self._num_aborted += ended.finish.type == "abort"
         self._prompt_tokens += ended.meta.prompt_tokens
-        self._cached_tokens += ended.meta.cached_tokens
+        of_host = ended.meta.host_tokens or 0
+        self._cached_tokens["host"] += of_host
+        self._cached_tokens["device"] += ended.meta.cached_tokens - of_host
 
     def render(self) -> bytes:
         """The page in Prometheus' text format."""
@@ -99,6 +119,7 @@ class Metrics(Collector):
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()
+        yield from self._of_host_cache()
 
     def _gauges(self) -> Iterable[Metric]:
         for name, text in _GAUGES.items():
@@ -126,17 +147,33 @@ class Metrics(Collector):
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of finished requests", self._prompt_tokens),
             ("generation_tokens", "Generated tokens", self.generation_tokens),
-            ("cached_tokens", "Prompt tokens that came from the prefix cache", self._cached_tokens),
             ("num_requests", "Finished requests", self._num_requests),
             ("num_aborted_requests", "Requests that ended by an abort", self._num_aborted),
         ):
             family = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
             family.add_metric(self._labels, value)
             yield family
+        text = "Prompt tokens that came from the prefix cache"
+        family = CounterMetricFamily("sglang:cached_tokens", text, labels=(*_LABELS, "cache_source"))
+        for source, value in self._cached_tokens.items():
+            if source == "device" or value:
+                family.add_metric((*self._labels, source), value)
+        yield family
         verified = "spec_verify_calls"
         family = CounterMetricFamily(f"sglang:{verified}", "Steps that verified guesses", labels=self._replica_labels)
         self._add_each(family, verified)
         yield family
+
+    def _of_host_cache(self) -> Iterable[Metric]:
+        serving = [(i, stats.host_cache) for i, stats in enumerate(self.stats) if i not in self.lost]
+        kept = [(i, host) for i, host in serving if host is not None]
+        for names, kind in ((_HOST_GAUGES, GaugeMetricFamily), (_HOST_COUNTERS, CounterMetricFamily)):
+            for name, text in names.items() if kept else ():
+                family = kind(f"sglang:{name}", text, labels=self._replica_labels)
+                for index, host in kept:
+                    labels = (*self._labels, str(index)) if self._several else self._labels
+                    family.add_metric(labels, getattr(host, name))
+                yield family
 
     def _histograms(self) -> Iterable[Metric]:
         for name, text, histogram in (

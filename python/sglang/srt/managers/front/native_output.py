@@ -157,6 +157,11 @@ def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict
         "completion_tokens": meta.completion_tokens,
         "cached_tokens": meta.cached_tokens,
     }
+    if meta.host_tokens is not None:
+        info["cached_tokens_details"] = {
+            "device": meta.cached_tokens - meta.host_tokens,
+            "host": meta.host_tokens,
+        }
     return info if meta.drafts is None else info | draft_meta_info(meta.drafts)
 
 

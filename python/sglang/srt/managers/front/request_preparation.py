@@ -318,7 +318,8 @@ class RequestPreparer:
         if explicit_length and not self._allow_truncate:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens with max_new_tokens of {wanted} is longer than the model's context "
-                f"length of {self._context_len} tokens."
+                f"length of {self._context_len} tokens. "
+                + (f"Ask for at most {room} tokens." if room > 0 else "Shorten the prompt.")
             )
         return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
 

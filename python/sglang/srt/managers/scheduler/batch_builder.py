@@ -12,7 +12,7 @@ from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.managers.scheduler.schedule_batch import Lengths, Req, RunningBatch, ScheduleBatch
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.model_executor.step import MediaTokens, PromptTokens, StepInput
+from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
 from sglang.srt.sampling.thoughts import Thoughts
 
@@ -166,9 +166,10 @@ def _media_tokens(chosen: Sequence[tuple[Req, int]]) -> MediaTokens | None:
         return None
     positions: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
+    runs: list[tuple[int, int, int]] = []
     sources = []
     row, sectioned = 0, False
-    for req, n in chosen:
+    for number, (req, n) in enumerate(chosen):
         begin, end = req.kv_len, req.kv_len + n
         if req.media is None or req.media.positions is None:
             positions.append(np.tile(np.arange(begin, end), (3, 1)))
@@ -178,9 +179,17 @@ def _media_tokens(chosen: Sequence[tuple[Req, int]]) -> MediaTokens | None:
         for part in () if req.media is None else req.media.needed(begin, end):
             tokens.append(row + part.tokens)
             sources.append((part.item, part.features))
+            if req.media is not None and req.media.both_ways:
+                runs += [(number, begin + first, count) for first, count in part.runs()]
         row += n
     joined = np.concatenate(tokens) if tokens else np.empty(0, np.int64)
-    return MediaTokens(np.concatenate(positions, axis=1) if sectioned else None, joined, sources)
+    both_ways = _media_runs(runs) if runs else None
+    return MediaTokens(np.concatenate(positions, axis=1) if sectioned else None, joined, sources, both_ways)
+
+
+def _media_runs(runs: list[tuple[int, int, int]]) -> MediaRuns:
+    prompts, starts, lens = np.array(runs).T
+    return MediaRuns(prompts.astype(np.int64), starts.astype(np.int32), lens.astype(np.int32))
 
 
 def _ask_hidden(

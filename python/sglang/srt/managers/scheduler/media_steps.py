@@ -6,6 +6,7 @@ between two encoder steps, and between the last one and the chunk; so they do no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.scheduler.prompt_media import MediaMismatch, PromptMedia
@@ -25,8 +26,9 @@ class MediaRefused(ValueError):
 class MediaSteps:
     """`features` None: the model, or this server, reads text only."""
 
-    def __init__(self, features: MediaFeatures | None) -> None:
-        self.features = features
+    def __init__(self, features: MediaFeatures | None, most_at_once: Callable[[], int]) -> None:
+        """most_at_once: tokens of one prompt that a step computes at least, if there are as many."""
+        self.features, self.most_at_once = features, most_at_once
         self._was_busy = False
         """True if an encoder step comes before the step that is chosen, and requests wait for it."""
         self._in_step: dict[bytes, int] = {}
@@ -43,6 +45,12 @@ class MediaSteps:
             media = PromptMedia(msg.media, len(msg.input_ids), features.description)
         except MediaMismatch as error:
             raise MediaRefused(f"The images do not fit the prompt: {error}.") from None
+        if media.both_ways and media.longest_run > self.most_at_once():
+            raise MediaRefused(
+                f"An image has {media.longest_run} tokens that see one another, and a step of this server computes"
+                f" {self.most_at_once()} of a prompt beside others; raise --chunked-prefill-size to twice as many as"
+                " those of the image, or send a smaller image."
+            )
         largest = max(map(features.size_of, msg.media))
         if largest > features.budget:
             raise MediaRefused(
@@ -61,6 +69,7 @@ class MediaSteps:
         decoding: whether requests would wait for it."""
         if req.media is None or self.features is None:
             return count
+        count = req.media.whole_end(begin, begin + count) - begin
         items = self._fitting(req.media, begin, begin + count)
         further = [rows.item for rows in req.media.needed(begin, begin + count)[len(items) :]]
         end = req.media.first_token(further[0], begin) if further else begin + count
@@ -75,7 +84,7 @@ class MediaSteps:
             self.features.encode(missing[:number])
             self.features.pin(missing[:number], req.rid)
             missing = missing[number:]
-        return 0 if waits else end - begin
+        return 0 if waits else req.media.whole_end(begin, end) - begin
 
     def computed(self, req: Req) -> None:
         """The step that computes the first `kv_len` tokens of a request is launched: what only they need may go."""

@@ -32,6 +32,11 @@ class ItemRows:
     features: Positions
     tokens: Positions
 
+    def runs(self) -> list[tuple[int, int]]:
+        """Returns the first token and the length of each run of `tokens` without a gap."""
+        pieces = np.split(self.tokens, np.flatnonzero(np.diff(self.tokens) != 1) + 1)
+        return [(int(piece[0]), len(piece)) for piece in pieces]
+
 
 def item_keys(digest: bytes, count: int) -> Keys:
     """Returns what stands for the placeholders of an item in the prefix cache, [count]: 62 bits of a hash (SplitMix64)
@@ -48,13 +53,13 @@ def item_keys(digest: bytes, count: int) -> Keys:
     return keys
 
 
-def section_positions(items: Sequence[MediaItem], merge: int) -> tuple[Positions, int]:
+def section_positions(items: Sequence[MediaItem], merge: int, positions_a_second: int = 0) -> tuple[Positions, int]:
     """Returns time, row and column of the tokens up to the last placeholder [3, end], and by how much the positions of
     text behind it differ from its index.
 
     Text has one number in all three. A run of placeholders begins where the text before it ends; its frames, rows and
-    columns count from there, and text goes on behind the longer side of the grid. Source: Qwen2-VL (arXiv 2409.12191),
-    with the frames of a video in runs of their own as in Qwen3-VL.
+    columns count from there, and text goes on behind the largest position. Source: Qwen2-VL (arXiv 2409.12191), with
+    the frames of a video in runs of their own as in Qwen3-VL, or `positions_a_second` as in Qwen2.5-VL (2502.13923).
     """
     runs = sorted((start, end, item) for item in items for start, end in item.spans)
     parts: list[Positions] = []
@@ -63,8 +68,11 @@ def section_positions(items: Sequence[MediaItem], merge: int) -> tuple[Positions
         parts.append(np.tile(np.arange(position, position + start - done), (3, 1)))
         position += start - done
         frames, rows, columns = item.grid[0] // len(item.spans), item.grid[1] // merge, item.grid[2] // merge
-        parts.append(np.indices((frames, rows, columns)).reshape(3, -1) + position)
-        position, done = position + max(rows, columns), end
+        places = np.indices((frames, rows, columns)).reshape(3, -1)
+        if positions_a_second and item.kind == "video":
+            places[0] = places[0] * (item.frame_seconds * positions_a_second)
+        parts.append(places + position)
+        position, done = position + int(places.max()) + 1, end
     return np.concatenate(parts, axis=1).astype(np.int64), position - done
 
 
@@ -86,11 +94,13 @@ class PromptMedia:
                 raise MediaMismatch(f"{len(tokens)} placeholders for a grid of {item.grid} patches")
             if item.pixels.shape[:1] != [math.prod(item.grid)]:
                 raise MediaMismatch(f"pixels of shape {item.pixels.shape} for a grid of {item.grid} patches")
+        self.both_ways = description.both_ways
+        self.longest_run = max(stop - start for item in items for start, stop in item.spans)
         self.positions: Positions | None = None
         """[3, end]; None where positions have no sections."""
         self.delta = 0
         if description.sections:
-            self.positions, self.delta = section_positions(items, description.merge)
+            self.positions, self.delta = section_positions(items, description.merge, description.positions_a_second)
 
     def write_keys(self, keys: Keys) -> None:
         """Writes the keys of the placeholders over those of the tokens of the whole prompt."""
@@ -105,6 +115,14 @@ class PromptMedia:
             if first < last:
                 needed.append(ItemRows(item, np.arange(first, last), tokens[first:last] - begin))
         return needed
+
+    def whole_end(self, begin: int, end: int) -> int:
+        """Returns where a chunk from `begin` to `end` must end if a run of placeholders that it cannot have to its end
+        must wait: `begin` if it would be the first."""
+        if not self.both_ways:
+            return end
+        cut = (start for item in self.items for start, stop in item.spans if start < end < stop)
+        return max(next(cut, end), begin)
 
     def first_token(self, item: MediaItem, begin: int) -> int:
         """Returns the first placeholder of the item from `begin` on."""

@@ -90,6 +90,10 @@ class Req:
         last matched."""
         self.hit_len = 0
         """Prompt tokens that the first admission found in the cache; reported to the client."""
+        self.host_len: int | None = None
+        """Of these, the ones that were loaded from main memory; None: nothing is kept there."""
+        self.num_loads = self.num_loaded = 0
+        """Loads of its prefix since it entered the queue, and the tokens that the last one brought."""
         self.admitted = False
         self.num_retractions = 0
         self.drafts = DraftCounts()

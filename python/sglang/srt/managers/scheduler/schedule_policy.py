@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +124,7 @@ class PrefillBudget:
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
+        self.tokens_ahead = running.tokens_ahead
         self.first = True
         self.short = False
         """True if the request that was looked at last got less than it could use."""
@@ -132,13 +133,24 @@ class PrefillBudget:
         """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""
         return self.kv.available_size() - self.reserved
 
+    def has_room_to_load(self, req: Req, prefix_len: int, windows: Sequence[int]) -> bool:
+        """Returns whether this request, of which `prefix_len` tokens are cached and locked, could enter this step, and
+        a load may take so many tokens of each window; they are promised to it then. Slots of tokens that a load takes
+        are no longer free."""
+        want, output = len(req.tokens) - prefix_len, min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
+        needed = want + self.kv.page_size + (0 if self.alone else output)
+        if needed > self.free() or any(room < n for room, n in zip(self.window_room, windows, strict=True)):
+            return False
+        self.window_room = [room - n for room, n in zip(self.window_room, windows, strict=True)]
+        return True
+
     def take(self, req: Req, prefix_len: int) -> int:
         """New tokens of this request that fit this step (0: none) given that `prefix_len` are cached and locked."""
         page = self.kv.page_size
         want = len(req.tokens) - prefix_len
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
-        # A request that runs alone needs no promise: its limit keeps it within the pool.
-        needed = want + page if self.alone else want + output + page
+        # A request that runs alone needs no promise beyond the step: its limit keeps it within the pool.
+        needed = want + (min(output, self.tokens_ahead) if self.alone else output) + page
         if needed > self.free():
             return 0
         take = want

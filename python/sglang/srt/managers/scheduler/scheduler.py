@@ -12,11 +12,13 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Set
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sglang.srt.constrained.mask_filler import MaskFiller
+from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.media_steps import MediaRefused, MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
@@ -35,6 +37,7 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
+from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.hidden_states import MAX_HELD_BYTES, VALUE_BYTES
@@ -75,6 +78,10 @@ class Scheduler:
         self.stop_checker = stop_checker
         caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
         self.kv = KVTable(self.plan.pool_sizes, caches_prefixes, runner.reads_next_token)
+        self.host_tier: HostTier | None = None
+        """Cached prefixes in main memory."""
+        if caches_prefixes and self.plan.host_cache is not None and runner.copies is not None:
+            self.host_tier = HostTier(self.kv, self.plan.host_cache, runner.copies, parallel_state.least_each)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
@@ -89,7 +96,7 @@ class Scheduler:
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media)
+        self.media = MediaSteps(runner.media, self._least_of_prompt)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -101,15 +108,21 @@ class Scheduler:
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tier)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
+        if self.host_tier is not None:
+            self.host_tier.settle()
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
+        if self.host_tier is not None:
+            self.host_tier.launch()
+            if batch is None and not self.in_flight:
+                self.host_tier.wait()
         ahead = 0 if batch is None else self.steps_ahead
         while len(self.in_flight) > ahead:
             self.process(self.in_flight.popleft())
@@ -148,7 +161,8 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing will change until a message arrives."""
         no_work = not self.waiting and not self.chunked and not self.running.reqs
-        return not self.in_flight and (no_work or self.paused)
+        copying = self.host_tier is not None and self.host_tier.busy
+        return not self.in_flight and not copying and (no_work or self.paused)
 
     def load(self) -> Load:
         return Load(len(self.running), len(self.waiting), self.kv.used_size(), self.kv.size)
@@ -169,6 +183,7 @@ class Scheduler:
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
+        self._free_chunks()
         chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
@@ -178,6 +193,8 @@ class Scheduler:
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
+            if self.host_tier is not None:
+                self.host_tier.committed(req)
             self.media.computed(req)
         computed = {r for r, _ in chosen if r.kv_len == len(r.tokens)}
         self.chunked = [r for r in dict.fromkeys([*(r for r, _ in chosen), *self.chunked]) if r not in computed]
@@ -206,6 +223,11 @@ class Scheduler:
             if prefix.length < SHARED_PREFIX and any(map(req.may_go_on_from, leave[start])):
                 continue
             self.kv.lock(prefix.node)
+            if self.host_tier is not None:
+                has_room = partial(budget.has_room_to_load, req, prefix.length)
+                if self.host_tier.waits(req, prefix.length, has_room):
+                    self.kv.unlock(prefix.node)
+                    continue
             take = budget.take(req, prefix.length)
             if not take:
                 self.kv.unlock(prefix.node)
@@ -221,6 +243,12 @@ class Scheduler:
             if budget.short:
                 break
         return chosen
+
+    def _least_of_prompt(self) -> int:
+        """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
+        rooms = [window.most_alone() for window in self.kv.windows]
+        chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
+        return min([*rooms, *chunk, self.plan.context_len])
 
     def _queue(self) -> list[Req]:
         """Returns the waiting requests in the order in which they enter."""
@@ -264,6 +292,10 @@ class Scheduler:
 
     def _place(self, req: Req, node: Node) -> None:
         self.kv.place(req, node)
+        if self.host_tier is not None:
+            self.host_tier.placed(req)
+            if not req.admitted:
+                req.host_len = min(req.num_loaded, req.num_cached)
         if not req.admitted:
             req.hit_len, req.admitted = req.num_cached, True
             req.started_time = time.monotonic()
@@ -278,6 +310,8 @@ class Scheduler:
         if self.running.reqs and not self._can_grow(self.running.widths(width)):
             self.settle()
             self.running.drop_finished()
+            if self.host_tier is not None:  # what saves read cannot be evicted
+                self.host_tier.drain(loads=False)
             self._retract_until_it_fits(width)
         if not self.running.reqs:
             return None
@@ -312,6 +346,20 @@ class Scheduler:
             self.ratio.retracted()
             self.stats.retracted(victim)
 
+    def _free_chunks(self) -> None:
+        """Where nothing runs, prompts that pause may hold what none of them can end without: all but the first go back
+        to the queue, until it can go on."""
+        while len(self.chunked) > 1 and not len(self.running):
+            first, last = self.chunked[0], self.chunked[-1]
+            if self._budget(0).take(first, first.kv_len):
+                return
+            self.settle()
+            if last in self.chunked:
+                self.chunked.remove(last)
+                self._requeue(last)
+                self.ratio.retracted()
+                self.stats.retracted(last)
+
     def _requeue(self, req: Req) -> None:
         """Give up a request's slots and put it at the head of the queue."""
         self._release(req)
@@ -323,6 +371,11 @@ class Scheduler:
         self.runner.sampling_table.clear(req.slot)
         self.media.end(req)
         req.drop_guesses()
+        if self.host_tier is not None and keep:
+            self.kv.commit(req)
+            self.host_tier.committed(req)
+        elif self.host_tier is not None:
+            self.host_tier.discard(req.cache_keys(req.kv_len), req.namespace)
         self.kv.release(req, keep)
 
     # --- results -----------------------------------------------------------------------------------------------------
@@ -486,6 +539,8 @@ class Scheduler:
         self.settle()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
+        if self.host_tier is not None:
+            self.host_tier.reset()
         self.kv.reset()
         if self.media.features is not None:
             self.media.features.clear()
@@ -500,6 +555,8 @@ class Scheduler:
         memory: dict[str, Any] = {**usage, "held": private, "windows": windows}
         if self.kv.checkpoints is not None:
             memory["checkpoints"] = self.kv.checkpoints.usage()
+        if self.host_tier is not None:
+            memory |= {"loading": self.host_tier.loading_size(), "host": self.host_tier.usage()}
         if self.media.features is not None:
             memory["media"] = self.media.features.usage()
         return memory

@@ -62,7 +62,9 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     if on_gpu and args.tp_size > 1:
         links = _connect_gpus(args, model, description.hidden_size, arch, node, gpu)
     available = parallel_state.least(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
-    return make_plan(args, model, arch, available, links=links, rank=rank, probe=_library_probe(arch))
+    host = parallel_state.least(free_memory_bytes(None)) if args.enable_hierarchical_cache else None
+    probe = _library_probe(arch)
+    return make_plan(args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host)
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:

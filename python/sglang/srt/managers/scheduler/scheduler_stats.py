@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from sglang.srt.managers.scheduler.draft_stats import DraftStats
 from sglang.srt.managers.scheduler.schedule_batch import Req
-from sglang.srt.managers.wire.io_struct import SchedulerStats
+from sglang.srt.managers.wire.io_struct import HostCacheStats, SchedulerStats
+from sglang.srt.mem_cache.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,15 @@ class Load:
 class StatsLogger:
     """Counts what the scheduler does; `due()` hands out a snapshot about once a second while there is work."""
 
-    def __init__(self, decode_log_interval: int, load: Callable[[], Load], drafter: str | None = None) -> None:
+    def __init__(
+        self,
+        decode_log_interval: int,
+        load: Callable[[], Load],
+        drafter: str | None = None,
+        host_tier: HostTier | None = None,
+    ) -> None:
         """drafter: of --speculative-algorithm."""
+        self._host_tier = host_tier
         self._decode_log_interval = decode_log_interval
         self._load = load
         self.decode_steps = 0
@@ -115,4 +123,21 @@ class StatsLogger:
             spec_num_steps=max(drafts.width - 1, 0),
             spec_num_draft_tokens=drafts.width,
             spec_verify_calls=drafts.num_steps,
+            host_cache=None if self._host_tier is None else _host_cache(self._host_tier),
         )
+
+
+def _host_cache(tier: HostTier) -> HostCacheStats:
+    tree, counts, stats = tier.host.tree, tier.counts, HostCacheStats()
+    stats.hicache_host_used_tokens = tree.total_size()
+    stats.hicache_host_total_tokens = tree.allocator.size
+    if tier.host.checkpoints is not None:
+        states = tier.host.checkpoints.usage()
+        stats.hicache_host_mamba_used_states = states["cached"]
+        stats.hicache_host_mamba_total_states = states["total"]
+    stats.load_back_tokens, stats.load_back_bytes = counts.loaded_tokens, counts.loaded_bytes
+    stats.load_back_seconds = counts.loading_seconds
+    stats.hicache_backup_tokens, stats.hicache_backup_bytes = counts.saved_tokens, counts.saved_bytes
+    stats.hicache_backup_seconds = counts.saving_seconds
+    stats.hicache_dropped_tokens, stats.hicache_failed_copies = counts.dropped_tokens, counts.failed_copies
+    return stats

@@ -119,6 +119,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     """Output tokens that a reasoning parser counted as such."""
     drafts: DraftCounts | None = None
     """None: no guesses were verified."""
+    host_tokens: int | None = None
+    """Of the cached tokens, those that were loaded from main memory; None: nothing is kept there."""
 
 
 class DecodeOptions(msgspec.Struct, omit_defaults=True):
@@ -151,6 +153,23 @@ class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
     data: dict[str, Any] = {}
 
 
+class HostCacheStats(msgspec.Struct, omit_defaults=True):
+    """Gauges of the prefix cache in main memory, and its totals since the start."""
+
+    hicache_host_used_tokens: int = 0
+    hicache_host_total_tokens: int = 0
+    hicache_host_mamba_used_states: int = 0
+    hicache_host_mamba_total_states: int = 0
+    load_back_tokens: int = 0
+    load_back_bytes: int = 0
+    load_back_seconds: float = 0.0
+    hicache_backup_tokens: int = 0
+    hicache_backup_bytes: int = 0
+    hicache_backup_seconds: float = 0.0
+    hicache_dropped_tokens: int = 0
+    hicache_failed_copies: int = 0
+
+
 class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     """Gauges and counters for the metrics page, sent about once a second while there is work."""
 
@@ -167,6 +186,8 @@ class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     spec_num_draft_tokens: int = 0
     spec_verify_calls: int = 0
     """Number of verifications since the start."""
+    host_cache: HostCacheStats | None = None
+    """None: no prefixes are kept in main memory."""
 
 
 class SchedulerReady(msgspec.Struct, tag=True, omit_defaults=True):

@@ -20,6 +20,8 @@ from sglang.srt.plan.weight_names import PartKey, WeightMap
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
+Turn = Callable[[torch.Tensor], torch.Tensor]
+"""Rotates queries or keys [P, heads, head_dim] by the places of their patches."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
 
 
@@ -33,7 +35,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         self.finish: list[Callable[[], None]] = []
         self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
         modules = {name.rpartition(".")[0] for name in self.params}
-        self.weights = WeightMap({name: name for name in modules}, {})
+        self.weights = WeightMap({name: name for name in modules}, {}, beginnings=tower.beginnings)
         self.attention = plan.entry("prefill_attention")
         self.ladder = plan.ladder("prefill_attention") if plan.tiles("prefill_attention") else None
 
@@ -72,25 +74,37 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     # --- layers -------------------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight(name, "weight"), self._weight(name, "bias"))
+        bias = self.params.get(f"{name}.bias")
+        return F.linear(x, self._weight(name, "weight"), None if bias is None else bias.tensor)
+
+    def _gated(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        """A feed-forward block whose gate is a SiLU."""
+        gate, up = prefix + "gate_proj", prefix + "up_proj"
+        return self._linear(prefix + "down_proj", F.silu(self._linear(gate, x)) * self._linear(up, x))
 
     def _norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
         weight = self._weight(name, "weight")
         return F.layer_norm(x, weight.shape, weight, self._weight(name, "bias"), eps)
 
+    def _rms_norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
+        weight = self._weight(name, "weight").float()
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
         return self.params[f"{name}.{leaf}"].tensor
 
-    def _attended(
-        self, qkv: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor], starts: torch.Tensor
+    def _attended(self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
+        """qkv [P, 3 * hidden]. Otherwise as `_attend`."""
+        q, k, v = qkv.view(-1, 3, self.tower.num_heads, self.tower.head_dim).unbind(1)
+        return self._attend(turn(q), turn(k), v.contiguous(), starts)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """qkv [P, 3 * hidden]; `turn` rotates [P, heads, head_dim]; `starts` [frames + 1] of `frame_starts`. Returns
-        [P, hidden]."""
-        heads = (self.tower.num_heads, self.tower.head_dim)
-        q, k, v = qkv.view(-1, 3, *heads).unbind(1)
-        q, k, v = turn(q), turn(k), v.contiguous()
+        """q, k, v [P, heads, head_dim]; `starts` [groups + 1]: first patches of those that see one another, and P.
+        `scale` None: the root of head_dim divides products. Returns [P, hidden]."""
         out = torch.empty_like(v)
-        attend = partial(self.attention, q, k, v, out, starts, is_causal=False)
+        attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale)
         if self.ladder is None:
             attend(tile={})
         else:
@@ -115,5 +129,22 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         """angles [P, N]. Returns cosines and sines, [P, 1, N] float32: one for all heads."""
         return self._on_device(np.cos(angles))[:, None], self._on_device(np.sin(angles))[:, None]
 
+    def _halves(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cosines and sines of `_turn` for every patch: half of the pairs turn by the row, the others by
+        the column."""
+        return self._cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
+
+    def _turn(self, cos: torch.Tensor, sin: torch.Tensor) -> Turn:
+        """Pairs are a dim of the first half of a head and one of the second; with cosines and sines of several parts of
+        a head [P, 1, parts, N], of the halves of each part."""
+        return partial(_halves_turned, cos=cos, sin=sin)
+
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
+    first, second = x.float().view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.view(x.shape).to(x.dtype)

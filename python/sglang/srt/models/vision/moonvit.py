@@ -6,14 +6,14 @@ Its form for videos, which pools over frames, is not here: an image is one frame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import VisionEncoder
+from sglang.srt.models.vision.encoder import Turn, VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts, squares
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
@@ -28,7 +28,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         tower, (prefix, projector) = self.tower, self.tower.prefixes
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
         positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
-        x = x + self._interpolated(positions, *cubic(grids, tower.side))
+        x = x + self._interpolated(positions, *cubic(grids, _ROW_BY_ROW, tower.side))
         rows, columns = self._angles(grids, _ROW_BY_ROW, ROTARY_THETA)
         cos, sin = self._cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
         turn = partial(_turned, cos=cos, sin=sin)
@@ -40,9 +40,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         x = self._linear(projector + "proj.0", x.view(-1, tower.hidden_size * tower.merge**2))
         return self._linear(projector + "proj.2", F.gelu(x))
 
-    def _block(
-        self, name: str, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor], starts: torch.Tensor
-    ) -> torch.Tensor:
+    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         qkv = self._linear(name + "wqkv", self._norm(name + "norm0", x, self.tower.norm_eps))
         x = x + self._linear(name + "wo", self._attended(qkv, turn, starts))
         wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", x, self.tower.norm_eps))

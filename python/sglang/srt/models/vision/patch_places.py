@@ -46,13 +46,13 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
     return index.reshape(-1, 4), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)
 
 
-def cubic(grids: Sequence[Grid], side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 16 neighbours [P, 16] int64 of every patch, row by row, in a square table of `side` x `side`
-    positions that is stretched over its frame, middle of cells to middle of cells, and their weights [P, 16] float32.
+def cubic(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the 16 neighbours [P, 16] int64 of every patch in a square table of `side` x `side` positions that is
+    stretched over its frame, middle of cells to middle of cells, and their weights [P, 16] float32.
 
     Weights are those of cubic convolution (Keys, 1981) with a = -0.75; neighbours outside of the table are those at
     its edge, as torch's bicubic interpolation has it."""
-    places = rows_and_columns(grids, merge=1)
+    places = rows_and_columns(grids, merge)
     neighbours, weights = [], []
     for place, axis in zip(places, (1, 2), strict=True):
         size = np.repeat([grid[axis] for grid in grids], [frames * h * w for frames, h, w in grids])
@@ -80,6 +80,22 @@ def squares(grids: Sequence[Grid], merge: int) -> np.ndarray:
     firsts = np.repeat(starts[:-1].astype(np.int64), np.diff(starts))
     index: np.ndarray = firsts + rows * widths + columns
     return index
+
+
+def windows(grids: Sequence[Grid], merge: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the squares of the merge [P / merge^2] int64 in the order of windows of `window` x `window` of them, row
+    by row within their frame, and the first patch of every window, and P at the end: [windows + 1] int32."""
+    order, sizes, first = [], [], 0
+    for frames, height, width in grids:
+        rows, columns = np.indices((height // merge, width // merge)).reshape(2, -1) // window
+        number = rows * -(-(width // merge) // window) + columns
+        within = np.argsort(number, kind="stable")
+        for _ in range(frames):
+            order.append(first + within)
+            sizes.append(np.bincount(number) * merge**2)
+            first += len(within)
+    starts = np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
+    return np.concatenate(order), starts.astype(np.int32)
 
 
 def parts_of_frames(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import VisionEncoder
+from sglang.srt.models.vision.encoder import Turn, VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated
 from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 
@@ -22,8 +20,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
         places = interpolated(grids, tower.merge, tower.side)
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
         x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), *places)
-        cos, sin = self._cos_sin(np.concatenate(self._angles(grids, tower.merge, ROTARY_THETA), axis=1))
-        turn = partial(_turned, cos=cos, sin=sin)
+        turn = self._turn(*self._halves(grids, tower.merge, ROTARY_THETA))
         starts = self._on_device(frame_starts(grids))
         features = []
         for i in range(tower.num_layers):
@@ -33,9 +30,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
                 features.append(self._merged(merger, x, wide_norm=True))
         return torch.cat((self._merged(prefix + "merger.", x, wide_norm=False), *features), dim=-1)
 
-    def _block(
-        self, name: str, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor], starts: torch.Tensor
-    ) -> torch.Tensor:
+    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         qkv = self._linear(name + "attn.qkv", self._norm(name + "norm1", x, NORM_EPS))
         x = x + self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
         wide = self._linear(name + "mlp.linear_fc1", self._norm(name + "norm2", x, NORM_EPS))
@@ -46,10 +41,3 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
         size = self.tower.hidden_size * self.tower.merge**2
         x = self._norm(name + "norm", x.view(-1, size) if wide_norm else x, NORM_EPS).view(-1, size)
         return self._linear(name + "linear_fc2", F.gelu(self._linear(name + "linear_fc1", x)))
-
-
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [P, heads, head_dim], whose halves are pairs; cos, sin [P, 1, head_dim / 2] float32: the first half of the
-    pairs by the row, the others by the column."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

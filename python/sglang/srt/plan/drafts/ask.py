@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.speculative import DSPARK, SpeculativeSettings
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.drafts.config import DraftConfig, read_draft_config
@@ -49,12 +50,24 @@ def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, 
         return None
     config = replace(config, keep_shared_apart=apart)
     draft = describe_draft(config, target)
-    if settings.block_size and settings.num_draft_tokens > settings.block_size:
-        raise UserError(
-            f"the draft was trained for blocks of {settings.block_size} tokens, of which {settings.num_draft_tokens}"
-            f" cannot be asked; pass --speculative-num-draft-tokens {settings.block_size} or fewer."
-        )
+    _check_depth(settings)
     return AskedDraft(config, draft, settings.num_draft_tokens)
+
+
+def _check_depth(settings: SpeculativeSettings) -> None:
+    """Raises UserError for more guesses than the rows of a trained block make."""
+    if not settings.block_size or settings.num_steps <= settings.block_guesses:
+        return
+    if settings.algorithm == DSPARK:
+        raise UserError(
+            f"the draft was trained for blocks of {settings.block_guesses} guesses, of which {settings.num_steps}"
+            " cannot be asked: deeper blocks spoil the guesses at every place. Pass --speculative-dspark-block-size"
+            f" {settings.block_guesses} or fewer."
+        )
+    raise UserError(
+        f"the draft was trained for blocks of {settings.block_size} tokens, of which {settings.num_draft_tokens}"
+        f" cannot be asked; pass --speculative-num-draft-tokens {settings.block_guesses + 1} or fewer."
+    )
 
 
 def check_backends(choices: Mapping[str, Choice], draft: DraftDescription | None) -> None:

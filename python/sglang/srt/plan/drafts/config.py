@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.checkpoint_header import stored_dtypes
-from sglang.srt.configs.hf_config import ConfigReader, read_config, select_text_config
+from sglang.srt.configs.hf_config import ConfigReader, merge_overrides, read_config, select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule
 from sglang.srt.configs.quantization import agree, detect
-from sglang.srt.configs.speculative import EAGLE, NGRAM, UNQUANTIZED, SpeculativeSettings
+from sglang.srt.configs.speculative import DSPARK, EAGLE, NGRAM, UNQUANTIZED, SpeculativeSettings
+from sglang.srt.errors import UserError
 from sglang.srt.plan.weight_names import WeightMap
 
 MTP = "MTP"
 """The kind of drafts that a model's own layers make: EAGLE without a draft model of its own."""
+BUNDLED_SIZE = "dspark_block_size"
+"""Key with the rows of a block in the config of a model whose checkpoint has its DSpark draft."""
+_DSPARK_FOLDER = "dspark"
+"""Name of the directory in a model's in which others have theirs."""
 _WIDE = frozenset({"F64", "F32", "F16", "BF16"})
 _EXPERTS = ".experts."
 _STACKED = ("gate_up_proj", "down_proj")
@@ -62,21 +67,26 @@ def read_draft_config(
     if settings.algorithm == NGRAM:
         return None
     dummy, flag = settings.draft_load_format == "dummy", settings.draft_quantization
-    path = settings.draft_path
-    if path is None or (settings.algorithm == EAGLE and _same(path, model.model_path)):
+    path, kind, draft_flag = settings.draft_path, settings.algorithm, "--speculative-draft-model-path"
+    with_weights = weights and not dummy
+    folder = Path(model.model_path)
+    if path is not None:
+        folder = resolve_model_path(path, settings.draft_revision, download_dir, with_weights, draft_flag)
+    if kind == DSPARK:
+        keys = ConfigReader(model.hf_config, str(folder)) if path is None else config_keys(folder)
+        folder = dspark_folder(folder, keys, path is not None)
+    if kind in (DSPARK, EAGLE) and folder.resolve() == Path(model.model_path).resolve():
         return DraftConfig(
-            kind=MTP,
+            kind=MTP if kind == EAGLE else kind,
             model_path=model.model_path,
             values=model.hf_config,
             quantization=_asked(flag, _as_stored(model.quantization), model.model_path),
             in_target=True,
             dummy=dummy,
         )
-    draft_flag, with_weights = "--speculative-draft-model-path", weights and not dummy
-    folder = resolve_model_path(path, settings.draft_revision, download_dir, with_weights, draft_flag)
     config = read_config(folder)
     return DraftConfig(
-        kind=settings.algorithm,
+        kind=kind,
         model_path=str(folder),
         values=select_text_config(config),
         quantization=_asked(flag, detect(config, folder), str(folder)),
@@ -84,8 +94,28 @@ def read_draft_config(
     )
 
 
-def _same(path: str, other: str) -> bool:
-    return Path(path).expanduser().resolve() == Path(other).resolve()
+def dspark_folder(folder: Path, keys: ConfigReader, given: bool) -> Path:
+    """Returns the directory of the DSpark draft that is in a model's: it itself, or one in it. `keys`:
+    of its config; `given`: the directory
+    is that of --speculative-draft-model-path, which may be a draft's. Raises UserError where there is none."""
+    inner = folder / _DSPARK_FOLDER
+    if keys.values.get(BUNDLED_SIZE) is not None:
+        return folder
+    if (inner / "config.json").is_file():
+        return inner
+    if not given:
+        raise UserError(
+            f"{folder} brings no DSpark draft: its config.json has no {BUNDLED_SIZE}, and there is no directory"
+            f" {_DSPARK_FOLDER}. Give one with --speculative-draft-model-path, or take NEXTN or NGRAM."
+        )
+    return folder
+
+
+def config_keys(folder: Path, overrides: Mapping[str, Any] | None = None) -> ConfigReader:
+    """Returns the keys of the text part of the config.json in a directory, with the overrides of
+    --json-model-override-args. Raises UserError if there is none."""
+    config = merge_overrides(read_config(folder), overrides or {})
+    return ConfigReader(select_text_config(config), str(folder / "config.json"))
 
 
 def _asked(flag: str | None, stated: QuantConfig | None, path: str) -> QuantConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.plan.layer_spec import Elements, Matrix, Weights
+from sglang.srt.plan.layer_spec import Elements, HyperConnections, Matrix, Weights
 from sglang.srt.plan.model_description import ModelDescription
 
 
@@ -27,6 +27,7 @@ class Concatenated:
     norm_output: bool = False
 
     final_norm = True
+    reads_streams = False
 
     @property
     def captured_size(self) -> int:
@@ -53,6 +54,7 @@ class Projected:
     bias: bool = False
     final_norm: bool = True
     num_captures = 0
+    reads_streams = False
 
     def weights(self, hidden_size: int) -> Weights:
         projection = Matrix("fc", ("",), hidden_size, 2 * hidden_size, self.bias, quantized=False)
@@ -60,22 +62,101 @@ class Projected:
 
 
 @dataclass(frozen=True, slots=True)
+class ByStream:
+    """A draft of a model with several residual streams, which has as many (DeepSeek-V4's multi-token prediction): the
+    normed and projected embedding is added to each of the target's `streams` behind its last layer, normed and
+    projected one by one. The streams behind the draft's layer are the features of the next draft step."""
+
+    streams: int
+
+    num_captures = 1
+    final_norm = True
+    reads_streams = True
+
+    def weights(self, hidden_size: int) -> Weights:
+        projections = (Matrix(name, ("",), hidden_size, hidden_size, quantized=False) for name in ("e_proj", "h_proj"))
+        return (*projections, Elements(2 * hidden_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A draft of layers for multi-token prediction in a model with gated residual streams (Qwen3.8-Flash-Next).
+    Features are the target's `streams`, as they are before they become one: normed as one vector, then projected one by
+    one; the projected embedding is added to each. They go through the draft's layers, are the features of the next
+    guess, and become the hidden state of its logits by gates of rank `rank`, as behind the target's last layer.
+    """
+
+    streams: int
+    rank: int
+
+    num_captures = 1
+    final_norm = False
+    reads_streams = True
+
+    def weights(self, hidden_size: int) -> Weights:
+        width = self.streams * hidden_size
+        return (
+            Matrix("fc_embedding", ("",), hidden_size, hidden_size, quantized=False),
+            Matrix("fc_hidden", ("",), hidden_size, hidden_size, quantized=False),
+            Elements(2 * self.rank * width),
+            Elements(2 * width + hidden_size, "float32"),  # of both norms, and of the one behind the last layer
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Markov:
+    """A head that adds a bias of the token before each guess to its logits, so that the guesses of a block follow from
+    one another (DSpark, arXiv 2607.05147): w2 of the token's row of w1, both of `rank` columns and a row a token.
+
+    `kind` "vanilla": as it is; "gated": times a gate made of the row's output and the token; "rnn": a state goes from
+    guess to guess, and the bias is made of it, the token and the row's output.
+    """
+
+    rank: int
+    kind: str = "vanilla"
+
+    def projection(self, hidden_size: int) -> tuple[int, int]:
+        """Returns rows and columns of the product that gates, or makes the state and the bias; (0, 0) without one."""
+        rank = self.rank
+        sizes = {"vanilla": (0, 0), "gated": (rank, hidden_size + rank), "rnn": (3 * rank, 2 * rank + hidden_size)}
+        return sizes[self.kind]
+
+    def weights(self, hidden_size: int, vocab_size: int) -> Weights:
+        rows, cols = self.projection(hidden_size)
+        gate = (Matrix("markov_gate", ("",), rows, cols, True, quantized=False),) if rows else ()
+        table = Elements(vocab_size * self.rank)
+        return (table, Matrix("markov_w2", ("",), vocab_size, self.rank, quantized=False), *gate)
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A draft of DFlash: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in
     one pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from what the
     target's layers made of them: captured residual streams, side by side, projected and normed.
+
+    `first_row`: the row whose output guesses the token behind the last sampled one: 0, or 1 where every mask token
+    becomes the token at its own place. `head`: corrects the guesses from left to right.
     """
 
     num_captures: int
     capture_size: int
     size: int
     mask_token: int
+    vocab_size: int
+    first_row: int = 1
+    head: Markov | None = None
 
     final_norm = True
+    reads_streams = False
+
+    @property
+    def num_guesses(self) -> int:
+        return self.size - self.first_row
 
     def weights(self, hidden_size: int) -> Weights:
         captured = self.num_captures * self.capture_size
-        return (Matrix("fc", ("",), hidden_size, captured, quantized=False), Elements(hidden_size))
+        backbone = (Matrix("fc", ("",), hidden_size, captured, quantized=False), Elements(hidden_size))
+        return backbone if self.head is None else (*backbone, *self.head.weights(hidden_size, self.vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +177,7 @@ class Frozen:
 
     num_captures = 0
     final_norm = True
+    reads_streams = False
 
     def weights(self, hidden_size: int) -> Weights:
         projections = (
@@ -114,12 +196,13 @@ class Separate:
 
     num_captures = 0
     final_norm = True
+    reads_streams = False
 
     def weights(self, hidden_size: int) -> Weights:
         return ()
 
 
-Form = Concatenated | Projected | Block | Frozen | Separate
+Form = Concatenated | Projected | ByStream | Streamed | Block | Frozen | Separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +241,9 @@ class DraftDescription:
         hidden = self.model.hidden_size
         norm = Elements(hidden * self.form.final_norm, "float32" if self.model.zero_centred_norms else None)
         table = Elements(2 * self.head_size * self.reduced, "int32")  # int64
-        return (*self.form.weights(hidden), norm, table)
+        residual = self.model.layers[0].residual
+        ends = residual.head_weights(hidden) if isinstance(residual, HyperConnections) else ()
+        return (*self.form.weights(hidden), *ends, norm, table)
 
     def __str__(self) -> str:
         layers = f"{len(self.model.layers)} layer{'s' * (len(self.model.layers) > 1)}"

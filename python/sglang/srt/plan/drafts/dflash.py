@@ -5,29 +5,21 @@ Source: the format in which z-lab publishes drafts (`DFlashDraftModel`), layers 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DFLASH, USUAL_BLOCK_SIZE
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
-from sglang.srt.plan.drafts.description import Block, DraftDescription
-from sglang.srt.plan.drafts.eagle import check_sizes, finished
-from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.layer_spec import LayerSpec
-from sglang.srt.plan.mixers import GQA, MLA
-from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
-from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
+from sglang.srt.plan.drafts.block_draft import (
+    BlockSettings,
+    check_architecture,
+    check_captures,
+    describe_block_draft,
+    names_of,
+)
+from sglang.srt.plan.drafts.config import DraftConfig
+from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.model_description import ModelDescription
 
 DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
-_NAMES = WeightMap(
-    {"embed": "embed_tokens", "fc": "fc", "hidden_norm": "hidden_norm", "norm": "norm", "lm_head": "lm_head"},
-    {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES},
-    layer_prefix="layers.{layer}.",
-    beginnings=(("model.", ""),),
-    decoder="",
-)
-_FAMILY = Family(model_types=("qwen3",), architectures=DFLASH_ARCHITECTURES, names=_NAMES, qk_norm="head", head_dim=128)
 _READ = frozenset({"mask_token_id", "target_layer_ids"})
 """Keys of `dflash_config` that are read; others make another draft of it."""
 
@@ -36,41 +28,14 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     """Describes a DFlash draft. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
     the target."""
     keys = config.reader()
-    architecture = architecture_of(keys)
-    if architecture not in DFLASH_ARCHITECTURES:
-        raise UserError(
-            f"{keys.source}: the draft architecture {architecture} is not supported for DFLASH. Supported:"
-            f" {', '.join(DFLASH_ARCHITECTURES)}. Without such a draft use NGRAM, which needs no weights."
-        )
-    if any(isinstance(layer.mixer, MLA) and layer.mixer.sparse for layer in target.layers):
-        raise UserError(
-            f"{target.architecture} attends sparsely, which DFLASH does not go with yet; take NEXTN or NGRAM."
-        )
-    settings = _settings(keys)
-    quantization = stored_wide(config.quantization, config.stored(_NAMES))
-    model = describe_as(_FAMILY, keys, quantization, config.keep_shared_apart)
-    check_sizes(keys, model, target)
-    if model.hidden_size != target.hidden_size:
-        raise UserError(
-            f"{keys.source}: hidden_size {model.hidden_size} is not the target's ({target.hidden_size}), whose"
-            " embedding and head the draft takes. Give the draft that was trained for this model."
-        )
-    captures = _captures(settings, len(model.layers), len(target.layers))
-    mask = settings.require("mask_token_id", int)
-    if not 0 <= mask < target.vocab_size:
-        raise UserError(f"{keys.source}: mask_token_id {mask} is no token of the {target.vocab_size:,}.")
-    size = keys.positive("block_size", USUAL_BLOCK_SIZE)
-    return finished(
-        DraftDescription(
-            kind=DFLASH,
-            model=replace(model, layers=tuple(_in_blocks(layer, size) for layer in model.layers)),
-            form=Block(len(captures), target.hidden_size, size, mask),
-            first_layer=len(target.layers),
-            vocab_size=target.vocab_size,
-            captures=captures,
-        ),
-        target,
+    check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES)
+    inner = _settings(keys)
+    settings = BlockSettings(
+        trained=keys.positive("block_size", USUAL_BLOCK_SIZE),
+        mask_token=inner.require("mask_token_id", int),
+        captures=_captures(inner, keys.positive("num_hidden_layers"), len(target.layers)),
     )
+    return describe_block_draft(config, target, settings, names_of({}))
 
 
 def _settings(keys: ConfigReader) -> ConfigReader:
@@ -96,14 +61,4 @@ def _captures(settings: ConfigReader, num_layers: int, num_target_layers: int) -
         if num_layers == 1:
             return (num_target_layers // 2,)
         named = [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
-    if not all(isinstance(layer, int) and 0 <= layer < num_target_layers for layer in named):
-        raise UserError(
-            f"{settings.source}: target_layer_ids {named} are not all layers of the model, which has"
-            f" {num_target_layers}. Give the draft that was trained for this model."
-        )
-    return tuple(named)
-
-
-def _in_blocks(layer: LayerSpec, size: int) -> LayerSpec:
-    assert isinstance(layer.mixer, GQA)
-    return replace(layer, mixer=replace(layer.mixer, block=size))
+    return check_captures(named, num_target_layers, settings.source)

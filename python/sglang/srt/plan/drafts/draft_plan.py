@@ -72,7 +72,7 @@ class DraftPlan:
 def plan_draft(asked: AskedDraft, ranks: RankLayout) -> DraftPlan:
     """Plans the rank's share of the draft. Raises UserError for a draft that the ranks cannot share."""
     description = asked.description
-    within_stage = replace(ranks, pp_size=1, ep_size=ranks.ep_size if description.model.experts else 1)
+    within_stage = replace(ranks, pp_size=1, dcp_size=1, ep_size=ranks.ep_size if description.model.experts else 1)
     check_layout(description.model, within_stage)
     of_rank = rank_weights(description.model, within_stage)
     if not description.separate:
@@ -91,8 +91,10 @@ def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, serving: Ser
     """Returns the needs of the target and its draft, each once. Where both need an op for heads of the same dims the
     target's kernel serves both; experts that are stored or shaped otherwise have a kernel of their own."""
     needs = {need.key: need for need in needs_of(of_rank, serving)}
-    others = needs_of(draft.weights, replace(serving, pp_size=1)) if draft is not None else ()
-    for need in others:
+    if draft is None:
+        return tuple(needs.values())
+    norms = Need("fused_add_rmsnorm", q_dtype=serving.dtype)  # of what a draft reads, whatever its residual is
+    for need in (*needs_of(draft.weights, replace(serving, pp_size=1)), norms):
         for merged in _merged(needs, need):
             needs[merged.key] = merged
     return tuple(needs.values())

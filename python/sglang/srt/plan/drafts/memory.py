@@ -25,7 +25,8 @@ def with_draft_memory(
     draft's layers run after the target's, so only the wider ones count."""
     description, item = draft.description, KV_DTYPE_BYTES[dtype]
     model, ranks = description.model, draft.weights.ranks
-    captured = 2 * len(description.captures) + 3  # features, the embedding beside them, their projection
+    streams = model.layers[0].residual.streams if description.form.reads_streams else 1
+    captured = (2 * len(description.captures) + 3) * streams  # features, the embedding beside them, their projection
     rows = sizes.tokens_per_step * captured * target.hidden_size * item
     most_rows = max(sizes.tokens_per_step, sizes.max_running_requests * description.rows_a_request)
     draft_activations = activation_bytes(model, dtype, most_rows, ranks)

@@ -9,11 +9,12 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.config_layers import block_kinds
-from sglang.srt.plan.drafts.config import MTP, DraftConfig, stored_wide
-from sglang.srt.plan.drafts.description import DraftDescription, Projected
+from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig, stored_wide
+from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected, Streamed
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
+from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -26,6 +27,9 @@ _ONE_LAYER: Mapping[str, Any] = {
     "mlp_layer_types": None,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "compress_ratios": [0],
+    "num_hash_layers": 0,
+    "ple_layer_ids": [],
 }
 """Keys that make a config one of a single draft layer: it attends to everything, and has experts where the model
 has."""
@@ -42,6 +46,11 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
             f" {OTHERS}"
         )
     form = family.mtp
+    if keys.values.get(BUNDLED_SIZE) is not None:
+        raise UserError(
+            f"{keys.source}: {BUNDLED_SIZE} says that the model's draft layers are those of DSpark; take"
+            " --speculative-algorithm DSPARK."
+        )
     _check(keys, form)
     keys = ConfigReader({**keys.values, **_layers(keys, form), "architectures": [target.architecture]}, keys.source)
     at = form.at or _behind_last(config, target)
@@ -52,17 +61,28 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
             f"{config.model_path} has no tensors at {at}: it has no layers for multi-token prediction, which some"
             f" exports leave out. {OTHERS}"
         )
-    family = replace(family, names=names, expert_form=_expert_form(family, stored))
+    family = replace(family, names=names, expert_form=_expert_form(family, stored), pooled_index=False)
     model = describe_as(family, keys, stored_wide(config.quantization, stored), config.keep_shared_apart)
     _check_target(model, target, keys.source)
     return DraftDescription(
         kind=MTP,
         model=replace(model, vocab_size=target.vocab_size, tie_embeddings=False, first_stage=False, last_stage=False),
-        form=Projected(hidden_first=form.hidden_first, zero_first=form.zero_first),
+        form=_form(form, target),
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
+        captures=(len(target.layers) - 1,) if form.by_stream or form.streamed else (),
         at=at,
     )
+
+
+def _form(form: MtpForm, target: ModelDescription) -> Form:
+    residual = target.layers[-1].residual
+    if form.by_stream:
+        return ByStream(residual.streams)
+    if form.streamed:
+        assert isinstance(residual, GatedStreams), "families with such drafts have such streams"
+        return Streamed(residual.streams, residual.rank)
+    return Projected(hidden_first=form.hidden_first, zero_first=form.zero_first)
 
 
 def _check(keys: ConfigReader, form: MtpForm) -> None:
@@ -102,13 +122,13 @@ def _behind_last(config: DraftConfig, target: ModelDescription) -> str:
 
 
 def _names(form: MtpForm, at: str, family: Family, target: ModelDescription, num_layers: int) -> WeightMap:
-    model = {ours: at + name.format(last=num_layers - 1) for ours, name in form.names.items()}
+    model = {ours: (at + name.format(last=num_layers - 1)).removesuffix(".") for ours, name in form.names.items()}
     return replace(
         family.names,
         model={**model, "embed": target.names.model["embed"], "lm_head": target.names.model["lm_head"]},
         layer_prefix=at + form.layer,
         decoder=target.names.decoder,
-        unread=tuple(at + name for name in form.copies),
+        unread=tuple(at + name for name in (*form.copies, *form.unread)),
     )
 
 

@@ -16,24 +16,29 @@ from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from sglang.srt.plan.families.gemma4 import GEMMA4, GEMMA4_TEXT
-from sglang.srt.plan.families.glm4_moe import GLM4_MOE
+from sglang.srt.plan.families.glm4_moe import GLM4_MOE, GLM4V_MOE
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
+from sglang.srt.plan.families.hy_v3 import HY_V3
 from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.mimo_v2 import MIMO_V2
 from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
+from sglang.srt.plan.families.minimax_m3 import MINIMAX_M3
 from sglang.srt.plan.families.mistral import MISTRAL, MIXTRAL
+from sglang.srt.plan.families.muse_glimmer import MUSE_GLIMMER
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
-from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_MOE
+from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_MOE
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
+from sglang.srt.plan.families.qwen3_8_next import QWEN4_EXP, QWEN4_EXP_TEXT
 from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
+from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
 
 FAMILIES: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, MIMO, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE),
-    *(GLM4_MOE, MINIMAX_M2, GPT_OSS, MIMO_V2),
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN2_5_VL, MIMO, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE),
+    *(GLM4_MOE, GLM4V_MOE, MINIMAX_M2, MINIMAX_M3, GPT_OSS, MIMO_V2, HY_V3, STEP3P5, STEP3P7, MUSE_GLIMMER),
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
-    *(NEMOTRON_H, DEEPSEEK_V4),
+    *(NEMOTRON_H, DEEPSEEK_V4, QWEN4_EXP, QWEN4_EXP_TEXT),
 )
 
 _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

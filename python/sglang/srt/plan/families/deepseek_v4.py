@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import V4_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import W123_PARTS, WeightMap
 
@@ -69,4 +70,5 @@ DEEPSEEK_V4 = Family(
     compressed=True,
     has_experts=True,
     router=Router(0, "sqrtsoftplus", correction="bias", exact_logits=True),
+    mtp=V4_MTP,
 )

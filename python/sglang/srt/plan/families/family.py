@@ -35,6 +35,8 @@ class Family:
     norm_eps: str = "rms_norm_eps"  # the key that has it
     spellings: Mapping[str, str] = field(default_factory=dict)  # keys of published configs, and the usual ones
     one_block_layers: bool = False  # a layer is a mixer or a feed-forward block
+    normed_embedding: bool = False  # as ModelDescription.normed_embedding
+    plain_final_norm: bool = False  # as ModelDescription.plain_final_norm
     scaled_embeddings: bool = False  # times the root of the hidden size
     residual: Residual = SUM
     # attention
@@ -47,15 +49,20 @@ class Family:
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
     recurrent_pattern: int = 0  # every so many layers one is attention and no gated delta net, likewise
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
+    pooled_index: bool = False  # attention without a window is as PooledSparse
     compressed: bool = False  # `compress_ratios` says of each layer how many tokens an entry stands for
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     output_gate: bool = False
+    gate_projection: bool = False  # as GQA.gate_projection
+    head_gate: bool = False  # as GQA.head_gate
     sinks: bool = False
     window_sinks: bool = False  # sinks in layers with a window; `add_full_attention_sink_bias` says of the others
     window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
     positions: bool = True  # False: attention does not rotate heads
+    positions_in_windows: bool = False  # only layers with a window do, unless the config says it by layer
     among_recurrent: str = ""  # as GQA.among_recurrent
+    sigmoid_output_gates: bool = False  # `output_gate_type` of recurrent layers may be a sigmoid
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
     # feed-forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import EH_PROJ
 from sglang.srt.plan.feed_forward import Router
@@ -27,3 +29,13 @@ GLM4_MOE = Family(
     router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
     mtp=EH_PROJ,
 )
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    model_types=("glm4v_moe",),
+    architectures=("Glm4vMoeForConditionalGeneration",),
+    names=replace(GLM4_MOE.names.below("model.language_model."), unread=("model.visual.",)),
+    allowed={**GLM4_MOE.allowed, "use_qk_norm": (False,)},
+    qk_norm="",
+    mtp=None,
+)
+"""GLM-4.5V and 4.6V: the size of GLM-4.5-Air, without norms on the heads."""

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,8 @@ class MtpForm:
 
     `counts`: keys that may hold the number of draft layers, of which the first one in the config counts; `patterns`:
     keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
-    values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`.
+    values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`; `by_stream`,
+    `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `unread`: names of tensors that are not used.
     """
 
     at: str = ""
@@ -28,6 +29,9 @@ class MtpForm:
     refused: Mapping[str, object] = field(default_factory=dict)
     hidden_first: bool = False
     zero_first: bool = False
+    by_stream: bool = False
+    streamed: bool = False
+    unread: tuple[str, ...] = ()
 
 
 EH_PROJ = MtpForm(
@@ -35,6 +39,11 @@ EH_PROJ = MtpForm(
     copies=("embed_tokens.", "shared_head.head."),
 )
 """DeepSeek V3 and GLM-4.5 to 4.7: a layer behind the last one."""
+HY_MTP = replace(
+    EH_PROJ,
+    names={**EH_PROJ.names, "norm": "final_layernorm"},
+    copies=("embed_tokens.", "shared_head."),
+)
 QWEN_MTP = MtpForm(
     at="mtp.",
     layer="layers.{layer}.",
@@ -64,3 +73,36 @@ MIMO_MTP = MtpForm(
     hidden_first=True,
     zero_first=True,
 )
+V4_MTP = MtpForm(
+    at="mtp.0.",
+    names={
+        "e_proj": "e_proj",
+        "h_proj": "h_proj",
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "norm": "norm",
+        "head_mix": "",
+    },
+    copies=("emb.", "embed.", "head."),
+    by_stream=True,
+)
+"""DeepSeek-V4 before its editions of July 2026, which bring a DSpark draft instead."""
+QWEN4_MTP = MtpForm(
+    at="mtp.",
+    layer="layers.{layer}.",
+    names={
+        "fc_embedding": "fc_embedding",
+        "fc_hidden": "fc_hidden",
+        "embedding_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "norm": "hyper_connection_mixer.hc_norm",
+        "head_mix.gates": "hyper_connection_mixer.{{part}}",
+        "head_mix.up": "hyper_connection_mixer.input_mix_weight_up",
+    },
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    refused={"mtp_use_dedicated_embeddings": True},
+    streamed=True,
+    unread=("layers.0.self_attn.indexer.",),
+)
+"""Qwen3.8-Flash-Next. The draft attends to all tokens: its indexer, which would choose as many as the target's layers
+choose, is not used. Guesses are verified either way."""

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, dense and mixture of experts: q, k and v have biases, the shared expert a gate."""
+"""Qwen 2, 2.5 and 2.5-VL, dense and mixture of experts: q, k and v have biases, the shared expert a gate."""
 
 from __future__ import annotations
 
@@ -43,4 +43,19 @@ QWEN2_MOE = Family(
     o_bias=False,
     has_experts=True,
     router=Router(0, renormalize=False),  # norm_topk_prob says otherwise in those that do
+)
+_NEWER = "model.language_model."
+QWEN2_5_VL = replace(
+    QWEN2,
+    model_types=("qwen2_5_vl",),
+    architectures=("Qwen2_5_VLForConditionalGeneration",),
+    names=replace(
+        QWEN2.names.below(_NEWER),
+        unread=("model.visual.",),
+        # Published checkpoints have the names on the left, newer transformers write those on the right.
+        beginnings=(
+            ("visual.", "model.visual."),
+            *((f"model.{name}.", f"{_NEWER}{name}.") for name in ("layers", "embed_tokens", "norm")),
+        ),
+    ),
 )

@@ -21,8 +21,10 @@ _COLOURS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoonViTTower(Tower):
-    """`projector_eps`: of the norm in front of the projector."""
+    """`side`: learned positions a side, which are interpolated to an image's. `projector_eps`: of the norm in front of
+    the projector."""
 
+    side: int
     projector_eps: float
     norm_eps: ClassVar[float] = 1e-5
     prefixes: ClassVar[tuple[str, ...]] = (_TOWER, _PROJECTOR)

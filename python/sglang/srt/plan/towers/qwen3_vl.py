@@ -18,6 +18,9 @@ _PREFIX = "model.visual."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VLTower(Tower):
+    """`side`: learned positions a side, which are interpolated to an image's."""
+
+    side: int
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
 
     def shapes(self) -> Iterator[NamedShape]:

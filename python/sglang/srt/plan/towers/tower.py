@@ -18,8 +18,7 @@ NamedShape = tuple[str, tuple[int, ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower(ABC):
     """`patch_shape`: channels, frames, rows and columns of a patch. `merge`: of so many patches a side one token is
-    made, of `out_size` dims. `side`: learned positions a side, which are interpolated to an image's.
-    `deepstack`: layers whose outputs are features, too."""
+    made, of `out_size` dims. `deepstack`: layers whose outputs are features, too."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,11 +27,12 @@ class Tower(ABC):
     patch_shape: tuple[int, int, int, int]
     merge: int
     out_size: int
-    side: int
     deepstack: tuple[int, ...] = ()
 
     prefixes: ClassVar[tuple[str, ...]]
     """Beginnings of the names of its weights in checkpoints."""
+    beginnings: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of beginnings: those of some checkpoints, and those that the others have in their place."""
 
     @property
     def head_dim(self) -> int:
@@ -57,10 +57,18 @@ class Tower(ABC):
         return 2 * self.hidden_size + max(7 * self.hidden_size, 2 * self.intermediate_size) + features
 
 
-def linear_shapes(name: str, rows: int, cols: int) -> Iterator[NamedShape]:
+def linear_shapes(name: str, rows: int, cols: int, bias: bool = True) -> Iterator[NamedShape]:
     """Yields the weight and the bias of a linear layer."""
     yield f"{name}.weight", (rows, cols)
-    yield f"{name}.bias", (rows,)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def gated_shapes(prefix: str, hidden: int, wide: int, bias: bool) -> Iterator[NamedShape]:
+    """Yields the weights of the three linear layers of a gated feed-forward block."""
+    yield from linear_shapes(prefix + "gate_proj", wide, hidden, bias)
+    yield from linear_shapes(prefix + "up_proj", wide, hidden, bias)
+    yield from linear_shapes(prefix + "down_proj", hidden, wide, bias)
 
 
 def norm_shapes(name: str, size: int) -> Iterator[NamedShape]:

@@ -198,11 +198,13 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    o_ptr, pieces_ptr, sinks_ptr, part_o_ptr, part_lse_ptr, num_heads, stride_ob, stride_oh, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    o_ptr, lse_ptr, pieces_ptr, sinks_ptr, part_o_ptr, part_lse_ptr, num_heads, stride_ob, stride_oh,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge BLOCK_DV columns of the pieces of one (sequence, head), BLOCK_P pieces at a time; sequences of one piece
-    are written already. Grid: (Hq, B, cdiv(Dv, BLOCK_DV))."""
+    are written already, but with HAS_LSE: then all are written here, with lse [B, Hq], the natural logarithm of their
+    sums, and a sequence without pieces is zeros and -inf. Grid: (Hq, B, cdiv(Dv, BLOCK_DV))."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     # Of the plan, as `decode_kernel` reads it.
@@ -211,7 +213,9 @@ def combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if count <= 1:
+    if HAS_LSE:
+        weight_sum = 0.0
+    elif count <= 1:
         return
     cols = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, BLOCK_P)
@@ -239,6 +243,10 @@ def combine_kernel(
         acc = acc * decay + tl.sum(out * weight[:, None], 0)
         weight_sum = weight_sum * decay + tl.sum(weight, 0)
         top, lse = new_top, next_lse
+    if HAS_LSE:
+        if tl.program_id(2) == 0:
+            tl.store(lse_ptr + seq * num_heads + head, (top + tl.log2(weight_sum)) * 0.6931471805599453)
+        weight_sum = tl.where(weight_sum > 0.0, weight_sum, 1.0)
     o_row = seq.to(tl.int64) * stride_ob + head * stride_oh
     tl.store(o_ptr + o_row + cols, (acc / weight_sum).to(o_ptr.dtype.element_ty), mask=cols < V_HEAD_DIM)
 
@@ -298,6 +306,7 @@ def decode_attention_fwd(
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Fill o [B, Hq, Dv] with the attention of q [B, Hq, D] (bf16/fp16) over k_cache [S, Hkv, D], v_cache [S, Hkv, Dv].
 
@@ -306,7 +315,8 @@ def decode_attention_fwd(
     head dim, and there is one KV head, it is its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices
     [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have
     run before on the same stream, but not directly before; layers with and without a sliding window (which counts the
-    query itself) share one plan.
+    query itself) share one plan. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
+    exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v_cache.shape[1], v_cache.shape[2]
@@ -333,15 +343,23 @@ def decode_attention_fwd(
             BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
             V_IN_K=False, num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
         )  # fmt: skip
-    merge_pieces(o, workspace, sinks)
+    merge_pieces(o, workspace, sinks, lse)
 
 
-def merge_pieces(o: torch.Tensor, workspace: DecodeWorkspace, sinks: torch.Tensor | None = None) -> None:
+def keep_all_pieces(workspace: DecodeWorkspace) -> None:
+    """After `plan_decode`: pieces of sequences that have one are left to be merged, too, as if there were two."""
+    workspace.work[:, 3].clamp_(min=2)
+
+
+def merge_pieces(
+    o: torch.Tensor, workspace: DecodeWorkspace, sinks: torch.Tensor | None = None, lse: torch.Tensor | None = None
+) -> None:
     """Fill the rows of o [B, Hq, Dv] whose sequences have several pieces, from the workspace's `part_o` and
-    `part_lse`. sinks [Hq] fp32."""
+    `part_lse`; with lse [B, Hq] all rows. sinks [Hq] fp32."""
     num_seqs, num_heads, v_head_dim = o.shape
     launch = combine_constants(v_head_dim, num_heads, num_seqs)
     combine_kernel[(num_heads, num_seqs, triton.cdiv(v_head_dim, launch["BLOCK_DV"]))](
-        o, workspace.pieces, workspace.pieces if sinks is None else sinks, workspace.part_o, workspace.part_lse,
-        num_heads, o.stride(0), o.stride(1), HAS_SINKS=sinks is not None, **launch, **pdl.options(),
+        o, workspace.part_lse if lse is None else lse, workspace.pieces, workspace.pieces if sinks is None else sinks,
+        workspace.part_o, workspace.part_lse, num_heads, o.stride(0), o.stride(1), HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None, **launch, **pdl.options(),
     )  # fmt: skip

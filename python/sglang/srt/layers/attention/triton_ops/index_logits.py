@@ -24,6 +24,8 @@ from sglang.srt.layers.triton_ops import pdl
 
 LEAST_COLUMNS = 16
 """Of the matrix unit."""
+MOST_TOKENS = 16
+"""Of one program: more of an indexer with few heads would spill registers."""
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
@@ -87,7 +89,9 @@ def index_logits_kernel(
 
 def rows_together(run: int, num_heads: int, tile: Mapping[str, int]) -> int:
     """Tokens of one program, a power of two, where requests have `run` of them each."""
-    return max(1, LEAST_COLUMNS // num_heads, min(triton.next_power_of_2(run), tile["BLOCK_M"] // num_heads))
+    return max(
+        1, LEAST_COLUMNS // num_heads, min(triton.next_power_of_2(run), tile["BLOCK_M"] // num_heads, MOST_TOKENS)
+    )
 
 
 def index_logits(

@@ -14,7 +14,7 @@ GATE_BLOCK = 1024
 @triton.jit
 def gated_rmsnorm_kernel(
     x, gate, weight, out, rows, groups, size, gate_stride, weight_stride, eps, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, GATE_FIRST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, GATE_FIRST: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x, out [T, groups, size] contiguous, gate the same in rows `gate_stride` apart, weight of group i from
     i * weight_stride on. `rows`: T * groups. Grid: (blocks of ROWS rows,)."""
@@ -29,7 +29,9 @@ def gated_rmsnorm_kernel(
     values = tl.load(x + row[:, None] * size + cols[None, :], mask=ok, other=0.0).to(tl.float32)
     gate_offsets = (row // groups)[:, None] * gate_stride + group[:, None] * size + cols[None, :]
     own_gate = tl.load(gate + gate_offsets, mask=ok, other=0.0).to(tl.float32)
-    factor = own_gate * tl.sigmoid(own_gate)
+    factor = tl.sigmoid(own_gate)
+    if SILU:
+        factor *= own_gate
     if GATE_FIRST:
         values *= factor
     inverse = tl.rsqrt(tl.sum(values * values, 1) / size + eps)
@@ -53,6 +55,22 @@ def attention_output_gate_kernel(x, gate, width, gate_stride, BLOCK: tl.constexp
     tl.store(x + row * width + cols, values.to(x.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def attention_head_gate_kernel(x, gate, heads, head_dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x [T, heads * head_dim], gate [T, heads], both contiguous -> each head times sigmoid of its gate, in place. Grid:
+    (T, blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = heads * head_dim
+    ok = cols < width
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    values = tl.load(x + row * width + cols, mask=ok, other=0.0).to(tl.float32)
+    values *= tl.sigmoid(tl.load(gate + row * heads + cols // head_dim, mask=ok, other=0.0).to(tl.float32))
+    tl.store(x + row * width + cols, values.to(x.dtype.element_ty), mask=ok)
+
+
 def norm_launch(num_rows: int, size: int) -> dict[str, int]:
     """A row a program where there are few, else about 1,024 elements."""
     block = triton.next_power_of_2(size)
@@ -61,11 +79,16 @@ def norm_launch(num_rows: int, size: int) -> dict[str, int]:
 
 
 def gated_rmsnorm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool = False
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """x [T, groups, size] contiguous, gate [T, groups * size] -> [T, groups * size]: each group normed by itself,
-    times silu(gate), which comes before the norm with `gate_first`. weight: [size] for all groups, or
-    [groups * size]."""
+    times silu(gate), or sigmoid(gate) with `sigmoid`, which comes before the norm with `gate_first`. weight: [size] for
+    all groups, or [groups * size]."""
     num_tokens, groups, size = x.shape
     out = torch.empty((num_tokens, groups * size), dtype=x.dtype, device=x.device)
     rows = num_tokens * groups
@@ -73,7 +96,7 @@ def gated_rmsnorm(
         launch = norm_launch(rows, size)
         gated_rmsnorm_kernel[(triton.cdiv(rows, launch["ROWS"]),)](
             x, gate, weight, out, rows, groups, size, gate.stride(0), 0 if weight.shape[0] == size else size, eps,
-            GATE_FIRST=gate_first, **launch, **pdl.options(),
+            GATE_FIRST=gate_first, SILU=not sigmoid, **launch, **pdl.options(),
         )  # fmt: skip
     return out
 
@@ -84,5 +107,16 @@ def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if num_tokens:
         attention_output_gate_kernel[(num_tokens, triton.cdiv(width, GATE_BLOCK))](
             x, gate, width, gate.stride(0), BLOCK=GATE_BLOCK, num_warps=4, **pdl.options()
+        )
+    return x
+
+
+def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, Hq * D], gate [T, Hq], both contiguous -> each head times sigmoid of its gate, written over x."""
+    num_tokens, width = x.shape
+    if num_tokens:
+        heads = gate.shape[1]
+        attention_head_gate_kernel[(num_tokens, triton.cdiv(width, GATE_BLOCK))](
+            x, gate, heads, width // heads, BLOCK=GATE_BLOCK, num_warps=4, **pdl.options()
         )
     return x

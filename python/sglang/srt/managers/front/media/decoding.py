@@ -53,7 +53,7 @@ def file_bytes(data: bytes, is_base64: bool, max_bytes: int) -> bytes:
 def decode_image(data: bytes, detail: str | None = None) -> Image.Image:
     """The picture in RGB, upright; of several in the file the first. What is transparent becomes white."""
     with _opened(data) as image:
-        _check_size(image.size)
+        check_size(image.size)
         picture = _loaded(image)
     if detail == "low":
         picture.thumbnail((LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))
@@ -84,7 +84,7 @@ def _unknown(data: bytes) -> str:
     return f"an image is in no format that is read here: {', '.join(FORMATS)}"
 
 
-def _check_size(size: tuple[int, int]) -> None:
+def check_size(size: tuple[int, int]) -> None:
     width, height = size
     if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE):
         raise MediaError(f"an image is {width} x {height} pixels; a side may have 1 to {MAX_SIDE}")
@@ -121,12 +121,13 @@ def _rgb(image: Image.Image) -> Image.Image:
 class Video:
     """Frames of one size. `fps`: of the file. `frames(indices)` gives those at rising indices, in RGB."""
 
-    def __init__(self, num_frames: int, fps: float, size: tuple[int, int]) -> None:
-        if not 1 <= num_frames <= MAX_FRAMES:
-            raise MediaError(f"a video has {num_frames} frames; 1 to {MAX_FRAMES} are read")
-        _check_size(size)
-        if num_frames * size[0] * size[1] > MAX_VIDEO_PIXELS:
-            raise MediaError(f"a video has more than {MAX_VIDEO_PIXELS} pixels in all frames; send a smaller one")
+    is_sampled: bool
+
+    def __init__(self, num_frames: int, fps: float, size: tuple[int, int], most: int = MAX_FRAMES) -> None:
+        """most: limit for the frames. Raises MediaError."""
+        if not 1 <= num_frames <= most:
+            raise MediaError(f"a video has {num_frames} frames; 1 to {most} are read")
+        check_size(size)
         self.num_frames, self.fps, self.size = num_frames, fps, size
 
     def frames(self, indices: list[int]) -> Iterator[Image.Image]:
@@ -165,6 +166,8 @@ class Animation(Video):
             raise MediaError(f"a video is damaged or cut off: {error}") from None
         milliseconds = float(image.info.get("duration") or _DEFAULT_FRAME_MS)
         super().__init__(count, 1000.0 / max(1.0, milliseconds), image.size)
+        if count * image.width * image.height > MAX_VIDEO_PIXELS:
+            raise MediaError(f"a video has more than {MAX_VIDEO_PIXELS} pixels in all frames; send a smaller one")
 
     def frames(self, indices: list[int]) -> Iterator[Image.Image]:
         for index in indices:
@@ -178,13 +181,13 @@ class Animation(Video):
             yield _loaded(frame)
 
 
-def open_video(data: bytes) -> Video:
+def open_animation(data: bytes) -> Video:
     try:
         return Animation(_opened(data))
     except MediaError as error:
         if "no format" not in str(error):
             raise
     raise MediaError(
-        "a video is in no format that is read here: send an animated GIF, WebP, PNG or AVIF, or its frames as "
-        "data:video/jpeg;base64,FRAME,FRAME,..."
+        "a video is in no format that is read here: send an MP4, WebM, MKV or MOV, an animated GIF, WebP, PNG or AVIF,"
+        " or its frames as data:video/jpeg;base64,FRAME,FRAME,..."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.media.media_source import KINDS, Kind
 from sglang.srt.managers.front.media.media_tokens import MediaTokens
@@ -43,25 +45,21 @@ def expand(ids: list[int], media: Sequence[PlacedMedia], tokens: MediaTokens) ->
         if kind_here == "video" and tokens.start is not None and result[-1:] == [tokens.start]:
             result.pop()
             skips_end = True
-        _place(waiting[kind_here].pop(0), token, tokens, result, items)
+        _place(waiting[kind_here].pop(0), tokens, result, items)
     return result, items
 
 
-def _place(
-    media: PlacedMedia, placeholder: int, tokens: MediaTokens, result: list[int], items: list[MediaItem]
-) -> None:
+def _place(media: PlacedMedia, tokens: MediaTokens, result: list[int], items: list[MediaItem]) -> None:
     runs: list[tuple[int, int]] = []
-    marks = media.kind == "image" and tokens.image_start is not None and tokens.image_end is not None
-    if marks:
-        result.append(tokens.image_start or 0)
+    placeholder = tokens.image if media.kind == "image" else tokens.video_frame
+    before, after = ([] if mark is None else [mark] for mark in (tokens.run_start, tokens.run_end))
     for part in media.parts:
         if isinstance(part, int):
+            result += before
             runs.append((len(result), len(result) + part))
-            result += [placeholder] * part
+            result += [placeholder] * part + after
         else:
             result += part
-    if marks:
-        result.append(tokens.image_end or 0)
     for features in media.items:
         spans, runs = runs[: features.num_runs], runs[features.num_runs :]
         items.append(
@@ -71,7 +69,7 @@ def _place(
                 spans=spans,
                 grid=features.grid,
                 pixels=features.pixels,
-                extra=features.extra,
+                frame_seconds=features.frame_seconds,
             )
         )
 
@@ -91,14 +89,7 @@ def _mismatch(kind: Kind, num_placeholders: int, num_media: int, tokens: MediaTo
 def moved(items: Sequence[MediaItem], offset: int) -> list[MediaItem]:
     """The same items behind `offset` more tokens."""
     return [
-        MediaItem(
-            kind=item.kind,
-            digest=item.digest,
-            spans=[(start + offset, end + offset) for start, end in item.spans],
-            grid=item.grid,
-            pixels=item.pixels,
-            extra=item.extra,
-        )
+        msgspec.structs.replace(item, spans=[(start + offset, end + offset) for start, end in item.spans])
         for item in items
     ]
 

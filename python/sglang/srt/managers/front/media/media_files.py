@@ -58,7 +58,6 @@ class MediaFiles:
 def _arrays(items: Iterable[MediaItem | Features]) -> Iterator[SharedArray]:
     for item in items:
         yield item.pixels
-        yield from item.extra.values()
 
 
 def media_bytes(items: Iterable[MediaItem]) -> int:

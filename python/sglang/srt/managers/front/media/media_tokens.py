@@ -16,7 +16,7 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_vl",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
-    "glm46v": "glm46v",
+    "glm46v": "glm4v",
     "gemma4": "gemma4",
     "kimi_k25": "kimi_k25",
 }
@@ -26,19 +26,26 @@ _FAMILIES: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
     """`image` and `video`: the placeholder that a template writes once, and that is repeated once an embedding; None:
-    there is no such input. `start`, `end`: marks around a placeholder that frames of a video bring themselves.
-    `image_start`, `image_end`: marks that the processor writes, not the template."""
+    there is no such input. `frame`: what is repeated for a video, if it is another one. `start`, `end`: marks around a
+    placeholder that frames of a video bring themselves. `run_start`, `run_end`: marks that the processor writes around
+    each run of placeholders, not the template."""
 
     family: str
     image: int
     video: int | None = None
     start: int | None = None
     end: int | None = None
-    image_start: int | None = None
-    image_end: int | None = None
+    run_start: int | None = None
+    run_end: int | None = None
+    frame: int | None = None
 
     def of(self, kind: Kind) -> int | None:
         return self.image if kind == "image" else self.video
+
+    @property
+    def video_frame(self) -> int:
+        """The placeholder that stands for an embedding of a video."""
+        return self.image if self.video is None else self.video if self.frame is None else self.frame
 
 
 def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
@@ -47,14 +54,15 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
     image = config.get("image_token_id", config.get("media_placeholder_token_id"))
     if family is None or not isinstance(config.get("vision_config"), Mapping) or not isinstance(image, int):
         return None
-    if family == "gemma4":
-        return MediaTokens(family, image, image_start=config.get("boi_token_id"), image_end=config.get("eoi_token_id"))
-    if family != "qwen3_vl":
+    video = config.get("video_token_id")
+    if family == "kimi_k25":
         return MediaTokens(family, image)
-    return MediaTokens(
-        family,
-        image,
-        config.get("video_token_id"),
-        config.get("vision_start_token_id"),
-        config.get("vision_end_token_id"),
-    )
+    if family == "gemma4":
+        marks = (config.get("boi_token_id"), config.get("eoi_token_id"))
+        return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
+    if family == "glm4v":
+        return MediaTokens(family, image, video, frame=image)
+    if family == "qwen2_5_vl":
+        return MediaTokens(family, image, video)
+    marks = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
+    return MediaTokens(family, image, video, start=marks[0], end=marks[1])

@@ -23,9 +23,9 @@ class Features(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     grid: tuple[int, int, int]
     pixels: SharedArray
-    extra: dict[str, SharedArray] = {}
     digest: bytes
     num_runs: int = 1
+    frame_seconds: float = 0.0
 
 
 class Decoded(msgspec.Struct, tag=True, kw_only=True):
@@ -35,7 +35,7 @@ class Decoded(msgspec.Struct, tag=True, kw_only=True):
     parts: list[str | int]
 
     def arrays(self) -> list[SharedArray]:
-        return [array for item in self.items for array in (item.pixels, *item.extra.values())]
+        return [item.pixels for item in self.items]
 
 
 class Refused(msgspec.Struct, tag=True):

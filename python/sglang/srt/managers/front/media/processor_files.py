@@ -26,7 +26,8 @@ _BY_KIND = ("image", "video")
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFiles:
-    """Settings by kind. `family`: one of those that `processors` has."""
+    """Settings by kind. `family`: one of those that `processors` has; GLM's processors have two under one
+    model_type, of which the files tell."""
 
     family: str
     image: Mapping[str, Any]
@@ -49,9 +50,11 @@ def read_processor_files(directory: Path, family: str, mm_process_config: str) -
         raise UserError(
             '--mm-process-config must hold objects for "image" and "video", such as {"image": {"max_pixels": 1048576}}.'
         )
+    if "Glm46V" in str(image.get("image_processor_type")):
+        family = "glm46v"
     return ProcessorFiles(
         family,
-        _no_larger_than_a_step(_with_pixels(image, changed.get("image", {}))),
+        _no_larger_than_a_step(_with_pixels(image, changed.get("image", {})), family),
         _with_pixels(video or image, changed.get("video", {})),
     )
 
@@ -74,14 +77,18 @@ def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     return usual if side is None else {**usual, "size": {"max_height": side, "max_width": side}}
 
 
-def _no_larger_than_a_step(settings: dict[str, Any]) -> dict[str, Any]:
+_COUNTED_PER_FRAME = ("glm4v", "glm46v")
+"""Families whose limits count the pixels of an image once for each of the frames that it stands for."""
+
+
+def _no_larger_than_a_step(settings: dict[str, Any], family: str) -> dict[str, Any]:
     """The settings of images, which are made so small that one fits an encoder step: the memory plan counts that."""
     if isinstance(settings.get("max_patches"), int):
         settings = {**settings, "max_patches": min(settings["max_patches"], PATCHES_A_STEP)}
     size, patch = settings.get("size"), settings.get("patch_size")
     if not isinstance(size, dict) or not isinstance(patch, int) or "longest_edge" not in size:
         return settings
-    most = PATCHES_A_STEP * patch**2
+    most = PATCHES_A_STEP * patch**2 * (settings.get("temporal_patch_size", 2) if family in _COUNTED_PER_FRAME else 1)
     return {**settings, "size": {**size, "longest_edge": min(size["longest_edge"], most)}}
 
 

@@ -1,7 +1,7 @@
 """Pictures to the patches that a model's encoder takes, as the files of the model say.
 
 Images go through the classes of transformers that work on numpy arrays, without torch and torchvision. It has no such
-class for the images of Kimi K2.5 and for videos: those are computed here, from the same settings.
+class for the images of Kimi K2.5, which are computed here from the same settings; videos are in `video_processors`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sglang.srt.managers.front.media.decoding import MediaError, Video
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 
 Settings = Mapping[str, Any]
@@ -32,7 +31,6 @@ class Patches:
     grid: tuple[int, int, int]
     num_tokens: int
     """Number of placeholders."""
-    extra: Mapping[str, np.ndarray]
 
 
 ImageProcessor = Callable[[Image.Image], Patches]
@@ -58,7 +56,7 @@ def _merged(module: str, name: str) -> Callable[[Settings], ImageProcessor]:
             result = processor(image, return_tensors="np")
             frames, rows, columns = (int(count) for count in result["image_grid_thw"][0])
             tokens = frames * rows * columns // processor.merge_size**2
-            return Patches(result["pixel_values"], (frames, rows, columns), tokens, {})
+            return Patches(result["pixel_values"], (frames, rows, columns), tokens)
 
         return process
 
@@ -66,7 +64,7 @@ def _merged(module: str, name: str) -> Callable[[Settings], ImageProcessor]:
 
 
 def _pooled(settings: Settings) -> ImageProcessor:
-    """Gemma 4: patches with their positions [patches, 2] (column, row), pooled to tokens by the encoder."""
+    """Gemma 4: patches row by row, pooled to tokens by the encoder."""
     processor = _transformers_class("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil", settings)
 
     def process(image: Image.Image) -> Patches:
@@ -75,7 +73,7 @@ def _pooled(settings: Settings) -> ImageProcessor:
         count = tokens * processor.pooling_kernel_size**2
         positions = np.asarray(result["image_position_ids"][0][:count], np.int32)
         columns, rows = (int(size) + 1 for size in positions.max(0))
-        return Patches(result["pixel_values"][0][:count], (1, rows, columns), tokens, {"positions": positions})
+        return Patches(result["pixel_values"][0][:count], (1, rows, columns), tokens)
 
     return process
 
@@ -91,14 +89,13 @@ def _native_size(settings: Settings) -> ImageProcessor:
         fitting = max(1, width // patch) * max(1, height // patch)
         scale = min(1.0, math.sqrt(most / fitting), side / width, side / height)
         width, height = (min(side, max(1, int(size * scale))) for size in (width, height))
-        resized = _resized(image, (width, height))
         factor = patch * merge
         canvas = np.zeros((-(-height // factor) * factor, -(-width // factor) * factor, 3), np.uint8)
-        canvas[:height, :width] = resized
+        canvas[:height, :width] = resized(image, (width, height))
         rows, columns = canvas.shape[0] // patch, canvas.shape[1] // patch
-        values = _normalized(canvas, settings).reshape(rows, patch, columns, patch, 3)
+        values = normalized(canvas, settings).reshape(rows, patch, columns, patch, 3)
         pixels = values.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
-        return Patches(np.ascontiguousarray(pixels), (1, rows, columns), rows * columns // merge**2, {})
+        return Patches(np.ascontiguousarray(pixels), (1, rows, columns), rows * columns // merge**2)
 
     return process
 
@@ -115,83 +112,10 @@ _IMAGES: Mapping[str, Callable[[Settings], ImageProcessor]] = {
 FAMILIES = tuple(_IMAGES)
 
 
-# --- videos -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class VideoPatches:
-    """`times`: the time in seconds of each frame of the grid."""
-
-    patches: Patches
-    times: list[float]
-
-
-class TimedVideoProcessor:
-    """Qwen3-VL and Qwen3.5: frames at `fps`, pairs of which are merged, each written with its time."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._patch, self._merge = int(settings.get("patch_size", 16)), int(settings.get("merge_size", 2))
-        self._merged_frames = int(settings.get("temporal_patch_size", 2))
-        self._fps = float(settings.get("fps") or 2)
-        self._min_frames, self._max_frames = int(settings.get("min_frames", 4)), int(settings.get("max_frames", 768))
-        size = _size(settings)
-        self._min_pixels = int(size.get("shortest_edge", 128 * 32 * 32))
-        self._max_pixels = int(size.get("longest_edge", 32 * 32 * 768))
-
-    def __call__(self, video: Video) -> VideoPatches:
-        indices = self._indices(video)
-        size = self._frame_size(len(indices), *video.size)
-        frames = [_resized(frame, size) for frame in video.frames(indices)]
-        whole = -(-len(frames) // self._merged_frames) * self._merged_frames
-        frames += frames[-1:] * (whole - len(frames))
-        indices += indices[-1:] * (whole - len(indices))
-        firsts, lasts = indices[:: self._merged_frames], indices[self._merged_frames - 1 :: self._merged_frames]
-        times = [(first + last) / 2 / video.fps for first, last in zip(firsts, lasts, strict=True)]
-        return VideoPatches(self._patches(np.stack(frames)), times)
-
-    def _indices(self, video: Video) -> list[int]:
-        if getattr(video, "is_sampled", False):
-            if video.num_frames > self._max_frames:
-                raise MediaError(f"a video has {video.num_frames} frames; the model takes {self._max_frames}")
-            return list(range(video.num_frames))
-        wanted = int(video.num_frames / video.fps * self._fps)
-        count = min(max(wanted, self._min_frames), self._max_frames, video.num_frames)
-        return [int(index) for index in np.linspace(0, video.num_frames - 1, count).round()]
-
-    def _frame_size(self, count: int, width: int, height: int) -> tuple[int, int]:
-        """Width and height in whole squares of patches; the limits are of the pixels of all frames."""
-        factor, count = self._patch * self._merge, max(count, self._merged_frames)
-        if min(width, height) < factor:
-            scale = max(factor / height, factor / width)
-            width, height = int(width * scale), int(height * scale)
-        if max(width, height) > MAX_SCALED_ASPECT * min(width, height):
-            raise MediaError(
-                f"a video is {width} x {height} pixels: a side is more than {MAX_SCALED_ASPECT} times the other"
-            )
-        columns, rows = round(width / factor) * factor, round(height / factor) * factor
-        frames = round(count / self._merged_frames) * self._merged_frames
-        if frames * rows * columns > self._max_pixels:
-            shrink = math.sqrt(count * height * width / self._max_pixels)
-            rows = max(factor, math.floor(height / shrink / factor) * factor)
-            columns = max(factor, math.floor(width / shrink / factor) * factor)
-        elif frames * rows * columns < self._min_pixels:
-            grow = math.sqrt(self._min_pixels / (count * height * width))
-            rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-        return columns, rows
-
-    def _patches(self, frames: np.ndarray) -> Patches:
-        """frames [F, height, width, 3] uint8. Patches of a square of the merge follow one another."""
-        merge, patch, together = self._merge, self._patch, self._merged_frames
-        times, rows, columns = frames.shape[0] // together, frames.shape[1] // patch, frames.shape[2] // patch
-        values = _normalized(frames, self._settings)
-        values = values.reshape(times, together, rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        pixels = values.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1)
-        tokens = times * rows * columns // merge**2
-        return Patches(np.ascontiguousarray(pixels), (times, rows, columns), tokens, {})
-
-
-VIDEO_FAMILIES = ("qwen3_vl",)
+def edges(settings: Settings) -> dict[str, Any]:
+    """`min_pixels` and `max_pixels`, which `size` may have as its two edges."""
+    size = _size(settings)
+    return {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
 
 
 def _size(settings: Settings) -> Mapping[str, Any]:
@@ -199,12 +123,12 @@ def _size(settings: Settings) -> Mapping[str, Any]:
     return size if isinstance(size, Mapping) else {}
 
 
-def _resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+def resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
     """[height, width, 3] uint8."""
     return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
 
 
-def _normalized(pixels: np.ndarray, settings: Settings) -> np.ndarray:
+def normalized(pixels: np.ndarray, settings: Settings) -> np.ndarray:
     """float32 of [..., 3] uint8: a lookup a channel, which is exact and reads every value once."""
     mean, std = settings.get("image_mean") or [0.5] * 3, settings.get("image_std") or [0.5] * 3
     factor = float(settings.get("rescale_factor") or 1 / 255)

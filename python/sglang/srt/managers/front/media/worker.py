@@ -79,14 +79,12 @@ def _limit_memory(working_bytes: int) -> None:
 
 class _Worker:
     def __init__(self, settings: WorkerSettings) -> None:
-        from sglang.srt.managers.front.media import decoding, processors
+        from sglang.srt.managers.front.media import containers, decoding, processors, video_processors
 
-        self._decoding, self._processors = decoding, processors
+        self._decoding, self._containers = decoding, containers
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._image = processors.image_processor(settings.files)
-        self._video = None
-        if settings.files.family in processors.VIDEO_FAMILIES:
-            self._video = processors.TimedVideoProcessor(settings.files.video)
+        self._video = video_processors.video_processor(settings.files)
 
     def answer(self, job: MediaJob) -> Reply:
         try:
@@ -109,12 +107,9 @@ class _Worker:
         if self._video is None:
             raise self._decoding.MediaError("videos are not read for this model; send single frames as images")
         result = self._video(self._opened_video(job))
-        count = len(result.times)
-        each = result.patches.num_tokens // count
-        parts: list[str | int] = []
-        for seconds in result.times:
-            parts += [f"<{seconds:.1f} seconds><|vision_start|>", each, "<|vision_end|>"]
-        return Decoded(items=[self._features(job, result.patches, count)], parts=parts)
+        num_runs = sum(isinstance(part, int) for part in result.parts)
+        features = self._features(job, result.patches, num_runs, result.frame_seconds)
+        return Decoded(items=[features], parts=result.parts)
 
     def _opened_video(self, job: MediaJob):  # type: ignore[no-untyped-def]
         if job.mime == _FRAMES_MIME and job.is_base64:
@@ -122,19 +117,19 @@ class _Worker:
             return self._decoding.Pictures(
                 [self._decoding.file_bytes(piece, True, self._max_bytes) for piece in pieces]
             )
-        return self._decoding.open_video(self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes))
+        return self._containers.open_video(self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes))
 
-    def _features(self, job: MediaJob, patches: Patches, num_runs: int = 1) -> Features:
+    def _features(self, job: MediaJob, patches: Patches, num_runs: int = 1, frame_seconds: float = 0.0) -> Features:
         pixels = np.ascontiguousarray(patches.pixels, np.float32)
-        digest = hashlib.blake2b(repr((job.kind, patches.grid, pixels.shape)).encode(), digest_size=32)
-        for array in (pixels, *patches.extra.values()):
-            digest.update(np.ascontiguousarray(array).data)
+        said = (job.kind, patches.grid, pixels.shape, frame_seconds)
+        digest = hashlib.blake2b(repr(said).encode(), digest_size=32)
+        digest.update(pixels.data)
         return Features(
             grid=patches.grid,
             pixels=self._shared(job, pixels),
-            extra={name: self._shared(job, array) for name, array in patches.extra.items()},
             digest=digest.digest(),
             num_runs=num_runs,
+            frame_seconds=frame_seconds,
         )
 
     def _shared(self, job: MediaJob, array: np.ndarray) -> SharedArray:

@@ -1,0 +1,122 @@
+"""Launch variants of gated residual streams, n-gram embeddings and attention to selected blocks, for the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
+from sglang.srt.kernels import tiles
+from sglang.srt.layers.attention.entry_shares import MOST_SHARES
+from sglang.srt.layers.attention.triton_ops import selected_blocks
+from sglang.srt.layers.attention.triton_ops.sparse_attention import LEAST_SHARES, MERGE_COLS
+from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_kernel
+from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
+from sglang.srt.layers.triton_ops import gated_streams
+from sglang.srt.layers.triton_ops.norm import row_launch
+
+OPS = ("gated_streams", "ngram_embedding", "selected_block_attention")
+
+STREAMS, HIDDEN, RANK = 4, 2560, 320
+LONGEST, ROW_DIM, TAPS = 3, 160, 4
+BLOCK_TOKENS = 4
+"""Sizes of Qwen3.8-Flash-Next."""
+
+_PLACES = frozenset({"num_heads", "group", "num_kv_heads", "num_head_tiles", "num_splits", "stride_blocks"})
+_SELECTED = frozenset({"blocks_ptr", "counts_ptr", "tails_ptr", "tail_counts_ptr"})
+FORM_RULES = {
+    "gated_streams.place_and_norm_kernel": FormRule(at_most=frozenset({"HAS_OUT"})),
+    "gated_streams.bend_kernel": FormRule(counts=frozenset({"placed", "product_stride", "rank"})),
+    "ngram_embedding.ngram_rows_kernel": FormRule(
+        counts=frozenset({"heads", "first_head", "per_ngram", "end_token", "sizes", "offsets"}),
+        absent={"SCALED": ("scale",)},
+    ),
+    "selected_blocks.selected_block_kernel": FormRule(counts=_PLACES | _SELECTED),
+}
+
+
+def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
+    """Every launch of `op` over the sizes of the published model. `features` decide which preferred tiles come on
+    top."""
+    if op == "selected_block_attention":
+        yield from _attention(features)
+    else:
+        yield from {"gated_streams": _streams, "ngram_embedding": _ngrams}[op]()
+
+
+_POINTERS = {
+    **dict.fromkeys(("streams", "out", "normed", "products", "low", "gates", "values", "rows", "kept_rows"), "*bf16"),
+    **dict.fromkeys(("placement", "key_weight", "query_weight", "conv_weight", "scale"), "*fp32"),
+    **dict.fromkeys(("ids", "slots", "positions", "firsts", "stops", "multipliers", "sizes", "offsets"), "*i64"),
+    **dict.fromkeys(("kept_ids",), "*i32"),
+    **dict.fromkeys(("eps", "root"), "fp32"),
+}
+
+
+def _of(
+    op: str, key: str, fn: Any, constants: dict[str, Any], launch: Mapping[str, int], divisible: tuple[str, ...],
+    **others: str,
+) -> Variant:  # fmt: skip
+    """Returns a variant of the kernel; `others`: types of parameters that are not those of every kernel here."""
+    known = _POINTERS | others
+    types = {name: known.get(name, "i32") for name in fn.arg_names if not name.isupper()}
+    return describe(op, key, fn, types, constants, launch, divisible)
+
+
+def _streams() -> Iterator[Variant]:
+    op, streams = "gated_streams", {"STREAMS": STREAMS}
+    yield _of(
+        op, "place", gated_streams.place_and_norm_kernel, streams | {"HAS_OUT": True}, row_launch(HIDDEN),
+        ("out_stride", "size"), weight="*fp32",
+    )  # fmt: skip
+    yield _of(op, "bend", gated_streams.bend_kernel, streams, gated_streams.bend_launch(RANK + STREAMS), ())
+    kernel = gated_streams.mix_streams_of_gates_kernel
+    yield _of(op, "mix", kernel, streams, gated_streams.MIX_LAUNCH, ("size", "gate_stride"))
+
+
+def _ngrams() -> Iterator[Variant]:
+    op, module = "ngram_embedding", ngram_embedding
+    for table in ("*bf16", "*fp8e4nv"):
+        yield _of(
+            op, f"rows/{table.removeprefix('*')}", module.ngram_rows_kernel,
+            {"LONGEST": LONGEST, "SCALED": table == "*fp8e4nv"}, module.rows_launch(ROW_DIM), ("dim",), table=table,
+            kept="*i32",
+        )  # fmt: skip
+    yield _of(
+        op, "gate", module.gate_values_kernel, {"STREAMS": STREAMS}, row_launch(HIDDEN), ("product_stride", "size")
+    )
+    yield _of(
+        op, "convolve", module.convolve_values_kernel, {"TAPS": TAPS, "DILATION": LONGEST}, module.LAUNCH, ("width",),
+        kept="*bf16", weight="*bf16",
+    )  # fmt: skip
+    kept = {"NUM_IDS": LONGEST - 1, "NUM_ROWS": (TAPS - 1) * LONGEST}
+    yield _of(op, "keep", module.keep_tokens_kernel, kept, module.LAUNCH, ("width",))
+
+
+def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
+    op, kernel = "selected_block_attention", selected_blocks.selected_block_kernel
+    strides = tuple(name for name in kernel.arg_names if name.startswith("stride_") and name != "stride_blocks")
+    for row in tiles.ROWS:
+        for tile in row.candidates(features) if row.op == op else ():
+            for dim, v_dim in row.head_dims:
+                types = {name: "i32" for name in kernel.arg_names if not name.isupper()}
+                types |= dict.fromkeys(("q_ptr", "o_ptr", "k_ptr", "v_ptr"), "*bf16")
+                types |= dict.fromkeys(("part_o_ptr", "part_lse_ptr"), "*fp32") | dict.fromkeys(_SELECTED, "*i32")
+                types["scale"] = "fp32"
+                constants = {"DIM": dim, "BLOCK": BLOCK_TOKENS}
+                launch = {
+                    name: value for name, value in tile.items() if name in kernel.arg_names or name.startswith("num_")
+                }
+                variant = describe(
+                    op, f"{dim}x{v_dim}/bfloat16/bfloat16/plain", kernel, types, constants, launch, strides
+                )
+                yield replace(variant, tile=tile)
+    for dim in sorted({dims[0] for row in tiles.ROWS if row.op == op for dims in row.head_dims}):
+        for shares in (LEAST_SHARES, MOST_SHARES):
+            types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()}
+            types |= {"o_ptr": "*bf16"} | dict.fromkeys(("lse_ptr", "sinks_ptr", "part_o_ptr", "part_lse_ptr"), "*fp32")
+            constants = {"RANK": dim, "COLS": MERGE_COLS, "HAS_SINKS": False, "HAS_LSE": False}
+            launch, key = {"SHARES": shares, "num_warps": 4}, f"merge/{dim}/{shares}"
+            yield describe(op, key, merge_shares_kernel, types, constants, launch, ("stride_ot", "stride_oh"))

@@ -1,0 +1,56 @@
+"""Rotary keys of a config.json that hold a value for each layer, as Step and Muse-Glimmer have them, in the form by
+layer type that others write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.errors import UserError
+
+_LISTS = {
+    "rope_theta": "rope_theta",
+    "layer_rope_theta": "rope_theta",
+    "partial_rotary_factors": "partial_rotary_factor",
+}
+"""The lists, and the names that `rope_parameters` has for a value of them."""
+_FULL = "full_attention"
+UNROTATED = "none"
+"""The `rope_type` of heads that do not rotate: they know nothing of positions."""
+
+
+def rotary_by_type(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config with `rope_parameters` by layer type in place of the lists `rope_theta` or `layer_rope_theta`,
+    in which 0 stands for heads that do not rotate, and `partial_rotary_factors`; one without such lists as it is.
+    `rope_scaling` (or a flat `rope_parameters`) is of the types that `yarn_only_types` names, or of full attention.
+    Raises UserError where layers of a type differ."""
+    lists = {key: config[key] for key in _LISTS if isinstance(config.get(key), list)}
+    if not lists:
+        return config
+    kinds, num_layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if not isinstance(kinds, list) or not isinstance(num_layers, int) or len(kinds) < num_layers:
+        raise UserError(f"config.json: {', '.join(lists)} by layer need 'layer_types' of every layer.")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaled = config.get("yarn_only_types") or [_FULL]
+    types: dict[str, dict[str, Any]] = {}
+    for kind in dict.fromkeys(map(str, kinds[:num_layers])):
+        types[kind] = {"rope_type": "default"}
+        for key, name in _LISTS.items():
+            value = _of_type(key, lists[key], kinds[:num_layers], kind) if key in lists else config.get(key)
+            types[kind] |= {} if value is None else {name: value}
+        if types[kind].get("rope_theta") == 0:
+            types[kind] = {"rope_type": UNROTATED}
+        elif isinstance(scaling, Mapping) and kind in scaled:
+            types[kind] |= {key: value for key, value in scaling.items() if key != "rope_theta"}
+    rest = {key: value for key, value in config.items() if key not in (*_LISTS, "rope_scaling")}
+    return {**rest, "rope_parameters": types}
+
+
+def _of_type(key: str, values: list[Any], kinds: list[Any], kind: str) -> Any:
+    """Returns the value that all layers of the kind have."""
+    if len(values) < len(kinds):
+        raise UserError(f"config.json: {key!r} has {len(values)} entries for {len(kinds)} layers.")
+    mine = [value for value, other in zip(values, kinds, strict=False) if other == kind]
+    if any(value != mine[0] for value in mine):
+        raise UserError(f"config.json: {key!r} differs between layers of the type {kind}, which is not supported.")
+    return mine[0]

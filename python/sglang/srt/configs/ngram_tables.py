@@ -1,0 +1,29 @@
+"""The type of a checkpoint's tables of n-grams, which its config.json need not state. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.configs.checkpoint_header import stored_dtypes
+
+KEY, LAYERS_KEY = "ple_embedding_dtype", "ple_layer_ids"
+PIECES = ".ngram_embedding.shard_"
+"""Part of the names of the tensors that a table is cut into."""
+_NAMES = {"F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def with_table_dtype(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns config.json with the type of tables as the checkpoint in `folder` stores them, where it has tables and
+    does not state it. Raises UserError for files that are damaged."""
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) else config
+    if not text.get(LAYERS_KEY) or text.get(KEY) is not None:
+        return dict(config)
+    stored = stored_dtypes(folder, lambda name: PIECES in name) or {}
+    found = sorted({_NAMES.get(dtype, dtype) for name, dtype in stored.items() if not name.endswith("_scale")})
+    if not found:
+        return dict(config)
+    stated = {**text, KEY: found[-1]}
+    return {**config, "text_config": stated} if text is inner else stated

@@ -1,0 +1,97 @@
+"""Block-sparse attention with this project's Triton kernels: what chooses blocks, and what attends to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.kernels.bands import band_of
+from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.attention.sparse import logit_columns, rows_at_once
+from sglang.srt.layers.attention.triton_ops import block_attention
+from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
+from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.plan import Plan
+
+
+class TritonBlockIndexer:
+    """Implements BlockIndexerOp: scores of some tokens, then the choice of each of their heads, until all have theirs.
+    Nothing is asked of the device, so that a graph may hold it; contexts that are short whatever the lengths launch no
+    scores."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._ladder = plan.ladder("block_indexer")
+        self._num_sms = plan.arch.num_sms
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        rows: EntryRows,
+        blocks: EntryRows,
+        top_blocks: int,
+        local_blocks: int,
+    ) -> Selection:
+        num_tokens, num_heads, _ = q.shape
+        slots = torch.empty((len(blocks), top_blocks), dtype=torch.int32, device=q.device)
+        chosen = torch.empty(len(blocks), dtype=torch.int32, device=q.device)
+        scored = blocks.max_count > top_blocks
+        columns = logit_columns(blocks.max_count if scored else 1)
+        at_once = rows_at_once(num_tokens, num_heads * columns) if scored else num_tokens
+        scores = torch.empty((at_once if scored else 1, num_heads, columns), dtype=torch.float32, device=q.device)
+        for first in range(0, num_tokens, at_once):
+            part = slice(first, min(first + at_once, num_tokens))
+            lines = slice(part.start * num_heads, part.stop * num_heads)
+            if scored:
+                self._score(q[part], keys, rows.part(part), (blocks.rate, top_blocks, local_blocks), scores)
+            select_entries(scores.flatten(0, 1), blocks.part(lines), top_blocks, slots[lines], chosen[lines])
+        return Selection(slots, chosen)
+
+    def _score(
+        self, q: torch.Tensor, keys: torch.Tensor, rows: EntryRows, sizes: tuple[int, int, int], scores: torch.Tensor
+    ) -> None:
+        self._ladder.run(lambda tile: block_scores(q, keys, rows, *sizes, scores, tile=tile, num_sms=self._num_sms))
+
+
+class TritonBlockAttention:
+    """Implements BlockAttentionOp, with the planned tile for as many tokens or the next smaller one that a launch steps
+    down to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._bands = plan.tiles("block_attention")
+        self._num_sms = plan.arch.num_sms
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        selection: Selection,
+        lens: torch.Tensor,
+        block: int,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        ladder_of("block_attention", band_of(self._bands, len(q)), block_attention.__name__).run(
+            lambda tiles: block_attention.block_attention_fwd(
+                q,
+                k_cache,
+                v_cache,
+                selection,
+                lens,
+                block,
+                out,
+                scale=scale,
+                tile=tiles[0],
+                num_sms=self._num_sms,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        )

@@ -1,0 +1,41 @@
+"""Attention to selected blocks of tokens with this project's Triton kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.kernels.bands import band_of
+from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.layers.attention.block_selection import BlockSelection
+from sglang.srt.layers.attention.triton_ops import selected_blocks
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.plan import Plan
+
+OP = "selected_block_attention"
+
+
+class TritonSelectedBlocks:
+    """Implements SelectedBlockOp, with the planned tile or the next smaller one that a launch steps down to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._bands = plan.tiles(OP)
+        self._num_sms = plan.arch.num_sms
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        selection: BlockSelection,
+        out: torch.Tensor,
+        *,
+        scale: float,
+    ) -> None:
+        ladder_of(OP, band_of(self._bands, len(q)), selected_blocks.__name__).run(
+            lambda tiles: selected_blocks.selected_block_attention_fwd(
+                q, k_cache, v_cache, selection, out, scale=scale, tile=tiles[0], num_sms=self._num_sms
+            )
+        )

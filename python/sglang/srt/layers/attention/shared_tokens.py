@@ -1,0 +1,234 @@
+"""Builders of attention sites whose tokens the ranks of a group share out (`token_shares`), around those of a backend.
+
+requests that decode        attend with the heads of all ranks to this rank's tokens; the parts are merged
+prompts, guesses            each token as if it decoded, where only the device knows the lengths, as in CUDA graphs;
+                            else the tokens before them come together on every rank, and each attends to them with
+                            its own heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, ExtendMetadata
+from sglang.srt.layers.attention.part_merge import PartMerge
+from sglang.srt.layers.attention.token_shares import (
+    GatheredTokens,
+    Tokens,
+    own_count,
+    own_rows,
+    own_table,
+    with_own_table,
+)
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.attention_layer import AttentionLayer
+    from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
+    from sglang.srt.plan.plan import Plan
+
+
+class PartMetadata(Protocol):
+    def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """q [D, H, D] -> out [D, H, Dv] and lse [D, H] fp32, the natural logarithm of the sum of exponentials: zeros
+        and -inf for a row without tokens. Sinks are left out."""
+
+
+class PartBuilder(Protocol):
+    """A `DecodeBuilder` for rows that may have no tokens, with metadata that gives parts of a softmax."""
+
+    plans_on_host: bool
+    in_graphs: bool
+
+    def build(self, rows: DecodeRows) -> PartMetadata: ...
+
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None: ...
+
+    def build_in_graph(self, rows: DecodeRows) -> PartMetadata: ...
+
+
+class PartBackend(AttentionBackend, Protocol):
+    """A backend that serves sites whose tokens are shared out."""
+
+    reads_new_tokens: bool
+    """True if attention of prompts reads the new tokens in the cache, too."""
+
+    def part_builder(self, shape: AttentionShape, max_rows: int) -> PartBuilder:
+        """Returns a new one for batches of up to so many rows, whose heads are those of all ranks."""
+
+
+class SharedDecode:
+    """Implements DecodeBuilder."""
+
+    def __init__(self, parts: PartBuilder, merge: PartMerge) -> None:
+        self.parts, self.merge = parts, merge
+        self.plans_on_host, self.in_graphs = parts.plans_on_host, parts.in_graphs
+
+    def build(self, rows: DecodeRows) -> SharedDecodeMetadata:
+        return SharedDecodeMetadata(self.parts.build(own_rows(rows, self.merge.context)), self.merge)
+
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
+        self.parts.prepare_graphs(batch_sizes)
+
+    def build_in_graph(self, rows: DecodeRows) -> SharedDecodeMetadata:
+        return SharedDecodeMetadata(self.parts.build_in_graph(own_rows(rows, self.merge.context)), self.merge)
+
+    def refresh(self, rows: DecodeRows) -> None:
+        raise AssertionError("what backends of shared out tokens plan on the host has no graphs")
+
+
+@dataclass(slots=True)
+class SharedDecodeMetadata:
+    rows: PartMetadata
+    merge: PartMerge
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self.merge.attend(
+            q, lambda heads, parts, lse: self.rows.attend_part(heads, layer, parts, lse), out, layer.sinks
+        )
+
+
+class SharedExtend:
+    """Implements ExtendBuilder."""
+
+    def __init__(
+        self, whole: ExtendBuilder, tokens: PartBuilder, merge: PartMerge, reads_new_tokens: bool, most_tokens: int
+    ) -> None:
+        """whole: for prompts over a cache that holds all their tokens. tokens: for rows of one token each. most_tokens:
+        that come together on every rank at once, if one request has no more."""
+        self.whole, self.tokens, self.merge = whole, tokens, merge
+        self.reads_new_tokens, self.most_tokens = reads_new_tokens, most_tokens
+        self.plans_on_host = whole.plans_on_host
+        self.in_graphs = whole.in_graphs and tokens.in_graphs
+
+    def build(self, rows: ExtendRows, causal: bool = True) -> ExtendMetadata:
+        assert causal, "images see each other in windows, whose tokens are not shared out"
+        if rows.seq_lens_cpu is None:
+            return self._one_by_one(rows)
+        lens = rows.seq_lens_cpu if self.reads_new_tokens else rows.prefix_lens_cpu
+        if not any(lens):
+            return self.whole.build(rows)
+        runs = _runs(lens, self.most_tokens)
+        return GatheredMetadata([self._gathered(rows, run, lens[run]) for run in runs])
+
+    def _one_by_one(self, rows: ExtendRows) -> TokenRowsMetadata:
+        """Tokens before those of the first request are other rows' and see nothing here."""
+        count, begins = len(rows.token_slots[0].out_cache_loc), rows.start_loc
+        token = torch.arange(count, dtype=torch.int32, device=begins.device)
+        request = torch.searchsorted(begins, token, right=True) - 1
+        counts = (request >= 0) & (request < len(rows))
+        request = request.clamp(min=0, max=len(rows) - 1)
+        context_len = rows.token_slots[0].req_to_token.shape[1]
+        seen = (rows.prefix_lens[request] + token - begins[request] + 1).clamp(max=context_len)
+        context = self.merge.context
+        lens = own_count(torch.where(counts, seen, 0).to(torch.int32), context)
+        each = DecodeRows(request, lens, own_table(rows.token_slots, rows.req_pool_indices, context))
+        if self.tokens.plans_on_host:
+            each.seq_lens_cpu = each.seq_lens.tolist()
+        return TokenRowsMetadata(SharedDecodeMetadata(self.tokens.build(each), self.merge), counts)
+
+    def _gathered(self, rows: ExtendRows, run: slice, lens: list[int]) -> GatheredRun:
+        table = rows.token_slots[0].req_to_token
+        tokens = Tokens.first(lens, table.device)
+        slots = table[rows.req_pool_indices[run][tokens.rows], tokens.positions]
+        gathered = GatheredTokens.of(slots, tokens.positions, len(lens), self.merge.context)
+        own_table = torch.zeros((len(lens), max(lens)), dtype=torch.int32, device=table.device)
+        own_table[tokens.rows, tokens.positions] = gathered.index.to(torch.int32)
+        part = ExtendRows(
+            torch.arange(len(lens), device=table.device),
+            rows.seq_lens[run],
+            rows.prefix_lens[run],
+            rows.start_loc[run.start : run.stop + 1],
+            with_own_table(rows.token_slots, own_table),
+            rows.new_lens_cpu[run],
+            rows.prefix_lens_cpu[run],
+            None if rows.seq_lens_cpu is None else rows.seq_lens_cpu[run],
+        )
+        return GatheredRun(self.whole.build(part), gathered)
+
+
+def _runs(lens: list[int], most: int) -> list[slice]:
+    """Runs of requests with at most so many tokens together, or one request."""
+    runs, begin, total = [], 0, 0
+    for i, length in enumerate(lens):
+        if i > begin and total + length > most:
+            runs.append(slice(begin, i))
+            begin, total = i, 0
+        total += length
+    return [*runs, slice(begin, len(lens))]
+
+
+@dataclass(slots=True)
+class GatheredRun:
+    rows: ExtendMetadata
+    tokens: GatheredTokens
+
+
+@dataclass(slots=True)
+class GatheredMetadata:
+    runs: list[GatheredRun]
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        for run in self.runs:
+            run.rows.attend(q, k, v, replace(layer, cache=run.tokens.store(layer.cache)), out)
+
+
+@dataclass(slots=True)
+class TokenRowsMetadata:
+    rows: SharedDecodeMetadata
+    counts: torch.Tensor  # [T] bool, tokens of the requests
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        own = torch.empty_like(out)
+        self.rows.attend(q, layer, own)
+        out.copy_(torch.where(self.counts[:, None, None], own, out))
+
+
+def builders_of(
+    sites: Iterable[AttentionSite], decode: AttentionBackend, extend: AttentionBackend, plan: Plan
+) -> tuple[Mapping[AttentionSite, DecodeBuilder], Mapping[AttentionSite, ExtendBuilder]]:
+    """Returns the builders of each site, from backends for requests that decode and for prompts."""
+    context = parallel_state.groups().context
+    decodes: dict[AttentionSite, DecodeBuilder] = {}
+    extends: dict[AttentionSite, ExtendBuilder] = {}
+    made: dict[AttentionShape, tuple[SharedDecode, SharedExtend]] = {}
+    for site in sites:
+        if site.token_ranks == 1:
+            decodes[site], extends[site] = decode.decode_builder(site), extend.extend_builder(site)
+            continue
+        if site.shape not in made:
+            made[site.shape] = _shared(site, decode, extend, plan, context)
+        decodes[site], extends[site] = made[site.shape]
+    return decodes, extends
+
+
+def _shared(
+    site: AttentionSite, decode: AttentionBackend, extend: AttentionBackend, plan: Plan, context: Group
+) -> tuple[SharedDecode, SharedExtend]:
+    merge = PartMerge(context, plan.merge_method)
+    parts, prompts = _part_backend(decode), _part_backend(extend)
+    return (
+        SharedDecode(parts.part_builder(site.gathered, plan.max_running_requests), merge),
+        SharedExtend(
+            extend.extend_builder(site),
+            parts.part_builder(site.gathered, plan.token_rows),
+            merge,
+            prompts.reads_new_tokens,
+            plan.context_len,
+        ),
+    )
+
+
+def _part_backend(backend: AttentionBackend) -> PartBackend:
+    assert hasattr(backend, "part_builder"), "the tables refuse other backends where tokens are shared out"
+    return cast(PartBackend, backend)

@@ -1,0 +1,111 @@
+"""The tokens of caches that the ranks of a group share out: which of them are this rank's, and how all of them get to
+every rank.
+
+Position p of a request is of rank p % size of the group. A page holds a multiple of `size` tokens, so the slots of the
+row table tell it too: slot s is of rank s % size, and lies at entry s // size of its cache. What the host knows of
+slots, prefixes and pages is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.step_rows import DecodeRows, TokenSlots
+from sglang.srt.mem_cache.memory_pool import CacheStore
+
+
+def own_slots(slots: torch.Tensor, context: Group) -> torch.Tensor:
+    """Slots [T] int64 of the row table -> entries [T] of this rank's caches; 0, which is padding, for the tokens of
+    other ranks."""
+    return torch.div(slots, context.size, rounding_mode="floor") * (slots % context.size == context.rank)
+
+
+def own_rows(rows: DecodeRows, context: Group) -> DecodeRows:
+    """The same requests with this rank's tokens only, of which some may have none; each has a row of a table of its
+    own. Launches alone, so that a graph may hold it."""
+    lens = rows.seq_lens_cpu
+    return DecodeRows(
+        torch.arange(len(rows), device=rows.seq_lens.device),
+        own_count(rows.seq_lens, context),
+        own_table(rows.token_slots, rows.req_pool_indices, context),
+        None if lens is None else [(length - context.rank + context.size - 1) // context.size for length in lens],
+    )
+
+
+def own_table(token_slots: tuple[TokenSlots, ...], requests: torch.Tensor, context: Group) -> tuple[TokenSlots, ...]:
+    """The slots with a row table [R, ceil(context_len / size)] of this rank's tokens of the requests [R]."""
+    table = token_slots[0].req_to_token[:, context.rank :: context.size]
+    return with_own_table(token_slots, table[requests] // context.size)
+
+
+def own_count(lens: torch.Tensor, context: Group) -> torch.Tensor:
+    """How many of the first `lens` positions are this rank's."""
+    return torch.div(lens - context.rank + context.size - 1, context.size, rounding_mode="floor")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Cached tokens of some requests, one request after the other. `bounds` [R + 1]: where each begins; `rows`,
+    `positions` [C] int64: of which request each token is, and its position."""
+
+    bounds: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+
+    @staticmethod
+    def first(lens: Sequence[int], device: torch.device) -> Tokens:
+        """The first lens[i] tokens of each request. The lengths come from the host, so nothing waits for the device."""
+        bounds = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
+        if device.type == "cuda":
+            bounds = bounds.pin_memory()
+        bounds = bounds.to(device, non_blocking=True)
+        total, each = sum(lens), bounds.diff()
+        rows = torch.repeat_interleave(torch.arange(len(lens), device=device), each, output_size=total)
+        return Tokens(bounds, rows, torch.arange(total, device=device) - bounds[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredTokens:
+    """Tokens of which every rank of the group gets the entries: `own` [N] int64 of this rank's caches, and `index` [C]
+    int64 of each token among those of all ranks. Ranks with fewer tokens send padding."""
+
+    context: Group
+    own: torch.Tensor
+    index: torch.Tensor
+
+    @staticmethod
+    def of(slots: torch.Tensor, positions: torch.Tensor, num_runs: int, context: Group) -> GatheredTokens:
+        """slots, positions [C]: of the row table, and in their requests; they make up at most `num_runs` runs of
+        positions that follow one another."""
+        size, count = context.size, len(slots)
+        most = min(count, count // size + num_runs)
+        owner = positions % size
+        before = (owner[:, None] == torch.arange(size, device=owner.device)).cumsum(0)
+        order = before.gather(1, owner[:, None])[:, 0] - 1
+        own = torch.zeros(most + 1, dtype=torch.int64, device=slots.device)
+        own[torch.where(owner == context.rank, order, most)] = torch.div(slots, size, rounding_mode="floor").long()
+        return GatheredTokens(context, own[:most], owner * most + order)
+
+    def entries(self, cache: torch.Tensor) -> torch.Tensor:
+        """cache [entries, ...] of this rank -> [size * N, ...], in which `index` finds the tokens."""
+        stored = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        return self.context.all_gather(stored[self.own], dim=0).view(cache.dtype)
+
+    def store(self, cache: CacheStore) -> CacheStore:
+        """Keys and values of the tokens in the place of a cache that holds them all."""
+        gathered = CacheStore(cache.layer_id, cache.name)
+        gathered.k_scale, gathered.v_scale = cache.k_scale, cache.v_scale
+        keys = self.entries(cache.k)
+        of_keys = cache.v.data_ptr() == cache.k.data_ptr()
+        values = keys[..., : cache.v.shape[-1]] if of_keys else self.entries(cache.v)
+        gathered.bind({"k": keys, "v": values}, cache.table)
+        return gathered
+
+
+def with_own_table(token_slots: tuple[TokenSlots, ...], table: torch.Tensor) -> tuple[TokenSlots, ...]:
+    """The slots with `table` as the row table of caches whose tokens are shared out."""
+    return (*token_slots[:-1], replace(token_slots[-1], req_to_token=table))

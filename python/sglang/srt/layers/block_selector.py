@@ -1,0 +1,69 @@
+"""The indexer of block-sparse attention: one small head for each KV head scores blocks of neighbouring tokens.
+
+A token leaves one key in a cache of its own, on the pages of its keys and values. The score of a block is the largest
+product of the query and a key in it; each KV head attends to the blocks with the largest scores, its own block always
+among them. A rank scores for the KV heads that it has. Source: MiniMax-M3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.linear import ColumnParallelLinear
+from sglang.srt.layers.ops import BlockIndexerFactory, BlockIndexerOp, QKNormRopeStoreOp
+from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.ranks import whole
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.sparse_rows import SparseRows
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class BlockSelector:
+    """Stores the index keys of a step's tokens, and leaves the selection of those that attend sparsely in
+    `SparseRows`."""
+
+    def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
+        assert spec.indexer is not None and spec.rope is not None
+        self.spec = spec.indexer
+        dim, group = self.spec.head_dim, scope.groups.attention
+        shares = spec.shares(group.size)
+        self.num_heads = shares.padded_kv_heads
+        weights = scope.sub("index")
+        projections = {"index_q_proj": shares.kv_heads(group.rank).of_dims(dim), "index_k_proj": whole(dim)}
+        self.qk = ColumnParallelLinear(weights, weights.matrix(), projections)
+        zero_centred = site.model.zero_centred_norms
+        self.q_norm = norm_weight(scope.sub("index_q_norm"), dim, zero_centred)
+        self.k_norm = norm_weight(scope.sub("index_k_norm"), dim, zero_centred)
+        self.eps, self.rotary = site.model.norm_eps, site.rotary.of(spec.rope)
+        self.cache = scope.cache(site.layer_id, "index")
+        self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
+        indexers: BlockIndexerFactory = scope.plan.entry("block_indexer")
+        self.select: BlockIndexerOp = indexers(scope.plan)
+
+    def __call__(self, x: Rows, batch: ForwardBatch, rows: SparseRows | None) -> None:
+        """x [T, H]. Keys of all T tokens are stored, also where nothing is selected."""
+        spec, cache = self.spec, self.cache
+        positions, cos_sin = self.rotary.at(batch.rotary_positions)
+        q, _, _ = self.norm_rope_store(
+            qkv=self.qk(x),
+            positions=positions,
+            cos_sin=cos_sin,
+            q_weight=self.q_norm,
+            k_weight=self.k_norm,
+            eps=self.eps,
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=spec.head_dim,
+            k_cache=cache.k,
+            v_cache=None,
+            out_cache_loc=batch.slots_of(cache).out_cache_loc,
+        )
+        if rows is not None:
+            assert rows.blocks is not None
+            q = q[rows.tokens]
+            rows.selection = self.select(q, cache.k, rows.entries, rows.blocks, spec.top_blocks, spec.local_blocks)

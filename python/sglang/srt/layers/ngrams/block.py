@@ -1,0 +1,94 @@
+"""Embeddings of n-grams before a layer: from the residual streams and token ids to what is added to the streams.
+
+A token's n-grams find rows of a table by a hash of their ids. A product of these rows gives a key for each stream and a
+value, which the streams gate, and a convolution over neighbouring tokens follows. A request's state is the ids of its
+last tokens and what was convolved of them: a step that may be taken back leaves it as it is and records its tokens.
+
+Source: the published classes of Qwen3.8-Flash-Next in transformers (`Qwen4ExpTextPLELayer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
+from sglang.srt.layers.linear import ColumnParallelLinear
+from sglang.srt.layers.ngrams.kernels import NgramKernels
+from sglang.srt.layers.ngrams.table import NgramTable
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.plan.ranks import whole
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRecord:
+    """Implements StateRecord: k tokens of each of B requests, which the state does not have yet."""
+
+    kernels: NgramKernels
+    cache: CacheStore
+    ids: torch.Tensor  # [B k]
+    rows: torch.Tensor  # [B k, N, H]
+    requests: TokenRequests
+    width: int
+    """k."""
+
+    def commit(self, counts: torch.Tensor) -> None:
+        num = len(counts) * self.width
+        token = torch.arange(num, device=counts.device) % self.width
+        counts = counts.repeat_interleave(self.width, output_size=num)
+        firsts, slots = self.requests.firsts[:num], self.requests.slots[:num]
+        # Padding behind a request's own tokens says nothing of its position.
+        requests = TokenRequests(slots, firsts + token, firsts, firsts + counts)
+        self.kernels.keep(self.ids[:num], self.rows[:num], self.cache["ids"], self.cache["rows"], requests)
+
+    def copy(self) -> NgramRecord:
+        requests = replace(self.requests, slots=self.requests.slots.clone(), firsts=self.requests.firsts.clone())
+        return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=requests)
+
+
+class NgramBlock:
+    """Streams [T, N, H] -> [T, N, H]."""
+
+    def __init__(self, scope: Scope, spec: NgramEmbedding, site: Site) -> None:
+        self.spec, self.eps = spec, site.model.norm_eps
+        self.table = NgramTable(scope, spec)
+        self.cache = scope.cache(site.layer_id, "ngrams")
+        shape = (spec.streams, spec.stream_size)
+        wide = spec.streams * spec.stream_size
+        into = scope.sub("project")
+        self.project = ColumnParallelLinear(into, into.matrix(), {"key": whole(wide), "value": whole(spec.stream_size)})
+
+        def norm(name: str) -> torch.Tensor:
+            part = Part((wide,), convert=lambda stored: (stored.float() + 1.0).view(shape))
+            return scope.sub(name).param("weight", shape, {PartKey(): part}, Init.ONES, torch.float32)
+
+        self.key_norm, self.query_norm, self.conv_norm = norm("key_norm"), norm("query_norm"), norm("conv_norm")
+        taps = Part((wide, 1, spec.taps), convert=lambda stored: stored[:, 0])
+        self.conv = scope.sub("conv").param("weight", (wide, spec.taps), {PartKey(): taps})
+        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+
+    def defer_all_reduce(self) -> Group | None:
+        return None  # every rank computes all of it
+
+    def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        requests, cache = compressed_step(batch).requests, self.cache
+        products = self.project(self.table(batch.input_ids, cache["ids"], requests))
+        values, normed = self.kernels.gate(products, streams, self.key_norm, self.query_norm, self.conv_norm, self.eps)
+        self.kernels.convolve(values, normed, self.conv, self.spec.longest, cache["rows"], requests)
+        if batch.state_records is None:
+            self.kernels.keep(batch.input_ids, normed, cache["ids"], cache["rows"], requests)
+        else:
+            assert batch.extend is not None
+            width = len(normed) // len(batch.extend)
+            batch.state_records.append(NgramRecord(self.kernels, cache, batch.input_ids, normed, requests, width))
+        return values

@@ -1,0 +1,134 @@
+"""Kernels of n-gram embeddings in plain torch: those of the CPU, and the reference that others are tested against.
+
+Math is done in fp32, and in fp64 where the streams are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _before(
+    new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, distance: int, first: torch.Tensor
+) -> torch.Tensor:
+    """new [T, ...] of the step's tokens, kept [requests, R, ...] of each request's last R tokens, of position p at
+    p % R -> [T, ...]: that of the token `distance` places before each one; `first` before the request's first."""
+    positions = requests.positions - distance
+    token = (torch.arange(len(new), device=new.device) - distance).clamp(min=0)
+    past = kept[requests.slots, positions % kept.shape[1]].to(new.dtype)
+    trailing = (...,) + (None,) * (new.ndim - 1)
+    found = torch.where((positions >= requests.firsts)[trailing], new[token], past)
+    return torch.where((positions >= 0)[trailing], found, first)
+
+
+def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, hashed: NgramHash) -> torch.Tensor:
+    """Returns the rows [T, heads] int64 of `ngram_rows`, before offsets are added to them."""
+    end = ids.new_full((), hashed.end_token)
+    mixed, mixes, ended = ids * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
+    for place in range(1, len(hashed.multipliers)):
+        earlier = _before(ids, kept, requests, place, end)
+        mixed = mixed ^ (torch.where(ended, end, earlier) * hashed.multipliers[place])
+        ended = ended | (earlier == end)
+        mixes.append(mixed)
+    heads = torch.arange(len(hashed.sizes), device=ids.device) + hashed.first_head
+    return torch.stack(mixes, dim=1)[:, heads // hashed.per_ngram] % hashed.sizes
+
+
+def ngram_rows(
+    ids: torch.Tensor,
+    kept: torch.Tensor,
+    requests: TokenRequests,
+    hashed: NgramHash,
+    table: torch.Tensor,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Looks up the rows of the n-grams that end with each token.
+
+    ids [T] int64; kept [requests, longest - 1] int32: ids of the last tokens before the step of each request, of
+    position p at p % (longest - 1); table [rows, D], in e4m3 with scale [1] fp32 -> out [T, heads * D].
+
+    The n-gram of a token is it and those before it, each id times its multiplier, joined by exclusive or; modulo a
+    head's size that is its row. Tokens before the request's first one, and those up to an end token before the last
+    one, count as end tokens.
+    """
+    places = ngram_places(ids, kept, requests, hashed) + hashed.offsets
+    rows = table[places.to(table.device)].to(ids.device)
+    values = rows.float() * scale if scale is not None else rows
+    out.copy_(values.flatten(1))
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    values = _wide(x)
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * _wide(weight)
+
+
+def gate_values(
+    products: torch.Tensor,
+    streams: torch.Tensor,
+    key_weight: torch.Tensor,
+    query_weight: torch.Tensor,
+    conv_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """products [T, (N + 1) * H]: a key of each stream and one value; streams [T, N, H]; weights of norms [N, H] fp32 ->
+    the value gated by each stream, and its norm, [T, N, H].
+
+    The gate is a sigmoid of the signed root of the product of key and stream, both normed, divided by sqrt(H).
+    """
+    num, size = streams.shape[1:]
+    keys, value = products.split((num * size, size), dim=1)
+    keys = _normed(keys.unflatten(1, (num, size)), key_weight, eps).to(streams.dtype)
+    queries = _normed(streams, query_weight, eps).to(streams.dtype)
+    gate = (_wide(keys) * _wide(queries)).sum(-1, keepdim=True) / math.sqrt(size)
+    gate = gate.abs().clamp(min=1e-6).sqrt() * gate.sign()
+    values = (gate.sigmoid() * _wide(value)[:, None]).to(streams.dtype)
+    return values, _normed(values, conv_weight, eps).to(streams.dtype)
+
+
+def convolve_values(
+    values: torch.Tensor,
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    dilation: int,
+    kept: torch.Tensor,
+    requests: TokenRequests,
+) -> None:
+    """Adds to values [T, N, H], in place, silu of the causal convolution of normed [T, N, H] by weight [N * H, taps],
+    channel by channel, with taps `dilation` tokens apart. kept [requests, R, N * H], R = (taps - 1) * dilation: what of
+    the last R tokens of each request was convolved, of position p at p % R."""
+    taps = weight.shape[1]
+    rows = normed.flatten(1)
+    total = _wide(rows) * _wide(weight)[:, -1]
+    zero = rows.new_zeros(())
+    for tap in range(1, taps):
+        earlier = _before(rows, kept, requests, tap * dilation, zero)
+        total = total + _wide(earlier) * _wide(weight)[:, taps - 1 - tap]
+    values += torch.nn.functional.silu(total).to(values.dtype).view(values.shape)
+
+
+def keep_tokens(
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    kept_ids: torch.Tensor,
+    kept_rows: torch.Tensor,
+    requests: TokenRequests,
+) -> None:
+    """Leaves in a request's state the ids [T] and rows [T, N, H] of its last tokens before `requests.stops`; from there
+    on they are taken back."""
+    for new, kept in ((ids, kept_ids), (rows.flatten(1), kept_rows)):
+        size = kept.shape[1]
+        stays = (requests.positions >= requests.stops - size) & (requests.positions < requests.stops)
+        kept[torch.where(stays, requests.slots, 0), requests.positions % size] = new.to(kept.dtype)  # 0 is padding
+
+
+NGRAM_EMBEDDING = NgramKernels(ngram_rows, gate_values, convolve_values, keep_tokens)

@@ -1,0 +1,106 @@
+"""The table of n-grams: which of its rows a rank holds, where they lie, and the lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.errors import UserError
+from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
+from sglang.srt.layers.parameter import FLOATS, Init, Part, Scope, random_codes
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.plan.weight_names import PartKey
+
+FP8_FILES = ("F8_E4M3",)
+"""Names in safetensors of the type of a quantized table."""
+
+
+class NgramTable:
+    """ids [T] -> rows of all heads [T, heads * D]. The ranks share out the heads, each with its part of the table, and
+    gather what they looked up."""
+
+    def __init__(self, scope: Scope, spec: NgramEmbedding) -> None:
+        self.spec, self.group, self.dtype = spec, scope.groups.attention, scope.dtype
+        num = spec.num_heads // self.group.size
+        self.heads = slice(self.group.rank * num, (self.group.rank + 1) * num)
+        first_row = sum(spec.head_rows[: self.heads.start])
+        rows = range(first_row, first_row + sum(spec.head_rows[self.heads]))
+        self.weight = _table(scope.sub("table"), spec, rows, spec.rank_rows(self.group.size))
+        self.scale: torch.Tensor | None = None
+        if spec.table_dtype:
+            self.scale = scope.sub("scale").param("weight_scale", (1,), init=Init.ONES, dtype=torch.float32)
+        offsets = [sum(spec.head_rows[:head]) for head in range(spec.num_heads)]
+        self.numbers = {
+            leaf: (_numbers(scope, leaf, values), torch.tensor(values))
+            for leaf, values in (
+                ("layer_multipliers", spec.multipliers),
+                ("ngram_heads_vocab_sizes", spec.head_rows),
+                ("ngram_heads_offsets", offsets),
+            )
+        }
+        self.first_row = first_row
+        self.hashed: NgramHash | None = None
+        scope.finish.append(self._take_numbers)
+        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+
+    def _take_numbers(self) -> None:
+        """Raises UserError where the checkpoint hashes otherwise than config.json says: its rows would be others'."""
+        for leaf, (stored, expected) in self.numbers.items():
+            if not torch.equal(stored.cpu(), expected):
+                raise UserError(
+                    f"the checkpoint's {leaf} are {stored.tolist()}, and by config.json they are {expected.tolist()}:"
+                    " is 'seed', 'vocab_size' or 'ngram_vocab_size_base' in it changed?"
+                )
+        multipliers, sizes, offsets = (stored for stored, _ in self.numbers.values())
+        heads, spec = self.heads, self.spec
+        self.hashed = NgramHash(
+            multipliers, sizes[heads], offsets[heads] - self.first_row, heads.start, spec.heads, spec.end_token
+        )
+
+    def __call__(self, ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> torch.Tensor:
+        assert self.hashed is not None, "the weights are loaded"
+        width = len(self.hashed.sizes) * self.spec.dim
+        out = torch.empty((len(ids), width), dtype=self.dtype, device=ids.device)
+        self.kernels.rows(ids, kept, requests, self.hashed, self.weight, self.scale, out)
+        return self.group.all_gather(out)
+
+
+def _numbers(scope: Scope, leaf: str, values: Sequence[int]) -> torch.Tensor:
+    """The parameter of whole numbers that checkpoints may repeat."""
+
+    def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+        tensor.copy_(torch.tensor(values))
+
+    part = Part((len(values),), dtypes=("I64",), optional=True)
+    return scope.param(leaf, (len(values),), {PartKey(): part}, fill, torch.int64)
+
+
+def _table(scope: Scope, spec: NgramEmbedding, rows: range, room: int) -> torch.Tensor:
+    """[room, D], of which the first are `rows` of the whole table; checkpoints cut it into equal runs of rows."""
+    each = -(-spec.rows // spec.parts)
+    parts: dict[PartKey, Part] = {}
+    for number in range(rows.start // each, -(-rows.stop // each)):
+        first = number * each
+        begin, end = max(rows.start, first), min(rows.stop, first + each)
+        parts[PartKey(f"shard_{number}")] = Part(
+            (min(each, spec.rows - first), spec.dim),
+            (slice(begin - first, end - first),),
+            (slice(begin - rows.start, end - rows.start),),
+            FP8_FILES if spec.table_dtype else FLOATS,
+        )
+    _leave_others(scope, spec, each, parts)
+    dtype, init = (torch.float8_e4m3fn, random_codes) if spec.table_dtype else (None, Init.NORMAL)
+    weight = scope.param("weight", (room, spec.dim), parts, init, dtype, pinned=spec.on_host)
+    if not weight.is_meta:
+        weight[len(rows) :].view(torch.uint8).zero_()
+    return weight
+
+
+def _leave_others(scope: Scope, spec: NgramEmbedding, each: int, parts: dict[PartKey, Part]) -> None:
+    """Notes the pieces of the table that other ranks hold, and padding behind the last row."""
+    for number in range(-(-spec.rows // each)):
+        key = PartKey(f"shard_{number}")
+        if key not in parts:
+            scope.elsewhere.add(scope.weights.checkpoint_name(f"{scope.path}.weight", key))

@@ -1,0 +1,149 @@
+"""Attention of a decoder layer to blocks of tokens that an indexer selects by pooled keys (Qwen3.8's QSA).
+
+A request's tokens form blocks by position. When one is full, the indexer keeps one key of it: the mean of its tokens'
+keys, normed, rotated at the block's first position. The score of a block is the sum over heads of ReLU(query . key);
+attention reads the blocks with the largest scores, and the tokens behind the last full one.
+
+The indexer's heads are computed with their columns in another order than in checkpoints: rotary columns last, those
+that rotate together beside each other, as the kernels of compressed entries have them. Products of queries and keys do
+not change by that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.attention.block_selection import BlockSelection
+from sglang.srt.layers.attention_block import GQAttention
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.compressed.compressor import CompressorRecord
+from sglang.srt.layers.compressed.kernels import CompressorKernels
+from sglang.srt.layers.compressed.step import compressed_step
+from sglang.srt.layers.ops import (
+    LinearOp,
+    RMSNormOp,
+    SelectedBlockFactory,
+    SelectedBlockOp,
+    SparseIndexerFactory,
+    SparseIndexerOp,
+    TailRotationOp,
+)
+from sglang.srt.layers.parameter import Init, Part, Scope, Shard
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.plan.pooled_sparse import PooledSparse
+from sglang.srt.plan.ranks import whole
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class PooledSparseAttention(GQAttention):
+    """[T, H] -> [T, H]."""
+
+    def __init__(self, scope: Scope, spec: PooledSparse, site: Site) -> None:
+        super().__init__(scope, spec.heads, site)
+        self.row_format = None  # the indexer's product takes 16 bits
+        self.scale = spec.heads.softmax_scale
+        self.pooled_indexer = PooledIndexer(scope, spec, site)
+        attend: SelectedBlockFactory = scope.plan.entry("selected_block_attention")
+        self.attend: SelectedBlockOp = attend(scope.plan)
+
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+        q, _, _, gates = self._stored(x, batch)
+        selection = self.pooled_indexer(values_of(x), batch)
+        out = torch.empty_like(q)
+        self.attend(q, self.cache.k, self.cache.v, selection, out, scale=self.scale)
+        out = out.flatten(1)
+        return self.o(out if self.output_gate is None else self.output_gate(out, gates))
+
+
+def pairs_last(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Returns the columns [head_dim] of a head whose first `rotary_dim` rotate, each with the one half of them away, in
+    the order in which they rotate in neighbouring pairs at the end. Example: (6, 4) -> 4, 5, 0, 2, 1, 3."""
+    half = rotary_dim // 2
+    pairs = torch.arange(rotary_dim).view(2, half).T.flatten()
+    return torch.cat((torch.arange(rotary_dim, head_dim), pairs))
+
+
+class PooledIndexer:
+    """Hidden states [T, H] -> the blocks that each token attends to. Every rank computes all heads, so that all select
+    alike."""
+
+    def __init__(self, scope: Scope, spec: PooledSparse, site: Site) -> None:
+        assert spec.rope is not None
+        index, hidden_size = spec.indexer, site.model.hidden_size
+        self.spec, self.dim, self.num_heads = index, index.head_dim, index.num_heads
+        self.block, self.eps = spec.block, site.model.norm_eps
+        self.order = pairs_last(self.dim, spec.heads.rotary_dim)
+        rows = (self.num_heads + 1) * self.dim
+        scope.quant.create_unpacked(
+            scope.sub("index_qk"), Shard("", whole(rows), whole(hidden_size)), self._take_projection
+        )
+        self.q_norm, self.k_norm = (self._norm(scope.sub(name)) for name in ("index_q_norm", "index_k_norm"))
+        self.cache = scope.cache(site.layer_id, "index")
+        self.state = scope.cache(site.layer_id, "index_pending")
+        self.rotary = site.rotary.of(spec.rope)
+        self.even = torch.zeros((spec.block, self.dim), dtype=torch.float32, device=scope.device)
+        self.linear: LinearOp = scope.plan.entry("linear")
+        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
+        self.compressor: CompressorKernels = scope.plan.entry("kv_compressor")
+        select: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
+        self.select: SparseIndexerOp = select(scope.plan)
+        scope.finish.append(self._order_rows)
+
+    def _norm(self, scope: Scope) -> torch.Tensor:
+        part = Part((self.dim,), convert=lambda stored: (stored.float() + 1.0)[self.order.to(stored.device)])
+        return scope.param("weight", (self.dim,), {PartKey(): part}, Init.ONES, torch.float32)
+
+    def _take_projection(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def _order_rows(self) -> None:
+        """Puts the rows of each head into `order`, in place."""
+        order = self.order.to(self.weight.device)
+        self.weight.copy_(self.weight.unflatten(0, (-1, self.dim))[:, order].flatten(0, 1))
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> BlockSelection:
+        step, keys = compressed_step(batch), self.cache
+        positions, cos_sin = self.rotary.at(batch.positions)
+        products = self.linear(x, self.weight)
+        self._keep_keys(products[:, self.num_heads * self.dim :], batch, cos_sin)
+        q = self.norm(products[:, : self.num_heads * self.dim].unflatten(1, (-1, self.dim)), self.q_norm, self.eps)
+        self.rotate(q, positions, cos_sin)
+        scores = torch.full((len(q), self.num_heads), self.dim**-0.5, dtype=torch.float32, device=q.device)
+        run = 1 if batch.extend is None else max(batch.extend.new_lens_cpu)
+        rows = replace(step.entries(batch, keys, self.block), run=run)
+        chosen = self.select(q, scores, keys.k, None, rows, self.spec.top_k)
+        tails, tail_counts = step.tails(batch, keys, self.block)
+        return BlockSelection(chosen.slots, chosen.counts, tails, tail_counts, self.block)
+
+    def _keep_keys(self, keys: torch.Tensor, batch: ForwardBatch, cos_sin: torch.Tensor) -> None:
+        """keys [T, D] of the new tokens: stores the mean of each block that they complete, and leaves those of others
+        for later steps. Equal gates make a mean of the softmax."""
+        requests, state = compressed_step(batch).requests, self.state["rows"]
+        rows = torch.zeros((len(keys), 2, self.dim), dtype=torch.float32, device=keys.device)
+        rows[:, 0] = keys
+        self.compressor.compress(
+            rows,
+            self.even,
+            state,
+            requests.slots,
+            requests.positions,
+            requests.firsts,
+            self.k_norm,
+            self.eps,
+            cos_sin,
+            self.cache.k,
+            batch.slots_of(self.cache).out_cache_loc,
+        )
+        if batch.state_records is None:
+            self.compressor.keep(rows, state, requests.slots, requests.positions, requests.stops)
+        else:
+            assert batch.extend is not None
+            width = len(rows) // len(batch.extend)
+            batch.state_records.append(CompressorRecord(self.compressor, rows, state, requests, width))

@@ -1,0 +1,315 @@
+"""Videos to the patches that a model's encoder takes, and to what stands for them in the prompt.
+
+transformers has these computations for torchvision alone; they are written here with numpy and Pillow, from the same
+settings. Source: the video processors of transformers 5.17.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from sglang.srt.managers.front.media.decoding import MediaError, Video
+from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.managers.front.media.processors import (
+    MAX_SCALED_ASPECT,
+    Patches,
+    Settings,
+    edges,
+    normalized,
+    resized,
+)
+from sglang.srt.plan.media import PATCHES_A_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPatches:
+    """`times`: in seconds, of each frame of the grid. `parts`: what stands in the prompt; a number is a run of so many
+    placeholders. `frame_seconds`: the time between two frames of the grid, of models whose positions count it."""
+
+    patches: Patches
+    times: list[float]
+    parts: list[str | int]
+    frame_seconds: float = 0.0
+
+
+Written = Callable[[Sequence[float], int], list[str | int]]
+"""(times of the frames of the grid, placeholders of one) -> what stands in the prompt."""
+
+
+def _each_frame(before: str, after: str, time_format: Callable[[float], str]) -> Written:
+    """Each frame has a run of its own, between texts with its time in place of `{}`."""
+
+    def written(times: Sequence[float], tokens: int) -> list[str | int]:
+        parts: list[str | int] = []
+        for time in map(time_format, times):
+            parts += [before.format(time), tokens, after.format(time)]
+        return parts
+
+    return written
+
+
+def _clocks(times: Sequence[float], tokens: int) -> list[str | int]:
+    """Gemma 4: minutes and seconds before each frame; its tokenizer has the marks around a run."""
+    parts: list[str | int] = []
+    for number, time in enumerate(times):
+        clock = f"{int(time // 60):02d}:{int(time % 60):02d} "
+        parts += [clock if number == 0 else f" {clock}", tokens]
+    return parts
+
+
+def _all_frames(times: Sequence[float], tokens: int) -> list[str | int]:
+    return [len(times) * tokens]
+
+
+# --- which frames -----------------------------------------------------------------------------------------------------
+
+
+def _spread_by_rate(video: Video, settings: Settings) -> list[int]:
+    """Qwen3-VL: `fps` frames a second, from the first to the last."""
+    wanted = int(video.num_frames / video.fps * settings["fps"])
+    count = min(max(wanted, settings["min_frames"]), settings["max_frames"], video.num_frames)
+    return [int(index) for index in np.linspace(0, video.num_frames - 1, count).round()]
+
+
+def _steps_by_rate(video: Video, settings: Settings) -> list[int]:
+    """Qwen2.5-VL: as many pairs as `fps` gives, in equal steps from the first on."""
+    together, total = settings["temporal_patch_size"], video.num_frames
+    most = min(settings["max_frames"], total) // together * together
+    count = min(max(total / video.fps * settings["fps"], settings["min_frames"]), most, total)
+    return _steps(total, max(1, math.floor(count / together) * together))
+
+
+def _fixed_number(video: Video, settings: Settings) -> list[int]:
+    """Gemma 4: always `num_frames`, in equal steps from the first on; of a shorter video all."""
+    return _steps(video.num_frames, min(settings["num_frames"], video.num_frames))
+
+
+def _steps(total: int, count: int) -> list[int]:
+    return [int(index) for index in (np.arange(count) * (total / count)).astype(int)]
+
+
+def _rounded_up(video: Video, settings: Settings) -> list[int]:
+    """GLM-4.1V and 4.5V: the frames behind every 1 / `fps` seconds; of more than `max_duration` seconds as many as of
+    that time."""
+    rate, duration, last = settings["fps"], video.num_frames / video.fps, video.num_frames - 1
+    if duration <= settings["max_duration"]:
+        times = [i / rate for i in range(max(math.floor(duration * rate), 1))]
+    elif int(settings["max_duration"] * rate) >= video.num_frames:
+        times = [i / video.fps for i in range(video.num_frames)]
+    else:
+        times = np.linspace(0, duration, int(settings["max_duration"] * rate)).tolist()
+    return _whole_pairs([min(last, math.ceil(round(time * video.fps, 6))) for time in times])
+
+
+_RATES = ((30, 3.0), (300, 1.0), (math.inf, 0.5))
+"""GLM-4.6V: seconds up to which a video has so many frames of the grid a second."""
+_MAX_SECONDS, _MAX_SAMPLED = 2400, 640
+
+
+def _by_length(video: Video, settings: Settings) -> list[int]:
+    """GLM-4.6V: the longer a video is, the fewer frames a second."""
+    total, duration = video.num_frames, video.num_frames / video.fps
+    counted = min(duration, _MAX_SECONDS)
+    rate = settings["temporal_patch_size"] * next(rate for seconds, rate in _RATES if counted <= seconds)
+    count = min(int(counted * rate), _MAX_SAMPLED)
+    indices: list[int] = []
+    if total >= count:
+        step, due = 1 / rate, 0.0
+        for index in range(total):
+            if index / video.fps >= due:
+                due += step
+                indices.append(index)
+                if due >= int(duration):
+                    break
+    if len(indices) != count:
+        first, last = (indices[0], indices[-1]) if 0 < len(indices) < count else (0, total - 1)
+        indices = np.linspace(first, last, max(1, count), dtype=int).tolist()
+    return _whole_pairs(indices)
+
+
+def _whole_pairs(indices: Sequence[int]) -> list[int]:
+    """Each frame once; the last one twice where there are an odd number."""
+    unique = list(dict.fromkeys(indices))
+    return unique + unique[-1:] * (len(unique) % 2)
+
+
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+
+def _merged_size(video: Video, count: int, settings: Settings) -> tuple[int, int]:
+    """Width and height in whole squares of patches. `max_pixels` are of all frames, or of each with
+    `max_pixels_of_all`, which bounds their sum; one frame fits an encoder step."""
+    factor, together = settings["patch_size"] * settings["merge_size"], settings["temporal_patch_size"]
+    (width, height), count = video.size, max(count, together)
+    if min(width, height) < factor:
+        scale = max(factor / height, factor / width)
+        width, height = int(width * scale), int(height * scale)
+    if max(width, height) > MAX_SCALED_ASPECT * min(width, height):
+        raise MediaError(
+            f"a video is {width} x {height} pixels: a side is more than {MAX_SCALED_ASPECT} times the other"
+        )
+    columns, rows = round(width / factor) * factor, round(height / factor) * factor
+    frames, least, most = round(count / together) * together, settings["min_pixels"], settings["max_pixels"]
+    if "max_pixels_of_all" in settings:
+        share = settings["max_pixels_of_all"] * together // count
+        most, frames, count = max(min(most, share), int(least * 1.05)), 1, 1
+    most = min(most, frames * PATCHES_A_STEP * settings["patch_size"] ** 2)
+    if frames * rows * columns > most:
+        shrink = math.sqrt(count * height * width / most)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif frames * rows * columns < least:
+        grow = math.sqrt(least / (count * height * width))
+        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return columns, rows
+
+
+def _merged_patches(frames: np.ndarray, settings: Settings) -> Patches:
+    """frames [F, height, width, 3] uint8. Patches of a square of the merge follow one another, and have the values of
+    the frames that are taken together."""
+    merge, patch, together = (settings[key] for key in ("merge_size", "patch_size", "temporal_patch_size"))
+    times, rows, columns = frames.shape[0] // together, frames.shape[1] // patch, frames.shape[2] // patch
+    values = normalized(frames, settings)
+    values = values.reshape(times, together, rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    pixels = values.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1)
+    tokens = times * rows * columns // merge**2
+    return Patches(np.ascontiguousarray(pixels), (times, rows, columns), tokens)
+
+
+def _pooled_size(video: Video, count: int, settings: Settings) -> tuple[int, int]:
+    """Gemma 4: the largest size of the same shape whose pooled patches are within `max_soft_tokens`."""
+    (width, height), most = video.size, settings["max_soft_tokens"]
+    side = settings["patch_size"] * settings["pooling_kernel_size"]
+    scale = math.sqrt(most * side**2 / (width * height))
+    columns, rows = math.floor(scale * width / side), math.floor(scale * height / side)
+    if not columns and not rows:
+        raise MediaError(f"a video is {width} x {height} pixels, of which nothing would be left")
+    if not columns or not rows:  # one row, or one column
+        long = min(max(width, height) // min(width, height), most)
+        columns, rows = (1, long) if not columns else (long, 1)
+    return columns * side, rows * side
+
+
+def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
+    """frames [F, height, width, 3] uint8. The values of a patch are its pixels, one after the other."""
+    patch, pool = settings["patch_size"], settings["pooling_kernel_size"]
+    count, rows, columns = frames.shape[0], frames.shape[1] // patch, frames.shape[2] // patch
+    values = normalized(frames, settings).reshape(count, rows, patch, columns, patch, 3)
+    pixels = values.transpose(0, 1, 3, 2, 4, 5).reshape(count * rows * columns, -1)
+    return Patches(np.ascontiguousarray(pixels), (count, rows, columns), count * rows * columns // pool**2)
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The way in which a family reads videos. `defaults`: settings that a model's files may leave out. `middle`: frames
+    that are taken together have the time between them, otherwise that of the first."""
+
+    frames: Callable[[Video, Settings], list[int]]
+    written: Written
+    defaults: Mapping[str, object]
+    middle: bool = False
+    size: Callable[[Video, int, Settings], tuple[int, int]] = _merged_size
+    patches: Callable[[np.ndarray, Settings], Patches] = _merged_patches
+
+
+_PAIRS = {"temporal_patch_size": 2, "merge_size": 2, "fps": 2.0, "max_frames": 768}
+_CLIP = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+    "patch_size": 14,
+}
+_OF_GLM = {**_PAIRS, **_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
+_OF_QWEN3 = {
+    "image_mean": (0.5,) * 3,
+    "image_std": (0.5,) * 3,
+    "patch_size": 16,
+    "min_frames": 4,
+    "min_pixels": 128 * 32 * 32,
+    "max_pixels": 32 * 32 * 768,
+}
+_OF_QWEN2_5 = {
+    "min_frames": 4,
+    "min_pixels": 128 * 28 * 28,
+    "max_pixels": 28 * 28 * 768,
+    "max_pixels_of_all": int(0.9 * 128000 * 28 * 28),
+}
+_OF_GEMMA = {
+    "image_mean": (0.0,) * 3,
+    "image_std": (1.0,) * 3,
+    "patch_size": 16,
+    "max_soft_tokens": 70,
+    "pooling_kernel_size": 3,
+    "num_frames": 32,
+    "temporal_patch_size": 1,
+    "max_frames": 768,
+}
+_GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>{}")
+_FORMS: Mapping[str, _Form] = {
+    "qwen3_vl": _Form(
+        _spread_by_rate,
+        _each_frame("<{} seconds><|vision_start|>", "<|vision_end|>", "{:.1f}".format),
+        {**_PAIRS, **_OF_QWEN3},
+        middle=True,
+    ),
+    "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **_CLIP, **_OF_QWEN2_5}),
+    "glm4v": _Form(_rounded_up, _each_frame(*_GLM_MARKS, lambda time: str(int(time))), _OF_GLM),
+    "glm46v": _Form(_by_length, _each_frame(*_GLM_MARKS, "{:.1f} seconds".format), _OF_GLM),
+    "gemma4": _Form(_fixed_number, _clocks, _OF_GEMMA, size=_pooled_size, patches=_row_by_row),
+}
+
+
+def video_processor(files: ProcessorFiles) -> VideoProcessor | None:
+    """The processor of the model's videos; None for a family that reads none."""
+    form = _FORMS.get(files.family)
+    return None if form is None else VideoProcessor(form, files.video)
+
+
+class VideoProcessor:
+    def __init__(self, form: _Form, settings: Settings) -> None:
+        given = {**settings, **edges(settings)}
+        self._form = form
+        self._settings = {**form.defaults, **{key: value for key, value in given.items() if value is not None}}
+
+    def __call__(self, video: Video) -> VideoPatches:
+        form, settings = self._form, self._settings
+        indices = self._indices(video)
+        size = form.size(video, len(indices), settings)
+        frames = [resized(frame, size) for frame in _repeated(video, indices)]
+        together = settings["temporal_patch_size"]
+        missing = -len(frames) % together
+        frames += frames[-1:] * missing
+        indices += indices[-1:] * missing
+        firsts, lasts = indices[::together], indices[together - 1 :: together]
+        lasts = lasts if form.middle else firsts
+        times = [(first + last) / 2 / video.fps for first, last in zip(firsts, lasts, strict=True)]
+        patches = form.patches(np.stack(frames), settings)
+        sampled_fps = len(indices) / video.num_frames * video.fps
+        parts = form.written(times, patches.num_tokens // len(times))
+        return VideoPatches(patches, times, parts, together / sampled_fps)
+
+    def _indices(self, video: Video) -> list[int]:
+        if not video.is_sampled:
+            return self._form.frames(video, self._settings)
+        most = self._settings["max_frames"]
+        if video.num_frames > most:
+            raise MediaError(f"a video has {video.num_frames} frames; the model takes {most}")
+        return list(range(video.num_frames))
+
+
+def _repeated(video: Video, indices: Sequence[int]) -> Iterator[Image.Image]:
+    """The frames at indices that do not fall; each is decoded once."""
+    decoded = video.frames(list(dict.fromkeys(indices)))
+    last, frame = -1, None
+    for index in indices:
+        if index != last:
+            last, frame = index, next(decoded)
+        assert frame is not None
+        yield frame

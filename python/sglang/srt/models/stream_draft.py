@@ -1,0 +1,62 @@
+"""A draft of layers for multi-token prediction in a model with gated residual streams; see
+`plan.drafts.description.Streamed`. Reference: the published description of Qwen3.8-Flash-Next's `mtp.` tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.gated_streams import GatedJoin, GatedStream
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.ops import RMSNormOp
+from sglang.srt.models.draft_parts import DraftParts, Loadable
+from sglang.srt.plan.drafts.description import Streamed
+from sglang.srt.plan.layer_spec import GatedStreams
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class StreamDraft:
+    """Implements DraftModel; features and states are streams [T, N * H]."""
+
+    shifted = True
+
+    def __init__(self, parts: DraftParts, form: Streamed) -> None:
+        self.parts, self.form = parts, form
+        self.captures, self.caches = parts.draft.captures, parts.caches
+        size = parts.model.hidden_size
+        centred = parts.model.zero_centred_norms
+        self.embedding_norm = norm_weight(parts.scope.sub("embedding_norm"), size, centred)
+        self.hidden_norm = norm_weight(parts.scope.sub("hidden_norm"), form.streams * size, centred)
+        self.norm: RMSNormOp = parts.scope.plan.entry("rmsnorm")
+        self.eps = parts.model.norm_eps
+        self.fc_embedding = parts.projection(size, name="fc_embedding")
+        self.fc_hidden = parts.projection(size, name="fc_hidden")
+        self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
+        scope, spec = parts.scope, GatedStreams(form.streams, form.rank)
+        self.end = GatedJoin(scope.sub("head_mix"), scope.sub("norm"), parts.model, spec, inject=False)
+
+    def loadables(self) -> list[tuple[Loadable, str]]:
+        return self.parts.loadables()
+
+    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+        return captured[0]
+
+    def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
+        assert features is not None
+        embedded = self.norm(self.parts.embedding(batch.input_ids), self.embedding_norm, self.eps)
+        streams = self._streams(self.norm(features, self.hidden_norm, self.eps))
+        projected = self.fc_hidden(streams.flatten(0, 1)).view(streams.shape)
+        stream = GatedStream(projected + self.fc_embedding(embedded)[:, None])
+        for layer in self.layers:
+            layer(stream, batch)
+        return stream.settled().flatten(1)
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self.parts.head(self.end.before(GatedStream(self._streams(state))))
+
+    def _streams(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(len(rows), self.form.streams, -1)

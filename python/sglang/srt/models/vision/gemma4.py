@@ -1,0 +1,69 @@
+"""The encoder of images and videos of Gemma 4: `plan.towers.gemma4` describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.models.vision.encoder import Turn, VisionEncoder
+from sglang.srt.models.vision.patch_places import Grid, frame_starts, rows_and_columns, squares
+from sglang.srt.plan.towers.gemma4 import Gemma4Tower
+
+_ROW_BY_ROW = 1
+"""The merge of patches that come in the order of an image's pixels."""
+
+
+class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
+    """Patches come row by row, with values from 0 to 1."""
+
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        tower, (prefix, projector) = self.tower, self.tower.prefixes
+        x = self._linear(prefix + "patch_embedder.input_proj", (2 * pixels - 1).to(self.dtype))
+        rows, columns = map(self._on_device, rows_and_columns(grids, _ROW_BY_ROW))
+        of_column, of_row = self._weight(prefix + "patch_embedder", "position_embedding_table")
+        x = x + of_column[columns] + of_row[rows]
+        turn = self._turn(*self._by_half(grids))
+        starts = self._on_device(frame_starts(grids))
+        for i in range(tower.num_layers):
+            x = self._block(f"{prefix}encoder.layers.{i}.", x, turn, starts)
+        pooled = x[self._on_device(squares(grids, tower.merge))].unflatten(0, (-1, tower.merge**2)).float().mean(1)
+        pooled = pooled * tower.hidden_size**0.5
+        if tower.standardized:
+            shift, scale = (self._weight(prefix.removesuffix("."), f"std_{name}") for name in ("bias", "scale"))
+            pooled = (pooled - shift.float()) * scale.float()
+        normed = F.rms_norm(pooled.to(self.dtype).float(), (tower.hidden_size,), eps=tower.norm_eps)
+        return self._linear(projector + "embedding_projection", normed.to(self.dtype))
+
+    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
+        eps = self.tower.norm_eps
+        attended = self._attention(name + "self_attn.", self._rms_norm(name + "input_layernorm", x, eps), turn, starts)
+        x = x + self._rms_norm(name + "post_attention_layernorm", attended, eps)
+        normed = self._rms_norm(name + "pre_feedforward_layernorm", x, eps)
+        gate = F.gelu(self._bounded(name + "mlp.gate_proj", normed), approximate="tanh")
+        down = self._bounded(name + "mlp.down_proj", gate * self._bounded(name + "mlp.up_proj", normed))
+        return x + self._rms_norm(name + "post_feedforward_layernorm", down, eps)
+
+    def _attention(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
+        heads, eps = (self.tower.num_heads, self.tower.head_dim), self.tower.norm_eps
+        q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
+        q, k = turn(self._rms_norm(name + "q_norm", q, eps)), turn(self._rms_norm(name + "k_norm", k, eps))
+        v = F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
+        return self._bounded(name + "o_proj", self._attend(q, k, v, starts, scale=1.0))
+
+    def _bounded(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A linear layer, whose inputs and outputs are kept within bounds if it has some."""
+        if not self.tower.bounded:
+            return self._linear(name + ".linear", x)
+        x = x.clamp(self._weight(name, "input_min"), self._weight(name, "input_max"))
+        return self._linear(name + ".linear", x).clamp(
+            self._weight(name, "output_min"), self._weight(name, "output_max")
+        )
+
+    def _by_half(self, grids: Sequence[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cosines and sines [P, 1, 2, head_dim / 4]: of the column for the first half of a head, of the row for
+        the second."""
+        rows, columns = (self._cos_sin(part) for part in self._angles(grids, _ROW_BY_ROW, self.tower.theta))
+        cos, sin = (torch.stack(parts, dim=2) for parts in zip(columns, rows, strict=True))
+        return cos, sin

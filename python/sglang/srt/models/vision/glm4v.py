@@ -1,0 +1,45 @@
+"""The encoder of images and videos of GLM-4.1V, GLM-4.5V and GLM-4.6V: `plan.towers.glm4v` describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.models.vision.encoder import Turn, VisionEncoder
+from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts
+from sglang.srt.plan.towers.glm4v import ROTARY_THETA, Glm4vTower
+
+_LAYER_NORM_EPS = 1e-5
+"""Of the merger, in every published model."""
+
+
+class Glm4vEncoder(VisionEncoder[Glm4vTower]):
+    """Patches come in squares of the merge, one after the other."""
+
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        tower, prefix = self.tower, self.tower.prefixes[0]
+        x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
+        x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
+        positions = self._weight(prefix + "embeddings.position_embedding", "weight")
+        x = x + self._interpolated(positions, *cubic(grids, tower.merge, tower.side))
+        turn = self._turn(*self._halves(grids, tower.merge, ROTARY_THETA))
+        starts = self._on_device(frame_starts(grids))
+        for i in range(tower.num_layers):
+            x = self._block(f"{prefix}blocks.{i}.", x, turn, starts)
+        return self._merged(prefix, self._rms_norm(prefix + "post_layernorm", x, tower.norm_eps))
+
+    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
+        qkv = self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x, self.tower.norm_eps))
+        x = x + self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
+        return x + self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, self.tower.norm_eps))
+
+    def _merged(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        """[P, hidden] -> [tokens, out_size]: the convolution over a square of the merge is a product."""
+        kernel = self._weight(prefix + "downsample", "weight")  # [out_size, hidden, merge, merge]
+        squares = x.view(-1, self.tower.merge**2, self.tower.hidden_size).transpose(1, 2).flatten(1)
+        x = F.linear(squares, kernel.flatten(1), self._weight(prefix + "downsample", "bias"))
+        x = self._linear(prefix + "merger.proj", x)
+        x = F.gelu(self._norm(prefix + "merger.post_projection_norm", x, _LAYER_NORM_EPS))
+        return self._gated(prefix + "merger.", x)

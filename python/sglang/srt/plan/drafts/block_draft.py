@@ -1,0 +1,119 @@
+"""What block drafts of all kinds have in common: a backbone of layers as those of Qwen3 over captured streams of the
+target.
+
+Source: the format in which z-lab publishes DFlash drafts, which DeepSeek's DSpark and SpecForge's drafts share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
+from sglang.srt.plan.drafts.description import Block, DraftDescription, Markov
+from sglang.srt.plan.drafts.eagle import check_sizes, finished
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.layer_spec import LayerSpec
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
+
+_MODEL_NAMES: Mapping[str, str] = {
+    "embed": "embed_tokens",
+    "fc": "fc",
+    "hidden_norm": "hidden_norm",
+    "norm": "norm",
+    "lm_head": "lm_head",
+}
+_LAYER_NAMES = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """The keys of a block draft beside those of its layers. `trained`: rows of the blocks that it was trained with.
+    `captures`: the target layers whose outputs it reads. `unread`: beginnings of the names of tensors that nothing here
+    asks for."""
+
+    trained: int
+    mask_token: int
+    captures: tuple[int, ...]
+    first_row: int = 1
+    head: Markov | None = None
+    unread: tuple[str, ...] = ()
+
+
+def names_of(more: Mapping[str, str]) -> WeightMap:
+    """Returns the names of a backbone's tensors, and those of `more` by our names of the modules."""
+    return WeightMap(
+        {**_MODEL_NAMES, **more}, _LAYER_NAMES, "layers.{layer}.", beginnings=(("model.", ""),), decoder=""
+    )
+
+
+def check_architecture(keys: ConfigReader, kind: str, supported: tuple[str, ...]) -> str:
+    """Returns the architecture of a draft. Raises UserError for one that is none of the `supported`."""
+    architecture = architecture_of(keys)
+    if architecture not in supported:
+        raise UserError(
+            f"{keys.source}: the draft architecture {architecture} is not supported for {kind}. Supported:"
+            f" {', '.join(supported)}. Without such a draft use NGRAM, which needs no weights."
+        )
+    return architecture
+
+
+def describe_block_draft(
+    config: DraftConfig, target: ModelDescription, settings: BlockSettings, names: WeightMap
+) -> DraftDescription:
+    """Describes a draft with such a backbone. Raises UserError naming keys of its config that do not go with the
+    target."""
+    keys = config.reader()
+    family = Family(
+        model_types=("qwen3",), architectures=(architecture_of(keys),), names=names, qk_norm="head", head_dim=128
+    )
+    quantization = stored_wide(config.quantization, config.stored(names))
+    model = describe_as(family, keys, quantization, config.keep_shared_apart)
+    check_sizes(keys, model, target)
+    if model.hidden_size != target.hidden_size:
+        raise UserError(
+            f"{keys.source}: hidden_size {model.hidden_size} is not the target's ({target.hidden_size}), whose"
+            " embedding and head the draft takes. Give the draft that was trained for this model."
+        )
+    if not 0 <= settings.mask_token < target.vocab_size:
+        raise UserError(f"{keys.source}: mask_token_id {settings.mask_token} is no token of the {target.vocab_size:,}.")
+    form = Block(
+        num_captures=len(settings.captures),
+        capture_size=target.hidden_size,
+        size=settings.trained,
+        mask_token=settings.mask_token,
+        vocab_size=target.vocab_size,
+        first_row=settings.first_row,
+        head=settings.head,
+    )
+    layers = tuple(_in_blocks(layer, settings.trained) for layer in model.layers)
+    draft = DraftDescription(
+        kind=config.kind,
+        model=replace(model, layers=layers, names=replace(names, unread=(*names.unread, *settings.unread))),
+        form=form,
+        first_layer=len(target.layers),
+        vocab_size=target.vocab_size,
+        captures=settings.captures,
+    )
+    return finished(draft, target)
+
+
+def check_captures(named: list[Any], num_target_layers: int, source: str) -> tuple[int, ...]:
+    """Returns the target layers that a config names. Raises UserError unless all are layers of the target."""
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in named)
+    if not whole or not all(0 <= layer < num_target_layers for layer in named):
+        raise UserError(
+            f"{source}: target_layer_ids {named} are not all layers of the model, which has"
+            f" {num_target_layers}. Give the draft that was trained for this model."
+        )
+    return tuple(named)
+
+
+def _in_blocks(layer: LayerSpec, size: int) -> LayerSpec:
+    assert isinstance(layer.mixer, GQA)
+    return replace(layer, mixer=replace(layer.mixer, block=size))

@@ -1,0 +1,103 @@
+"""DSpark block drafts with a checkpoint of their own: descriptions made from their config.json.
+
+Sources: arXiv 2607.05147, the format in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel`: keys beside those
+of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A draft is DFlash's backbone with a head
+that biases each guess by the token before it. Its embedding and output head are copies of the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.speculative import DSPARK, USUAL_DSPARK_SIZE
+from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.block_draft import (
+    BlockSettings,
+    check_architecture,
+    check_captures,
+    describe_block_draft,
+    names_of,
+)
+from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
+from sglang.srt.plan.drafts.description import DraftDescription, Markov
+from sglang.srt.plan.drafts.dspark_bundled import CONFIDENCE, describe_bundled
+from sglang.srt.plan.model_description import ModelDescription
+
+DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+_NAMES: Mapping[str, str] = {
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+}
+_GATES = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
+_TABLES = ("dspark_config", "dflash_config")
+_READ = frozenset(
+    {
+        "block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "sample_from_anchor",
+        "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha", "num_target_layers",
+    }
+)  # fmt: skip
+"""Keys of these tables that are read, or that say only how the draft was trained."""
+_COMPUTED: Mapping[str, tuple[object, ...]] = {
+    "projector_type": ("dspark",),
+    "attention_mode": ("gqa", "mha"),
+    "dspark_backbone_conv_enabled": (False,),
+    "is_causal": (False,),
+    "causal": (False,),
+    "causal_head": (False,),
+}
+"""Keys that change what a draft computes, with the values that are computed."""
+
+
+def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescription:
+    """Describes a DSpark draft. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
+    the target."""
+    keys = config.reader()
+    if keys.values.get(BUNDLED_SIZE) is not None:
+        return describe_bundled(config, target)
+    check_architecture(keys, DSPARK, DSPARK_ARCHITECTURES)
+    keys = dspark_keys(keys)
+    rank = keys.count("markov_rank")
+    kind = keys.default("markov_head_type", str, MARKOV_KINDS[0])
+    if kind not in MARKOV_KINDS:
+        known = ", ".join(MARKOV_KINDS)
+        raise UserError(f"{keys.source}: markov_head_type {kind!r} is not supported; supported: {known}.")
+    head = Markov(rank, kind) if rank else None
+    names = names_of({**_NAMES, "markov_gate": _GATES.get(kind, "")}) if head else names_of({})
+    settings = BlockSettings(
+        trained=block_rows(keys),
+        mask_token=keys.require("mask_token_id", int),
+        captures=check_captures(keys.require("target_layer_ids", list), len(target.layers), keys.source),
+        first_row=first_row(keys),
+        head=head,
+        unread=(CONFIDENCE,) if keys.default("enable_confidence_head", bool, False) else (),
+    )
+    return describe_block_draft(config, target, settings, names)
+
+
+def block_rows(keys: ConfigReader) -> int:
+    return keys.positive("block_size", USUAL_DSPARK_SIZE)
+
+
+def first_row(keys: ConfigReader) -> int:
+    """Returns the row that makes the first guess: that of the last sampled token, unless the draft was trained
+    otherwise."""
+    return 0 if keys.default("sample_from_anchor", bool, True) else 1
+
+
+def dspark_keys(keys: ConfigReader) -> ConfigReader:
+    """Returns the keys with those of the tables that some writers put them in. Raises UserError for keys of unknown
+    meaning there, and for drafts that are computed otherwise."""
+    values = dict(keys.values)
+    for table in _TABLES:
+        inner = keys.default(table, dict, {})
+        unknown = sorted(inner.keys() - _READ - _COMPUTED.keys())
+        if unknown:
+            raise UserError(f"{keys.source}: {table} has unknown keys: {', '.join(unknown)}.")
+        values |= inner
+    for key, computed in _COMPUTED.items():
+        if values.get(key) is not None and values[key] not in computed:
+            supported = ", ".join(map(repr, computed))
+            raise UserError(f"{keys.source}: {key} = {values[key]!r} is not supported; supported: {supported}.")
+    return ConfigReader(values, keys.source)

@@ -1,0 +1,138 @@
+"""DSpark block drafts that a DeepSeek-V4 checkpoint brings in `mtp.0`, `mtp.1`, ...: descriptions made of its config.
+
+Sources: DeepSeek's inference code beside the checkpoints of V4-Flash-DSpark and -0731 (as others describe it) and arXiv
+2607.05147. A stage is a layer of the model with window attention alone. The mean of the target's residual streams
+behind each of `dspark_target_layer_ids`, side by side, projected and normed, is what the stages make keys of for the
+tokens before a block; every row of the block sees the last `sliding_window` of these and the whole block. The last
+stage ends with a connection of its own that makes one row of the streams, a norm, and the model's output head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.drafts.block_draft import check_captures
+from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig, stored_wide
+from sglang.srt.plan.drafts.description import Block, DraftDescription, Markov
+from sglang.srt.plan.families import family_of
+from sglang.srt.plan.layer_spec import LayerSpec
+from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
+from sglang.srt.plan.weight_names import WeightMap
+
+CONFIDENCE = "confidence_head."
+"""Beginning of the tensors of a head that predicts whether a guess stands. They are not read: how many guesses pay
+follows from what was verified (`speculative.depth`)."""
+_AT = "mtp."
+_STAGE = re.compile(r"mtp\.(\d+)\.")
+_KEYS = frozenset(
+    {BUNDLED_SIZE, "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank", "dspark_markov_head_type"}
+)
+
+
+def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDescription:
+    """Describes the DSpark draft in a model's checkpoint. Raises UserError naming keys that are missing or of unknown
+    meaning, and for checkpoints that lack the draft."""
+    keys = config.reader()
+    family = family_of(architecture_of(keys), str(keys.values.get("model_type") or ""))
+    if family is None or not family.compressed or architecture_of(keys) != target.architecture:
+        raise UserError(
+            f"{keys.source}: a draft that {architecture_of(keys)} brings (its {BUNDLED_SIZE}) is not served for"
+            f" {target.architecture}. Give another with --speculative-draft-model-path."
+        )
+    _check(keys)
+    captures = check_captures(keys.require("dspark_target_layer_ids", list), len(target.layers), keys.source)
+    stages = _stages(config, len(captures))
+    names = _names(family.names, stages)
+    of_stages = {"num_hidden_layers": stages, "compress_ratios": [0] * stages, "num_hash_layers": 0}
+    quantization = stored_wide(config.quantization, config.stored(names, _AT))
+    reader = ConfigReader({**keys.values, **of_stages}, keys.source)
+    model = describe_as(replace(family, names=names), reader, quantization, config.keep_shared_apart)
+    if model.unsupported:
+        raise UserError("\n".join(model.unsupported))
+    for what, stated, wanted in (
+        ("hidden_size", model.hidden_size, target.hidden_size),
+        ("vocab_size", model.vocab_size, target.vocab_size),
+    ):
+        if stated != wanted:
+            raise UserError(f"{keys.source}: {what} is {stated}, not {wanted}: give the draft of this model.")
+    size, mask = keys.positive(BUNDLED_SIZE), keys.require("dspark_noise_token_id", int)
+    if not 0 <= mask < target.vocab_size:
+        raise UserError(f"{keys.source}: dspark_noise_token_id {mask} is no token of the {target.vocab_size:,}.")
+    rank = keys.count("dspark_markov_rank")
+    form = Block(len(captures), target.hidden_size, size, mask, target.vocab_size, 0, Markov(rank) if rank else None)
+    return DraftDescription(
+        kind=config.kind,
+        model=replace(
+            model,
+            layers=tuple(_in_blocks(layer, size) for layer in model.layers),
+            tie_embeddings=False,
+            first_stage=False,
+            last_stage=False,
+        ),
+        form=form,
+        first_layer=len(target.layers),
+        vocab_size=target.vocab_size,
+        captures=captures,
+        at=_AT,
+    )
+
+
+def _check(keys: ConfigReader) -> None:
+    unknown = sorted(key for key in keys.values if key.startswith("dspark_") and key not in _KEYS)
+    if unknown:
+        raise UserError(f"{keys.source}: the keys {', '.join(unknown)} of its DSpark draft are not known here.")
+    kind = keys.default("dspark_markov_head_type", str, "vanilla")
+    if kind != "vanilla":
+        raise UserError(f"{keys.source}: dspark_markov_head_type {kind!r} is not supported; supported: 'vanilla'.")
+
+
+def _stages(config: DraftConfig, usual: int) -> int:
+    """Returns the number of stages: as many as the checkpoint has; without weights as its config says, or one for each
+    layer that is read. Raises UserError for a checkpoint without one."""
+    stored = config.stored(WeightMap({}, {}), _AT)
+    if stored is None:
+        listed = config.reader().count("num_nextn_predict_layers")
+        return listed if listed > 1 else usual
+    numbers = {int(stage[1]) for name in stored if (stage := _STAGE.match(name))}
+    if not numbers:
+        raise UserError(
+            f"{config.model_path} has no tensors at {_AT}: it has no DSpark draft, which some exports leave out. Draft"
+            " with NGRAM, which needs no weights."
+        )
+    return max(numbers) + 1
+
+
+def _names(of_model: WeightMap, stages: int) -> WeightMap:
+    """Returns the names of the stages' tensors: the first one has the projection of what is read, the last one the
+    heads. The Markov head's tables have two spellings."""
+    last = f"{_AT}{stages - 1}"
+    model: Mapping[str, str] = {
+        "embed": of_model.model["embed"],
+        "lm_head": of_model.model["lm_head"],
+        "fc": f"{_AT}0.main_proj",
+        "hidden_norm": f"{_AT}0.main_norm",
+        "norm": f"{last}.norm",
+        "head_mix": last,
+        "markov_w1": f"{last}.markov_head.markov_w1",
+        "markov_w2": f"{last}.markov_head.markov_w2",
+    }
+    copies = tuple(f"{_AT}{stage}.{name}." for stage in range(stages) for name in ("emb", "embed", "head"))
+    heads = (("embed", "markov_w1"), ("head", "markov_w2"))
+    return replace(
+        of_model,
+        model=model,
+        layer_prefix=f"{_AT}{{layer}}.",
+        beginnings=tuple((f"{last}.markov_head.{old}.", f"{last}.markov_head.{new}.") for old, new in heads),
+        behind=(),
+        unread=(*copies, f"{last}.{CONFIDENCE}"),
+    )
+
+
+def _in_blocks(layer: LayerSpec, size: int) -> LayerSpec:
+    assert isinstance(layer.mixer, CompressedSparse)
+    return replace(layer, mixer=replace(layer.mixer, block=size))

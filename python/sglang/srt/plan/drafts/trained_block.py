@@ -1,0 +1,47 @@
+"""Block drafts' blocks as they were trained: their rows, and the guesses that these make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.speculative import DFLASH, DSPARK, USUAL_BLOCK_SIZE
+from sglang.srt.plan.drafts.config import BUNDLED_SIZE, config_keys, dspark_folder
+from sglang.srt.plan.drafts.dspark import block_rows, dspark_keys, first_row
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBlock:
+    rows: int
+    guesses: int
+
+
+def trained_block(args: ServerArgs) -> TrainedBlock:
+    """Returns the block that the draft of the flags was trained with; no rows for drafters without blocks. Raises
+    UserError for a draft that is missing."""
+    path = args.speculative_draft_model_path
+    if args.speculative_algorithm == DFLASH:
+        if path is None:  # refused with the other flags
+            return TrainedBlock(USUAL_BLOCK_SIZE, USUAL_BLOCK_SIZE - 1)
+        rows = config_keys(_resolved(args)).positive("block_size", USUAL_BLOCK_SIZE)
+        return TrainedBlock(rows, rows - 1)
+    if args.speculative_algorithm != DSPARK:
+        return TrainedBlock(0, 0)
+    folder = _resolved(args)
+    keys = config_keys(folder, None if path is not None else args.model_overrides())
+    inside = dspark_folder(folder, keys, path is not None)
+    keys = keys if inside == folder else config_keys(inside)
+    if keys.values.get(BUNDLED_SIZE) is not None:
+        rows = keys.positive(BUNDLED_SIZE)
+        return TrainedBlock(rows, rows)
+    rows = block_rows(dspark_keys(keys))
+    return TrainedBlock(rows, rows - first_row(dspark_keys(keys)))
+
+
+def _resolved(args: ServerArgs) -> Path:
+    path, flag = args.speculative_draft_model_path, "--speculative-draft-model-path"
+    if path is None:
+        return resolve_model_path(args.model_path, args.revision, args.download_dir, False)
+    return resolve_model_path(path, args.speculative_draft_model_revision, args.download_dir, False, flag)

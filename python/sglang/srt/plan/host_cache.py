@@ -1,0 +1,151 @@
+"""Sizes of the prefix cache in main memory (--enable-hierarchical-cache). All sizes in bytes and of one rank. No
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.caches import CacheGroup
+from sglang.srt.plan.layer_spec import Window
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize, cache_cost
+from sglang.srt.server_args import ServerArgs
+
+GB, GIB = 1000**3, 1024**3
+DEFAULT_RATIO = 2.0
+LEAST_RATIO = 0.05
+"""Main memory for a smaller share of the GPU's cache than this is not worth its copies."""
+SYSTEM_RESERVE = 10 * GIB
+"""Main memory that is left to the system, or half of it, where that is less."""
+STAGING_BYTES = 32 << 20
+"""Size of the buffer on the device in which pages are gathered. As much again is used on the way there."""
+SAVE_BYTES = 256 << 20
+"""Most bytes of one copy to main memory: loads and the steps' own traffic go between two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCachePlan:
+    """The pools in main memory. `sizes`: as those of the device, without requests."""
+
+    sizes: PoolSizes
+    token_bytes: int
+    window_bytes: int
+    state_bytes: int
+    write_through: bool
+    """True: what is computed is copied at once; False: when a second request uses it."""
+    save_tokens: int
+    """Most tokens of one copy to main memory, in whole pages."""
+    processes: int
+    """Ranks that share this machine's memory, each with pools of this size."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.token_bytes + self.window_bytes + self.state_bytes
+
+    def describe(self) -> dict[str, Any]:
+        """Describes it for /server_info."""
+        pools: dict[str, Any] = {"tokens": self.sizes.tokens}
+        if self.sizes.windows:
+            pools["window_tokens"] = {str(size.window): size.tokens for size in self.sizes.windows}
+        if self.sizes.has_states:
+            pools["state_checkpoints"] = self.sizes.checkpoints
+        return {
+            **pools,
+            "bytes": self.total_bytes,
+            "bytes_of_machine": self.total_bytes * self.processes,
+            "write_policy": "write_through" if self.write_through else "write_through_selective",
+        }
+
+    def __str__(self) -> str:
+        """Describes it for people."""
+        states = f", {self.sizes.checkpoints:,} states" if self.sizes.has_states else ""
+        ranks = f", {self.total_bytes * self.processes / GIB:.2f} GiB of {self.processes} ranks" * (self.processes > 1)
+        return (
+            f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory a rank{ranks};"
+            f" copied {'when computed' if self.write_through else 'when a second request uses them'}"
+        )
+
+
+def copy_bytes(args: ServerArgs, arch: ArchTraits) -> int:
+    """Returns the bytes that copies take on the device."""
+    return 2 * STAGING_BYTES if args.enable_hierarchical_cache and not arch.unified_memory else 0
+
+
+def plan_host_cache(
+    args: ServerArgs,
+    groups: Sequence[CacheGroup],
+    device: PoolSizes,
+    arch: ArchTraits,
+    host_available: int | None,
+    processes: int,
+) -> tuple[HostCachePlan | None, list[str]]:
+    """Plans the pools in main memory, and returns notes for the user. `groups`: of the rank that has most.
+    `host_available`: free on the machine after everything else is allocated; None: unknown, nothing is checked.
+    `processes`: the ranks on the machine. Raises UserError for a size that was asked for and does not fit."""
+    if not args.enable_hierarchical_cache:
+        return None, []
+    if arch.unified_memory:
+        return None, [
+            f"--enable-hierarchical-cache has no effect: the memory of {arch.product or arch.name} is the machine's, so"
+            " that a copy in main memory would take from the cache what it gives to it"
+        ]
+    if device.has_states and not device.checkpoints:
+        return None, ["--enable-hierarchical-cache has no effect: no memory is left for copies of states"]
+    notes = []
+    if arch.device == "cpu":
+        notes.append("--enable-hierarchical-cache: the cache of a CPU is in main memory already; copies only cost time")
+    once = _scaled(args, groups, device, 1.0, processes)
+    ratio = _ratio(args, once.total_bytes, host_available, processes)
+    if ratio < LEAST_RATIO:
+        asked = "" if host_available is None else f" of {host_available / GIB:.2f} GiB"
+        return None, [*notes, f"--enable-hierarchical-cache has no effect: too little main memory is free{asked}"]
+    plan = _scaled(args, groups, device, ratio, processes)
+    if host_available is not None and plan.total_bytes * processes > host_available:
+        raise UserError(
+            f"the prefix cache in main memory takes {plan.total_bytes / GIB:.2f} GiB for each of {processes} ranks, but"
+            f" {host_available / GIB:.2f} GiB are free. Use a smaller --hicache-size or --hicache-ratio, or neither:"
+            " then it is as large as fits."
+        )
+    return plan, notes
+
+
+def _ratio(args: ServerArgs, bytes_at_one: int, available: int | None, processes: int) -> float:
+    """Returns the size of the pools over those of the device."""
+    if args.hicache_size:
+        return args.hicache_size * GB / max(1, bytes_at_one)
+    if args.hicache_ratio is not None:
+        return args.hicache_ratio
+    if available is None:
+        return DEFAULT_RATIO
+    usable = args.hicache_host_memory_fraction * max(available - SYSTEM_RESERVE, available // 2)
+    return min(DEFAULT_RATIO, usable / processes / max(1, bytes_at_one))
+
+
+def _scaled(
+    args: ServerArgs, groups: Sequence[CacheGroup], device: PoolSizes, ratio: float, processes: int
+) -> HostCachePlan:
+    page = device.page_size
+
+    def pages(tokens: int) -> int:
+        return max(1, int(tokens * ratio) // page) * page
+
+    windows = tuple(WindowSize(size.window, pages(size.tokens)) for size in device.windows)
+    checkpoints = max(1, int(device.checkpoints * ratio)) if device.has_states else 0
+    sizes = replace(device, tokens=pages(device.tokens), max_requests=0, windows=windows, checkpoints=checkpoints)
+    cost = cache_cost(groups)
+    of_window = {
+        size.window: sum(g.bytes_per_entry for g in groups if g.lifetime == Window(size.window)) for size in windows
+    }
+    per_page = max(1, int(cost.bytes_per_token * page))
+    return HostCachePlan(
+        sizes,
+        token_bytes=int(cost.bytes_per_token * sizes.tokens),
+        window_bytes=sum(size.tokens * of_window[size.window] for size in windows),
+        state_bytes=cost.state_bytes * checkpoints,
+        write_through=args.hicache_write_policy == "write_through",
+        save_tokens=max(1, SAVE_BYTES // per_page) * page,
+        processes=processes,
+    )

@@ -1,0 +1,42 @@
+"""Tables of n-grams that lie in pinned host memory, from where a GPU reads the rows of a step. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
+
+
+def has_tables(model: ModelDescription) -> bool:
+    return any(isinstance(layer.ngrams, NgramEmbedding) for layer in model.layers)
+
+
+def with_tables(model: ModelDescription, on_host: bool) -> ModelDescription:
+    """Returns the model with its tables in host memory, or in the GPU's."""
+    layers = [
+        replace(layer, ngrams=replace(layer.ngrams, on_host=on_host))
+        if isinstance(layer.ngrams, NgramEmbedding)
+        else layer
+        for layer in model.layers
+    ]
+    return replace(model, layers=tuple(layers))
+
+
+def host_table_bytes(model: ModelDescription, serving: Serving) -> int:
+    """Returns the bytes of tables in host memory, for each rank of the stage that has them."""
+    tables = (layer.ngrams for layer in model.layers if isinstance(layer.ngrams, NgramEmbedding))
+    return sum(
+        table.table_elements(serving.tp_size) * KV_DTYPE_BYTES[table.table_dtype or serving.dtype]
+        for table in tables
+        if table.on_host
+    )
+
+
+def host_table_note(size: int) -> str:
+    return (
+        f"the tables of n-grams lie in pinned host memory, {size / 1024**3:.2f} GiB for each GPU that has them; in GPU"
+        " memory their rows would be read faster: more GPUs (--tp-size), or --no-ple-offload-embedding where they fit"
+    )

@@ -1,0 +1,134 @@
+"""Embeddings of n-grams of token ids, looked up in a hashed table and gated into the residual streams, as a block of
+`layer_spec` (Qwen3.8's PLE, "engram")."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.ranks import RankLayout
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+LAYER_SEEDS = 10007
+"""Distance between the seeds of a model's tables."""
+
+
+def splitmix64(value: int) -> int:
+    """Returns the 64-bit hash of Steele, Lea and Flood (OOPSLA 2014)."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def primes_from(start: int) -> Iterator[int]:
+    """Yields the primes from `start` on, in order."""
+    for number in itertools.count(max(2, start)):
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            yield number
+
+
+@functools.cache
+def _head_rows(base: int, before: int, count: int) -> tuple[int, ...]:
+    return tuple(itertools.islice(primes_from(base), before, before + count))
+
+
+@dataclass(frozen=True, slots=True)
+class NgramEmbedding:
+    """A token looks up `heads` rows for each of the n-grams of 2 to `longest` tokens that end with it, in a table of
+    `dim` columns a row. Their concatenation is projected to a key for each of `streams` residual streams of
+    `stream_size` elements, and one value; the streams gate the value, and a convolution of `taps` taps, `longest`
+    tokens apart, follows over each channel.
+
+    `number`: of the table among the model's tables, counted from 0; it seeds the hash. Ranks share out the heads' parts
+    of the table. `table_dtype`: of the table as it is stored and kept: "fp8_e4m3", with one scale, or "" for the
+    model's. `end_token` ends a segment: n-grams do not reach over it. `parts`: tensors that checkpoints cut the table
+    into. `on_host`: the table is in pinned host memory, from where the GPU reads the rows of a step.
+    """
+
+    longest: int
+    heads: int
+    dim: int
+    base_rows: int
+    row_multiple: int
+    number: int
+    seed: int
+    vocab_size: int
+    end_token: int
+    taps: int
+    streams: int
+    stream_size: int
+    parts: int
+    table_dtype: str
+    on_host: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return (self.longest - 1) * self.heads
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's rows together."""
+        return self.num_heads * self.dim
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens before the next one that its convolution reads."""
+        return (self.taps - 1) * self.longest
+
+    @property
+    def multipliers(self) -> tuple[int, ...]:
+        """Odd factors of the token ids of an n-gram, the last token first; no product reaches 2^63."""
+        bound = max(1, ((1 << 63) - 1) // self.vocab_size // 2)
+        base = self.seed + LAYER_SEEDS * self.number
+        seeds = ((base + _GAMMA * (place + 1)) & _MASK for place in range(self.longest))
+        return tuple(2 * (splitmix64(seed) % bound) + 1 for seed in seeds)
+
+    @property
+    def head_rows(self) -> tuple[int, ...]:
+        """Rows of each head's part of the table: successive primes from `base_rows` on, different for every table."""
+        return _head_rows(self.base_rows, self.number * self.num_heads, self.num_heads)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole table, with the padding at its end."""
+        return -(-sum(self.head_rows) // self.row_multiple) * self.row_multiple
+
+    def rank_rows(self, tp_size: int) -> int:
+        """Rows that each rank has room for."""
+        each = self.num_heads // tp_size
+        return max(sum(self.head_rows[first : first + each]) for first in range(0, self.num_heads, each))
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield Need("ngram_embedding", q_dtype=serving.dtype, kv_dtype=self.table_dtype or serving.dtype)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        """Returns the state of a request: the ids of its last tokens, and what their convolution was of."""
+        ids = CacheTensor("ids", (self.longest - 1,), "int32")
+        rows = CacheTensor("rows", (self.kept_tokens, self.streams * self.stream_size), serving.dtype)
+        return (CacheSpec("ngrams", (ids, rows), lifetime=PER_REQUEST),)
+
+    def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
+        wide = self.streams * hidden_size
+        table = Elements(0 if self.on_host else self.table_elements(ranks.tp_size), self.table_dtype or None)
+        return (
+            Matrix("ngrams.project", ("key", "value"), wide + hidden_size, self.width),
+            Elements(3 * wide, "float32"),
+            Elements(self.taps * wide),
+            Elements(self.longest + 2 * self.num_heads, "int64"),
+            *([Elements(1, "float32")] if self.table_dtype else []),
+            table,
+        )
+
+    def table_elements(self, tp_size: int) -> int:
+        """Returns the elements of a rank's part of the table."""
+        return self.rank_rows(tp_size) * self.dim
+
+    def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
+        return 2 * self.width + (4 * self.streams + 1) * hidden_size

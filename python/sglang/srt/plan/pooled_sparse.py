@@ -1,0 +1,106 @@
+"""Attention to blocks of tokens that an indexer selects by pooled keys (Qwen3.8's QSA), as a mixer of `layer_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from sglang.srt.configs.rope import RopeSpec
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.layer_spec import (
+    PER_REQUEST,
+    CacheSpec,
+    CacheTensor,
+    Elements,
+    Matrix,
+    Serving,
+    Weights,
+    uneven_sizes,
+)
+from sglang.srt.plan.mixers import GQA, HeadDims, Indexer
+from sglang.srt.plan.ranks import HeadShares
+
+
+@dataclass(frozen=True, slots=True)
+class PooledSparse:
+    """Grouped-query attention (`heads`) over the `indexer.top_k` blocks of `block` tokens that the indexer scores
+    highest, and over the tokens behind the last whole block, always.
+
+    The indexer's key of a block is the mean of its tokens' keys, normed, then rotated at the position of the block's
+    first token. Its scores are sums over heads of ReLU, without weights of heads. Blocks are those of positions: 0 to
+    block - 1, and so on; pages hold whole blocks.
+    """
+
+    heads: GQA
+    indexer: Indexer
+    block: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads.num_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.heads.value_dim
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        return self.heads.rope
+
+    @property
+    def budget(self) -> int:
+        """Tokens in the blocks that are selected at most."""
+        return self.indexer.top_k * self.block
+
+    def shares(self, tp_size: int) -> HeadShares:
+        return self.heads.shares(tp_size)
+
+    def head_dims(self) -> Iterator[HeadDims]:
+        return self.heads.head_dims()
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        of_heads = {need.op: need for need in self.heads.needs(serving)}
+        dense = of_heads.pop("decode_attention")
+        del of_heads["extend_attention"]
+        yield from of_heads.values()
+        index, rotary = self.indexer, self.heads.rotary_dim
+        index_dims, index_heads = (index.head_dim, index.head_dim), (index.num_heads, 1)
+        uneven = uneven_sizes(self.block, index.head_dim, rotary)
+        yield serving.need("kv_compressor", index_dims, uneven)
+        yield Need("tail_rotation", q_dtype=serving.dtype, traits=uneven_sizes(rotary))
+        yield serving.need("sparse_indexer", index_dims, heads=index_heads)
+        shares = self.shares(serving.tp_size)
+        heads = (shares.padded_heads, shares.padded_kv_heads)
+        yield replace(dense, op="selected_block_attention", heads=heads, traits=uneven_sizes(self.block))
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        """Returns the caches of keys and values, of one key a block, and of the keys of a request's last tokens, of
+        which the next block's is made."""
+        dim = self.indexer.head_dim
+        rows = CacheTensor("rows", (self.block, 2, dim), "float32")
+        pending = CacheSpec("index_pending", (rows,), lifetime=PER_REQUEST)
+        return (*self.heads.caches(serving), self.indexer.cache(serving, Fraction(1, self.block)), pending)
+
+    def attention_shape(self, tp_size: int) -> None:
+        """Returns None: what a token sees is chosen token by token, so no backend plans it for a step."""
+        return None
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        dim = self.indexer.head_dim
+        return (
+            *self.heads.weights(hidden_size, tp_size),
+            # In the model's type, with rows in another order than in the checkpoint.
+            Elements((self.indexer.num_heads + 1) * dim * hidden_size),
+            Elements(2 * dim, "float32"),
+        )
+
+    def activation_elements(self, tp_size: int) -> int:
+        index = (self.indexer.num_heads + 5) * self.indexer.head_dim
+        return self.heads.activation_elements(tp_size) + index + 2 * self.indexer.top_k
+
+
+def index_matrix(spec: PooledSparse, hidden_size: int) -> Matrix:
+    """Returns the indexer's projection as checkpoints have it: queries of all heads, then the key."""
+    rows = (spec.indexer.num_heads + 1) * spec.indexer.head_dim
+    return Matrix("attn.index_qk", ("",), rows, hidden_size)

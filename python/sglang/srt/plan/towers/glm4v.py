@@ -1,0 +1,79 @@
+"""The encoder of images and videos of GLM-4.1V, GLM-4.5V and GLM-4.6V, as config.json has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.towers.tower import (
+    NamedShape,
+    Tower,
+    gated_shapes,
+    linear_shapes,
+    norm_shapes,
+    only,
+    whole_quarters,
+)
+
+ROTARY_THETA = 10000.0
+"""The same in every published model, whose configs do not name it."""
+_PREFIX = "model.visual."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4vTower(Tower):
+    """`intermediate_size`: of the merger; the layers' is `out_size`. `side`: learned positions a side, which are
+    interpolated to an image's. `norm_eps`: of the RMS norms. `qkv_bias`: whether queries, keys and values have one."""
+
+    side: int
+    norm_eps: float
+    qkv_bias: bool
+    prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
+
+    def shapes(self) -> Iterator[NamedShape]:
+        hidden, out = self.hidden_size, self.out_size
+        yield from linear_shapes(_PREFIX + "patch_embed.proj", hidden, self.patch_values)
+        yield f"{_PREFIX}embeddings.position_embedding.weight", (self.side**2, hidden)
+        yield f"{_PREFIX}post_conv_layernorm.weight", (hidden,)
+        for i in range(self.num_layers):
+            block = f"{_PREFIX}blocks.{i}."
+            yield f"{block}norm1.weight", (hidden,)
+            yield f"{block}norm2.weight", (hidden,)
+            yield from linear_shapes(block + "attn.qkv", 3 * hidden, hidden, bias=self.qkv_bias)
+            yield from linear_shapes(block + "attn.proj", hidden, hidden, bias=False)
+            yield from gated_shapes(block + "mlp.", hidden, out, bias=False)
+        yield f"{_PREFIX}post_layernorm.weight", (hidden,)
+        yield f"{_PREFIX}downsample.weight", (out, hidden, self.merge, self.merge)
+        yield f"{_PREFIX}downsample.bias", (out,)
+        yield from linear_shapes(_PREFIX + "merger.proj", out, out, bias=False)
+        yield from norm_shapes(_PREFIX + "merger.post_projection_norm", out)
+        yield from gated_shapes(_PREFIX + "merger.", out, self.intermediate_size, bias=False)
+
+    def activation_size(self) -> int:
+        merged = (2 * self.out_size + 3 * self.intermediate_size) // self.merge**2
+        return 2 * self.hidden_size + max(7 * self.hidden_size, 3 * self.out_size, merged)
+
+
+def describe_glm4v(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
+    """Describes the encoder of a vision_config. Raises UserError naming a key that is missing or not served."""
+    only(vision, "hidden_act", "silu")
+    hidden, heads = vision.positive("hidden_size"), vision.count("num_heads", "num_attention_heads")
+    if not heads:
+        raise UserError(f"{vision.source}: the key 'num_heads' is missing.")
+    whole_quarters(vision, hidden, heads)
+    patch = vision.positive("patch_size", 14)
+    return Glm4vTower(
+        hidden_size=hidden,
+        intermediate_size=vision.positive("intermediate_size"),
+        num_layers=vision.positive("depth"),
+        num_heads=heads,
+        patch_shape=(vision.positive("in_channels", 3), vision.positive("temporal_patch_size", 2), patch, patch),
+        merge=vision.positive("spatial_merge_size", 2),
+        out_size=vision.positive("out_hidden_size"),
+        side=vision.positive("image_size", 336) // patch,
+        norm_eps=vision.default("rms_norm_eps", float, 1e-5),
+        qkv_bias=vision.default("attention_bias", bool, False),
+    )

@@ -1,0 +1,117 @@
+"""Attention to tokens that ranks share out: the parts that each makes of its own are one softmax, and tokens that come
+together on every rank are found where the index says."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.kernels.tiles import MLA_LATENT
+from sglang.srt.layers.attention.part_merge import _weights
+from sglang.srt.layers.attention.selection import Selection
+from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens, own_rows, own_slots, with_own_table
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.step_rows import DecodeRows, TokenSlots
+from srt.layers.attention.backend_harness import FakeArch, layer_of, plan_of
+from srt.layers.attention.reference import Problem, reference_decode, relative_error
+
+LENS = [0, 400, 2, 1]
+SHORT = [0, 9, 2, 1]
+"""Of the tokens before the new one: some ranks have none, and of the first there are several pieces. The interpreter
+takes long for latents."""
+
+
+def own_problem(p: Problem, rank: int, size: int) -> tuple[object, DecodeRows]:
+    """The layer with the rank's caches, and the rows over its own tokens."""
+    layer = layer_of(p, token_ranks=size)
+    keys = p.k_cache[rank::size].contiguous()
+    values = keys[..., : p.v_head_dim] if p.v_in_k else p.v_cache[rank::size].contiguous()
+    layer.cache.bind({"k": keys, "v": values}, table=1)
+    nowhere = torch.zeros(len(p.prefix_lens), dtype=torch.int64, device=p.device)
+    lens = [length + 1 for length in p.prefix_lens]
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=p.device)
+    rows = DecodeRows(p.req_pool_indices, seq_lens, (TokenSlots(p.req_to_token, nowhere),) * 2, lens)
+    return layer, own_rows(rows, Group(rank, size))
+
+
+def merged(p: Problem, size: int, backend: type) -> torch.Tensor:
+    parts, sums = [], []
+    for rank in range(size):
+        layer, rows = own_problem(p, rank, size)
+        plan = plan_of(p, max_running_requests=len(p.prefix_lens), arch=FakeArch(2))
+        builder = backend(plan, p.device).part_builder(layer.site.shape, len(p.prefix_lens))
+        out = torch.full((len(p.prefix_lens), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
+        lse = torch.full((len(p.prefix_lens), p.num_heads), float("nan"), device=p.device)
+        metadata = builder.build(rows)
+        if hasattr(builder, "workspace"):
+            builder.workspace.part_o.fill_(float("nan"))
+            builder.workspace.part_lse.fill_(float("nan"))
+        metadata.attend_part(p.q, layer, out, lse)
+        without = torch.tensor(p.prefix_lens, device=p.device) < rank
+        assert not out[without].any() and (lse[without] == float("-inf")).all() and lse[~without].isfinite().all()
+        parts.append(out)
+        sums.append(lse)
+    weights = _weights(torch.stack(sums), None)
+    return (torch.stack(parts) * weights[..., None]).sum(0)
+
+
+def problem(latent: bool, kv_dtype: torch.dtype | None, page_size: int, device: str) -> Problem:
+    heads, dims = ((16, 1), MLA_LATENT) if latent else ((6, 2), (64, 64))
+    lens = SHORT if latent else LENS
+    options = {"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 0.5} if kv_dtype else {}
+    return Problem(lens, [1] * len(lens), *heads, *dims, v_in_k=latent, page_size=page_size, device=device, **options)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(
+    ("size", "latent", "kv_dtype"),
+    [(3, False, torch.float8_e4m3fn), (2, True, None)],
+    ids=str,
+)
+def test_parts_of_ranks_are_one_softmax(size: int, latent: bool, kv_dtype: torch.dtype | None) -> None:
+    p = problem(latent, kv_dtype, 12, interpreter.DEVICE)
+    got = merged(p, size, TritonAttnBackend)
+    assert relative_error(got, reference_decode(p, p.head_dim**-0.5)) < (2e-2 if kv_dtype else 2e-3)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_parts_of_the_reference_are_one_softmax(latent: bool) -> None:
+    p = problem(latent, None, 4, "cpu")
+    assert relative_error(merged(p, 4, TorchNativeAttnBackend), reference_decode(p, p.head_dim**-0.5)) < 2e-3
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_tokens_come_together(size: int) -> None:
+    """Also a part of them, as chunks are cut."""
+    page, lens, generator = 2 * size, [5, 0, 17, 1, 8], torch.Generator().manual_seed(size)
+    cache = torch.randn(40 * page, 2, 3, generator=generator)
+    pages = torch.randperm(39, generator=generator) + 1
+    table = (pages[:35].view(5, 7, 1) * page + torch.arange(page)).flatten(1)
+    tokens = Tokens.first(lens, torch.device("cpu"))
+    assert tokens.bounds.tolist() == [0, 5, 5, 22, 23, 31]
+    slots = table[tokens.rows, tokens.positions]
+    for run in (slice(0, 31), slice(3, 20), slice(20, 31)):
+        ranks = [
+            GatheredTokens.of(slots[run], tokens.positions[run], len(lens), Group(rank, size)) for rank in range(size)
+        ]
+        together = torch.cat([cache[rank::size][gathered.own] for rank, gathered in enumerate(ranks)])
+        for gathered in ranks:
+            assert torch.equal(together[gathered.index], cache[slots[run]])
+
+
+def test_each_slot_is_one_ranks() -> None:
+    slots = torch.arange(24)
+    own = torch.stack([own_slots(slots, Group(rank, 4)) for rank in range(4)])
+    assert torch.equal(own.sum(0), slots // 4) and ((own > 0).sum(0) == (slots >= 4)).all()
+    selection = Selection(torch.tensor([[5, -1, 8, 3, 0]]), torch.tensor([4]))
+    assert selection.of_rank(0, 4).slots.tolist() == [[-1, -1, 2, -1, 0]]
+    assert selection.of_rank(1, 4).slots.tolist() == [[1, -1, -1, -1, -1]]
+    both = (TokenSlots(slots, slots),) * 2
+    assert with_own_table(both, own)[0] is both[0] and with_own_table(both, own)[1].req_to_token is own
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

@@ -1,0 +1,134 @@
+"""Kernels of gated residual streams and of n-gram embeddings against plain torch."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.layers import native_streams
+from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.ngrams import native
+from sglang.srt.layers.ngrams.kernels import NgramHash
+from sglang.srt.layers.ngrams.triton_ops import ngram_embedding as kernels
+from sglang.srt.layers.triton_ops import gated_streams
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
+
+CLOSE = {"rtol": 2e-2, "atol": 2e-2}
+DEVICE = interpreter.DEVICE
+END = 7
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize(("num", "size", "rank"), [(4, 256, 320), (2, 96, 12), (3, 64, 5)])
+def test_between_two_blocks(tokens: int, num: int, size: int, rank: int) -> None:
+    torch.manual_seed(tokens)
+    streams, weight = random(tokens, num, size), random(num, size, dtype=torch.float32)
+    out, placement = random(tokens, size + 8)[:, :size], torch.rand(tokens, num, device=DEVICE)
+    for given in ((None, None), (out, placement)):
+        want_streams, got_streams = streams.clone(), streams.clone()
+        want = native_streams.place_and_norm(want_streams, *given, weight, 1e-6)
+        got = gated_streams.place_and_norm(got_streams, *given, weight, 1e-6)
+        torch.testing.assert_close(got_streams, want_streams, **CLOSE)
+        torch.testing.assert_close(got, want, **CLOSE)
+    for width in (rank + num, rank):  # behind the last block nothing is placed
+        products = random(tokens, width + 3)[:, :width]
+        for got, want in zip(
+            gated_streams.bend(products, rank, num), native_streams.bend(products, rank, num), strict=True
+        ):
+            torch.testing.assert_close(got, want, **CLOSE)
+    gates = random(tokens, num * size)
+    torch.testing.assert_close(
+        gated_streams.mix_streams(gates, streams), native_streams.mix_streams(gates, streams), **CLOSE
+    )
+
+
+LENGTHS = ((0, 9), (1, 4), (30, 3), (8, 1), (2, 7))
+"""(tokens in the state, new tokens) of the requests 1, 2, ...; then a token of padding."""
+
+
+def requests_of_a_step() -> TokenRequests:
+    rows = [
+        (slot, first + i, first, first + new) for slot, (first, new) in enumerate(LENGTHS, start=1) for i in range(new)
+    ]
+    rows.append((0, 0, 0, 1))
+    return TokenRequests(*(torch.tensor(column, device=DEVICE) for column in zip(*rows, strict=True)))
+
+
+def embedding(longest: int, taps: int) -> NgramEmbedding:
+    return NgramEmbedding(
+        longest=longest, heads=4, dim=20, base_rows=1000, row_multiple=8, number=1, seed=1234, vocab_size=1 << 18,
+        end_token=END, taps=taps, streams=3, stream_size=64, parts=2, table_dtype="",
+    )  # fmt: skip
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("longest", [2, 3, 4])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_of_ngrams(longest: int, quantized: bool, rank: int) -> None:
+    torch.manual_seed(longest)
+    spec, requests = embedding(longest, 4), requests_of_a_step()
+    count = spec.num_heads // 2
+    heads = slice(rank * count, (rank + 1) * count)
+    sizes = torch.tensor(spec.head_rows[heads], device=DEVICE)
+    hashed = NgramHash(
+        torch.tensor(spec.multipliers, device=DEVICE), sizes, sizes.cumsum(0) - sizes, heads.start, spec.heads, END
+    )
+    ids = torch.randint(1 << 17, 1 << 18, (len(requests.slots),), device=DEVICE)
+    ids[::4] = END
+    kept = torch.randint(0, 9, (len(LENGTHS) + 1, longest - 1), dtype=torch.int32, device=DEVICE)
+    table = random(int(sizes.sum()), spec.dim)
+    scale = torch.tensor([0.37], device=DEVICE) if quantized else None
+    table = table.to(torch.float8_e4m3fn) if quantized else table
+    want = torch.zeros(len(ids), count * spec.dim, dtype=torch.bfloat16, device=DEVICE)
+    got = torch.ones_like(want)
+    native.ngram_rows(ids, kept, requests, hashed, table, scale, want)
+    kernels.ngram_rows(ids, kept, requests, hashed, table, scale, got)
+    assert torch.equal(got, want)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("longest", "taps"), [(3, 4), (2, 3), (4, 2)])
+def test_values_and_the_state_that_they_leave(longest: int, taps: int) -> None:
+    torch.manual_seed(longest)
+    spec, requests = embedding(longest, taps), requests_of_a_step()
+    num, size, tokens = spec.streams, spec.stream_size, len(requests.slots)
+    weights = [random(num, size, dtype=torch.float32) for _ in range(3)]
+    products, streams = random(tokens, (num + 1) * size), random(tokens, num, size)
+    want = native.gate_values(products, streams, *weights, 1e-6)
+    got = kernels.gate_values(products, streams, *weights, 1e-6)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    values, normed = want
+    convolution = random(num * size, taps)
+    kept = random(len(LENGTHS) + 1, spec.kept_tokens, num * size)
+    convolved = values.clone()
+    native.convolve_values(values, normed, convolution, longest, kept, requests)
+    kernels.convolve_values(convolved, normed, convolution, longest, kept, requests)
+    torch.testing.assert_close(convolved, values, **CLOSE)
+    ids = torch.randint(0, 1 << 18, (tokens,), device=DEVICE)
+    kept_ids = torch.zeros(len(LENGTHS) + 1, longest - 1, dtype=torch.int32, device=DEVICE)
+    states = [(kept_ids.clone(), kept.clone()) for _ in range(2)]
+    for keep, state in zip((native.keep_tokens, kernels.keep_tokens), states, strict=True):
+        keep(ids, normed, *state, requests)
+    for ours, theirs in zip(*states, strict=True):
+        assert torch.equal(ours[1:], theirs[1:])  # what lies in slot 0 is nobody's
+
+
+def test_the_published_table_has_as_many_rows_as_the_checkpoint() -> None:
+    spec = NgramEmbedding(
+        longest=3, heads=8, dim=160, base_rows=20_000_000, row_multiple=128, number=0, seed=1234, vocab_size=248320,
+        end_token=248044, taps=4, streams=4, stream_size=2560, parts=128, table_dtype="fp8_e4m3",
+    )  # fmt: skip
+    assert sum(spec.head_rows) == 320_001_446 and spec.rows == 128 * 2_500_012
+    assert all(factor % 2 and factor * spec.vocab_size < 1 << 63 for factor in spec.multipliers)
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

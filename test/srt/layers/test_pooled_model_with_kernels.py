@@ -1,0 +1,106 @@
+"""Tiny models of Qwen3.8-Flash-Next whose layers run the Triton kernels: they compute what the torch kernels do, also
+for prompts in parts, padding, and guesses that are taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.layers import native_streams
+from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
+from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
+from sglang.srt.layers.compressed import native as compressed_ops
+from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
+from sglang.srt.layers.ngrams import native as ngram_ops
+from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
+from sglang.srt.layers.recurrent.triton_ops.gated_norm import gated_rmsnorm
+from sglang.srt.layers.triton_ops import gated_streams
+from sglang.srt.model_executor.graph_runner import GraphSizes
+from srt.model_executor import test_pooled_steps as steps
+from srt.model_executor.graph_stand_ins import in_graphs
+from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
+from srt.models.harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny
+
+TILE = {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 1}
+SCORES = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 1}
+
+
+def attention(plan: object) -> Any:
+    return lambda *tensors, scale: selected_block_attention_fwd(*tensors, scale=scale, tile=TILE, num_sms=8)
+
+
+def indexer(plan: object) -> Any:
+    def select(
+        q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scales: None, rows: EntryRows, top_k: int
+    ) -> Selection:
+        slots = torch.empty((len(q), top_k), dtype=torch.int32)
+        chosen = torch.empty(len(q), dtype=torch.int32)
+        logits = torch.empty((len(q), -(-rows.max_count // 16) * 16), dtype=torch.float32)
+        index_logits(q, weights, keys, scales, rows, top_k, logits, tile=SCORES, num_sms=1)
+        select_entries(logits, rows, top_k, slots, chosen)
+        return Selection(slots, chosen)
+
+    return select
+
+
+KERNELS = {
+    "kv_compressor": compressor.KV_COMPRESSOR,
+    "tail_rotation": tail_rotation.tail_rotation,
+    "gated_streams": gated_streams.GATED_STREAMS,
+    "ngram_embedding": ngram_embedding.NGRAM_EMBEDDING,
+    "gated_rmsnorm": gated_rmsnorm,
+    "sparse_indexer": indexer,
+    "selected_block_attention": attention,
+}
+
+
+@dataclass(frozen=True)
+class KernelPlan(NativePlan):
+    def entry(self, op: str) -> Any:
+        return KERNELS[op] if op in KERNELS else super().entry(op)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
+def test_kernels_in_a_model(tmp_path: Path) -> None:
+    """The indexer drops blocks: four of up to twelve are selected."""
+    save_tiny("qwen4_exp_wide", tmp_path)
+    native = plan_for(tmp_path)
+    runners = [TinyRunner(native), TinyRunner(KernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype))]
+    tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
+    tokens[20] = tokens[33] = 7  # where n-grams end
+    results = []
+    for runner in runners:
+        parts = [*runner.extend({3: tokens[:29], 1: other[:4]}), *runner.extend({1: other[4:], 3: tokens[29:42]})]
+        parts += [runner.decode({3: token, 1: 6}) for token in tokens[42:]]
+        results.append(torch.cat(parts))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-3)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
+def test_kernels_in_graphs_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of prompts, of decoding and of guesses, all as graphs have them: with rows of padding. Every third guess is
+    wrong, and the tokens are those of plain torch without guesses and graphs."""
+    save_tiny("qwen4_exp_small", tmp_path)
+    args = steps.server_args(tmp_path)
+    want = steps.run(steps.plain(args), steps.prompts())
+    monkeypatch.setattr(compressed_ops, "KV_COMPRESSOR", compressor.KV_COMPRESSOR)
+    monkeypatch.setattr(compressed_ops, "tail_rotation", tail_rotation.tail_rotation)
+    monkeypatch.setattr(native_streams, "GATED_STREAMS", gated_streams.GATED_STREAMS)
+    monkeypatch.setattr(ngram_ops, "NGRAM_EMBEDDING", ngram_embedding.NGRAM_EMBEDDING)
+    outputs = {tuple(ids): tokens for ids, tokens in zip(steps.prompts(), want, strict=True)}
+    scheduler = verifying_scheduler(args, KnownTexts(4, 3), outputs)
+    with in_graphs(scheduler.runner, GraphSizes((1, 4), (16,), (0, 4))) as replays:
+        assert steps.run(scheduler, steps.prompts()) == want
+    assert {step.prompts is None for step in replays} == {True, False}
+
+
+@pytest.mark.thorough
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

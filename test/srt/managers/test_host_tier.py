@@ -1,0 +1,380 @@
+"""Prefixes in main memory over tiny models of every kind of cache, with pools so small that every prefix is evicted,
+and copies that are late, fail, or end in another order than they were begun."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.front.native_output import request_info
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.wire.io_struct import AbortReq, TokenMeta
+from sglang.srt.mem_cache import host_tier
+from sglang.srt.mem_cache.copy_engine import PagePool, PendingCopy, ThreadedCopies
+from sglang.srt.mem_cache.host_tier import HostTier
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.server_args import ServerArgs
+from srt.managers.fake_runner import Collector, add, assert_clean, request
+from srt.managers.test_random_schedules import GUESSES, PAGES, Schedule, World, short_pauses
+from srt.models.harness import random_tokens, save_tiny
+
+
+class Trouble(Exception):
+    pass
+
+
+class TroubledCopies(ThreadedCopies):
+    """Copies in several threads, each of which sleeps as long as it likes; some fail, and leave garbage behind."""
+
+    def __init__(
+        self, pools: Sequence[PagePool], device: torch.device | str, failures: float = 0.1, seed: int = 0
+    ) -> None:
+        self.random, self.failures, self.failed = random.Random(seed), failures, 0
+        super().__init__(pools, device, num_threads=3)
+
+    def run(self, pending: PendingCopy, staging: torch.Tensor) -> None:
+        time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
+        if self.random.random() < 0.2:
+            self._leave_garbage(pending)
+            raise Trouble
+        super().run(pending, staging)
+        time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
+
+    def _leave_garbage(self, pending: PendingCopy) -> None:
+        for pool, moves in zip(self.pools, pending.moves, strict=True):
+            if len(moves) and pending.to_host:
+                pool.host[moves.targets - 1] = 77
+            elif len(moves):
+                for _, parts in pool.bundles:
+                    for part in parts:
+                        part[torch.from_numpy(moves.targets)] = 77
+
+
+class HostWorld(World):
+    """A model whose prefixes are kept in main memory by copies that make trouble."""
+
+    def runner(self, page: int, guesses: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
+        args, runner = super().runner(page, guesses, ranks)
+        if not isinstance(runner.copies, TroubledCopies):
+            assert runner.copies is not None
+            runner.copies = TroubledCopies(runner.copies.pools, "cpu", seed=self.rank)
+        return args, runner
+
+
+class HostSchedule(Schedule):
+    """A random run in which the GPU's prefixes go more often, and main memory's now and then."""
+
+    def arrive(self) -> None:
+        if self.random.random() < 0.7:
+            self.forget()
+        super().arrive()
+
+    def forget(self) -> None:
+        self.scheduler.kv.tree.evict(1000)
+
+    def evict(self) -> None:
+        super().evict()
+        tier = self.scheduler.host_tier
+        if self.random.random() < 0.2:
+            tier.host.tree.evict(self.random.randrange(1, 200))
+        for window in tier.host.windows:
+            window.evict(self.random.randrange(0, 40))
+
+    def run(self) -> None:
+        super().run()
+        tier = self.scheduler.host_tier
+        tier.check()
+        self.seen["loaded"] += tier.counts.loaded_tokens
+        self.seen["saved"] += tier.counts.saved_tokens
+        self.seen["failed"] += tier.counts.failed_copies
+        tier.reset()
+        usage = tier.usage()
+        assert usage["free"] == usage["total"]
+        assert all(window["free"] == window["total"] for window in usage["windows"])
+        if tier.host.checkpoints is not None:
+            assert usage["checkpoints"]["free"] == usage["checkpoints"]["total"] > 0
+
+
+def schedules(world: HostWorld, guesses: str, page: int, seeds: range) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    world.prepare()
+    for seed in seeds:
+        schedule = HostSchedule(world, guesses, page, seed)
+        schedule.run()
+        seen += schedule.seen
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
+    with short_pauses():
+        yield
+
+
+OPTIONS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "guesses", "page", "policy"),
+    [("mistral_windows", "right", 4, "write_through_selective"), ("qwen3_5", "half-right", 4, "write_through")],
+)
+def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_path: Path) -> None:
+    world = HostWorld(name, tmp_path, options={**OPTIONS, "hicache_write_policy": policy})
+    seen = schedules(world, guesses, page, range(4))
+    assert seen["loaded"] and seen["saved"] and seen["failed"], seen
+
+
+EVERY_CACHE: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "dense": ("qwen3", {}, PAGES),
+    "fp8": ("qwen3", {"kv_cache_dtype": "fp8_e4m3"}, PAGES),
+    "windows": ("mistral_windows", {}, PAGES),
+    "windows and sinks": ("gpt_oss", {}, PAGES),
+    "latents": ("deepseek_v3", {}, PAGES),
+    "latents and an indexer": ("deepseek_v32", {}, PAGES),
+    "gated delta": ("qwen3_5", {}, PAGES),
+    "Mamba-2": ("nemotron_h", {}, PAGES),
+    "compressed entries": ("deepseek_v4_small", {}, (8, 16)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.schedules
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+@pytest.mark.parametrize("kind", EVERY_CACHE)
+def test_many_random_schedules(kind: str, policy: str, tmp_path: Path) -> None:
+    name, options, pages = EVERY_CACHE[kind]
+    options = {**OPTIONS, "hicache_write_policy": policy, **options}
+    world = HostWorld(name, tmp_path, options=options, whole=1 if 1 in pages else pages[0])
+    for page in pages:
+        for guesses in GUESSES:
+            seen = schedules(world, guesses, page, range(20))
+            assert seen["loaded"] and seen["saved"] and seen["failed"], (page, guesses, seen)
+
+
+def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int) -> None:
+    """What it is alone is known before the ranks meet."""
+    host_tier.LEAST_GAIN = 1
+    with short_pauses():
+        world = HostWorld(name, folder, ranks, rank, {**OPTIONS, "hicache_write_policy": "write_through"})
+        world.grow_tree()
+        for ids in world.prompts:
+            world.alone(ids)
+        seen = schedules(world, guesses, page, range(num_schedules))
+        assert seen["loaded"] and seen["saved"] and seen["failed"], seen
+        parallel_state.shutdown()
+
+
+SHARED = {"TP2": RankLayout(2), "PP2": RankLayout(pp_size=2), "TP2 x PP2": RankLayout(2, pp_size=2)}
+
+
+def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", tmp_path)
+    mp.spawn(_rank, ("deepseek_v3", tmp_path, SHARED["TP2"], "none", 1, 3), nprocs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.schedules
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("guesses", ["none", "half-right"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
+@pytest.mark.parametrize("layout", SHARED)
+def test_ranks_agree_on_what_was_copied(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    mp.spawn(_rank, (name, tmp_path, SHARED[layout], guesses, 4, 10), nprocs=SHARED[layout].world_size)
+
+
+# --- one thing at a time ----------------------------------------------------------------------------------------------
+
+
+class GatedCopies(ThreadedCopies):
+    """Copies that wait until the gate is open, and fail if they are told to."""
+
+    def __init__(self, pools: Sequence[PagePool], device: torch.device | str) -> None:
+        self.gate, self.fails = threading.Event(), False
+        self.gate.set()
+        super().__init__(pools, device)
+
+    def run(self, pending: PendingCopy, staging: torch.Tensor) -> None:
+        assert self.gate.wait(60)
+        if self.fails:
+            raise Trouble
+        super().run(pending, staging)
+
+
+class Server:
+    """A scheduler whose copies pass a gate."""
+
+    def __init__(self, folder: Path, name: str = "qwen3", **options: Any) -> None:
+        if not (folder / "config.json").exists():
+            save_tiny(name, folder)
+        args = ServerArgs.from_kwargs(
+            model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, random_seed=1,
+            max_total_tokens=512, max_running_requests=4, chunked_prefill_size=32, **{**OPTIONS, **options},
+        )  # fmt: skip
+        self.runner = create_runner(args)
+        assert self.runner.copies is not None
+        self.copies = self.runner.copies = GatedCopies(self.runner.copies.pools, "cpu")
+        self.scheduler, self.collector = Scheduler(args, self.runner, StopChecker(None)), Collector()
+        self.meta: dict[str, TokenMeta] = {}
+
+    @property
+    def tier(self) -> HostTier:
+        assert self.scheduler.host_tier is not None
+        return self.scheduler.host_tier
+
+    def add(self, rid: str, ids: list[int], output: int = 8) -> None:
+        add(self.scheduler, request(rid, ids, output, temperature=0.0, ignore_eos=True))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.scheduler.step()
+            self._take()
+
+    def _take(self) -> None:
+        for message in self.scheduler.outbox:
+            self.meta.update(zip(message.rids, message.meta, strict=True))
+        self.collector.take(self.scheduler)
+
+    def answer(self, rid: str, ids: list[int], output: int = 8) -> list[int]:
+        self.add(rid, ids, output)
+        while not self.scheduler.idle:
+            self.steps(1)
+        return self.collector.tokens[rid]
+
+    def keep_in_main_memory_alone(self, ids: list[int]) -> list[int]:
+        """Returns the answer to the prompt."""
+        first = self.answer(f"first {len(self.collector.tokens)}", ids)
+        again = self.answer(f"again {len(self.collector.tokens)}", ids)
+        assert first == again
+        assert self.scheduler.kv.tree.evict(512) > 0
+        return first
+
+    def check(self) -> None:
+        assert_clean(self.scheduler)
+        self.tier.check()
+
+
+PROMPT, OTHER = random_tokens(90, seed=1), random_tokens(20, seed=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("qwen3")
+
+
+def test_a_prefix_returns(folder: Path) -> None:
+    server = Server(folder)
+    answer = server.keep_in_main_memory_alone(PROMPT)
+    assert server.answer("returns", PROMPT) == answer
+    meta = server.meta["returns"]
+    assert meta.cached_tokens == meta.host_tokens == len(PROMPT) - 1 and meta.started_time and not meta.num_retractions
+    details = request_info("returns", meta, None)["cached_tokens_details"]
+    assert details == {"device": 0, "host": len(PROMPT) - 1}
+    assert server.answer("stays", PROMPT) == answer
+    assert server.meta["stays"].cached_tokens == len(PROMPT) - 1 and server.meta["stays"].host_tokens == 0
+    stats = server.scheduler.stats.snapshot().host_cache
+    assert stats is not None and stats.load_back_tokens == len(PROMPT) - 1
+    assert stats.load_back_bytes == stats.load_back_tokens * server.copies.page_bytes[0]
+    assert stats.hicache_host_used_tokens >= len(PROMPT) - 1 and not stats.hicache_failed_copies
+    server.check()
+    assert server.scheduler.flush_cache()
+    assert server.tier.usage()["free"] == server.tier.usage()["total"]
+
+
+def test_only_what_is_used_twice_is_copied(folder: Path) -> None:
+    server = Server(folder)
+    server.answer("once", PROMPT)
+    assert not server.tier.counts.saved_tokens
+    through = Server(folder, hicache_write_policy="write_through")
+    through.answer("once", PROMPT)
+    assert through.tier.counts.saved_tokens >= len(PROMPT)
+
+
+def test_others_go_ahead_of_a_request_that_waits_for_its_prefix(folder: Path) -> None:
+    server = Server(folder)
+    answer = server.keep_in_main_memory_alone(PROMPT)
+    server.copies.gate.clear()
+    server.add("waits", PROMPT)
+    server.add("waits too", [*PROMPT, 5])
+    server.add("goes ahead", OTHER)
+    server.steps(30)
+    assert len(server.collector.tokens["goes ahead"]) == 8 and "waits" not in server.collector.tokens
+    memory = server.scheduler.check_memory()
+    assert memory["loading"] == len(PROMPT) - 1, "once for both"
+    assert memory["free"] + memory["cached"] + memory["loading"] + memory["held"] == memory["total"]
+    server.scheduler.abort(AbortReq(rids=["waits"]))
+    server.copies.gate.set()
+    while not server.scheduler.idle:
+        server.steps(1)
+    assert server.meta["waits too"].cached_tokens == len(PROMPT) - 1
+    assert server.answer("again", PROMPT) == answer
+    server.check()
+
+
+def test_a_load_that_fails_is_computed(folder: Path) -> None:
+    server = Server(folder)
+    answer = server.keep_in_main_memory_alone(PROMPT)
+    server.copies.fails = True
+    assert server.answer("fails", PROMPT) == answer
+    assert server.meta["fails"].cached_tokens == 0 and server.tier.counts.failed_copies == 1
+    server.check()
+
+
+def test_a_flush_waits_for_copies(folder: Path) -> None:
+    server = Server(folder)
+    server.keep_in_main_memory_alone(PROMPT)
+    server.copies.gate.clear()
+    server.add("waits", PROMPT)
+    server.steps(3)
+    server.scheduler.abort(AbortReq(abort_all=True))
+    threading.Timer(0.2, server.copies.gate.set).start()
+    assert server.scheduler.flush_cache()
+    server.check()
+    assert server.scheduler.kv.usage()["free"] == server.scheduler.kv.size
+    assert server.tier.usage()["cached"] == 0
+
+
+def test_what_is_not_a_number_leaves_main_memory(folder: Path) -> None:
+    server = Server(folder)
+    server.keep_in_main_memory_alone(PROMPT)
+    cached = server.tier.usage()["cached"]
+    weights = server.runner.model.embed.weight
+    with torch.inference_mode():
+        row = weights[PROMPT[-1]].clone()
+        weights[PROMPT[-1]] = torch.nan
+        server.answer("breaks", PROMPT)
+        weights[PROMPT[-1]] = row
+    assert server.collector.finish["breaks"].status_code == 500
+    assert server.tier.usage()["cached"] < cached
+    server.check()
+
+
+def test_caches_of_a_draft_travel_with_those_of_its_target(folder: Path) -> None:
+    """A target that drafts for itself is right as long as the draft's keys and values are those of the prefix."""
+    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+    server = Server(folder, speculative_num_steps=3, **draft)
+    answer = server.keep_in_main_memory_alone(PROMPT)
+    for cache in (*server.runner.model.caches, *server.runner.drafter.caches):
+        for tensor in cache._tensors.values():
+            tensor.fill_(1e3)
+    totals = server.scheduler.stats.drafts.since_start
+    proposed, correct = totals.proposed, totals.correct
+    assert server.answer("returns", PROMPT) == answer
+    assert server.meta["returns"].host_tokens
+    proposed, correct = totals.proposed - proposed, totals.correct - correct
+    assert proposed and correct == proposed

@@ -1,0 +1,113 @@
+"""Ranks that share out the tokens of their caches (--dcp-size) take the decisions of one process with pages of the same
+size, and give its tokens: the schedule of `test_parallel_schedules`, for every kind of model, with and without graphs
+and guesses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.distributed import parallel_state
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from srt.models.harness import save_tiny
+from srt.models.test_mtp_drafts import build
+
+from .test_parallel_schedules import NEW_TOKENS, Outcome, outcome
+
+DCP2, DCP4 = RankLayout(2, dcp_size=2), RankLayout(4, dcp_size=4)
+TP4_DCP2 = RankLayout(4, dcp_size=2)
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+PAGES_OF_2 = {"page_size": 2}
+DRAFTS = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model ("": the embedded one), its layout, and flags."""
+
+    tiny: str
+    ranks: RankLayout
+    changes: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    guesses: bool = False
+    thorough: bool = True
+    tokens_only: bool = False
+    """Decisions are other ones than those of one process."""
+    drafts: bool = False
+    """The model has layers that draft, and they do; one process does not."""
+
+
+CASES = {
+    "latents": Case("deepseek_v3", DCP2),
+    "latents, guesses": Case("deepseek_v3", DCP2, guesses=True, thorough=False),
+    "latents, DCP4": Case("deepseek_v3", DCP4),
+    "latents, TP4 x DCP2": Case("deepseek_v3", TP4_DCP2, flags={"dcp_comm_backend": "ag_rs"}),
+    "latents, EP2": Case("deepseek_v3", RankLayout(2, 2, dcp_size=2)),
+    "latents, TP3": Case("deepseek_v2_lite", RankLayout(3, dcp_size=3), flags={"chunked_prefill_size": 15}),
+    "latents, PP2": Case("deepseek_v3", RankLayout(2, pp_size=2, dcp_size=2), tokens_only=True),
+    "latents, pages": Case("deepseek_v3", DCP2, flags={"page_size": 4}),
+    "selected latents": Case("deepseek_v32", DCP2, flags={"dcp_comm_backend": "ag_rs"}),
+    "selected latents, guesses": Case("glm_moe_dsa", DCP2, guesses=True),
+    "selected latents, DCP4": Case("deepseek_v32", DCP4),
+    "KV head": Case("qwen3", DCP2, ONE_KV_HEAD, guesses=True, thorough=False),
+    "KV heads, TP4": Case("qwen3", TP4_DCP2),
+    "KV head, DCP4": Case("qwen3_moe", DCP4, ONE_KV_HEAD, guesses=True),
+    "experts": Case("qwen3_moe", RankLayout(2, 2, dcp_size=2), ONE_KV_HEAD),
+    "states": Case("qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, PAGES_OF_2, guesses=True),
+    "states, no guesses": Case("qwen3_next", DCP2, ONE_KV_HEAD, PAGES_OF_2),
+    "windows": Case("qwen3_windows", DCP2, ONE_KV_HEAD),
+    "windows, guesses": Case("qwen3_windows", TP4_DCP2, guesses=True),
+    "sinks": Case("gpt_oss", DCP2, ONE_KV_HEAD, {"dcp_comm_backend": "ag_rs"}),
+    "sinks, a2a": Case("gpt_oss", TP4_DCP2),
+    "latents, drafts": Case("deepseek_v3", DCP2, drafts=True),
+    "selected latents, drafts": Case("deepseek_v32", DCP2, drafts=True),
+    "KV heads, drafts": Case("glm4_moe", TP4_DCP2, drafts=True),
+    "embedded": Case("", TP4_DCP2),
+}
+
+
+def _rank(rank: int, case: Case, folder: str, out: Path, known: dict[str, list[int]] | None) -> None:
+    """Once without graphs, once with."""
+    torch.set_num_threads(1)
+    for i, replayed in enumerate((None, set[int]())):
+        flags = case.flags | (DRAFTS if case.drafts else {})
+        result = outcome(folder, case.ranks, rank, f"file://{out}/rendezvous{i}", replayed, known, **flags)
+        (out / f"{i}.{rank}.json").write_text(json.dumps(result.__dict__))
+        parallel_state.shutdown()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * case.thorough) for name, case in CASES.items()]
+)
+def test_ranks_that_share_out_tokens_give_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
+    case, folder = CASES[name], str(DEFAULT_MODEL_PATH)
+    if case.tiny:
+        folder = str(tmp_path / "model")
+        if case.drafts:
+            Path(folder).mkdir()
+            build(case.tiny, Path(folder))
+        else:
+            save_tiny(case.tiny, Path(folder), **case.changes)
+    alike = {"page_size": case.ranks.dcp_size, **case.flags, "dcp_comm_backend": "a2a"}
+    one = outcome(folder, ONE_RANK, 0, None, **alike)
+    assert one.num_retracted > 0 and one.num_cached > 0 and one.finishes["aborted"] == "abort"
+    known = one.tokens if case.guesses else None
+    mp.spawn(_rank, (case, folder, tmp_path, known), nprocs=case.ranks.world_size)
+    for i in range(2):
+        every = [json.loads((tmp_path / f"{i}.{rank}.json").read_text()) for rank in range(case.ranks.world_size)]
+        for rank, got in enumerate(Outcome(**one_rank) for one_rank in every):
+            where = f"rank {rank}, {('no graphs', 'graphs')[i]}"
+            assert got == Outcome(**every[0]), where
+            if not case.guesses and not case.drafts and not case.tokens_only:
+                assert got == one, where
+            assert got.num_retracted > 0 and got.num_cached > 0 and got.finishes == one.finishes, where
+            aborted, other = got.tokens["aborted"], one.tokens["aborted"]
+            assert aborted and aborted[: len(other)] == other[: len(aborted)] and len(aborted) < NEW_TOKENS, where
+            assert {**got.tokens, "aborted": other} == one.tokens, where

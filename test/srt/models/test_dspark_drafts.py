@@ -1,0 +1,128 @@
+"""DSpark drafts, written small as they are published: they load, and what is not computed is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang.srt.errors import UserError
+
+from .draft_harness import DraftRunner, plan_with_draft
+from .harness import random_tokens
+from .test_dflash_drafts import BLOCK, CAPTURES, HIDDEN, target
+from .test_dflash_drafts import CONFIG as BACKBONE
+from .test_dflash_drafts import weights as backbone_weights
+from .test_eagle3_drafts import save
+
+__all__ = ["target"]
+RANK = 12
+VOCAB = BACKBONE["vocab_size"]
+CONFIG: dict[str, Any] = {key: value for key, value in BACKBONE.items() if key != "dflash_config"} | {
+    "architectures": ["Qwen3DSparkModel"],
+    "mask_token_id": 201,
+    "target_layer_ids": list(CAPTURES),
+    "num_anchors": 512,
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+"""As DeepSpec writes it."""
+KINDS = ("vanilla", "gated", "rnn")
+TABLE = {key: CONFIG[key] for key in ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type")}
+SPECFORGE = {key: value for key, value in CONFIG.items() if key not in TABLE} | {
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": {**TABLE, "projector_type": "dspark", "attention_mode": "gqa"},
+}
+
+
+def weights(config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
+    """The backbone's, with the copies of the target's embedding and head that such checkpoints have, and the heads'."""
+    tensors, generator = backbone_weights(config), torch.Generator().manual_seed(4)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "markov_head.markov_w1.weight": (VOCAB, RANK),
+        "markov_head.markov_w2.weight": (VOCAB, RANK),
+        "confidence_head.proj.weight": (1, HIDDEN + RANK),
+        "confidence_head.proj.bias": (1,),
+    }
+    gates = {"gated": ("gate_proj", RANK, HIDDEN + RANK), "rnn": ("joint_proj", 3 * RANK, 2 * RANK + HIDDEN)}
+    if config["markov_head_type"] in gates:
+        name, rows, cols = gates[config["markov_head_type"]]
+        shapes |= {f"markov_head.{name}.weight": (rows, cols), f"markov_head.{name}.bias": (rows,)}
+    return tensors | {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("config", [*(CONFIG | {"markov_head_type": kind} for kind in KINDS), SPECFORGE])
+def test_a_draft_as_published(config: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    tensors = weights({"markov_head_type": "vanilla"} | config)
+    plan = plan_with_draft(target, "DSPARK", save(tmp_path / "draft", config, tensors))
+    runner = DraftRunner(plan)
+    held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
+    assert held == plan.draft.weight_bytes("float32")
+    assert plan.captures == CAPTURES and plan.draft.description.kind == "DSPARK"
+    runner.batch_of_prompts({1: random_tokens(7, seed=1)})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"architectures": ["Gemma4DSparkModel"]}, "not supported for DSPARK. Supported: Qwen3DSparkModel"),
+        ({"markov_head_type": "fir"}, "markov_head_type 'fir' is not supported; supported: vanilla, gated, rnn"),
+        ({"mask_token_id": None}, "'mask_token_id' is missing"),
+        ({"mask_token_id": 1 << 20}, "mask_token_id 1048576 is no token"),
+        ({"target_layer_ids": [1, 7]}, "not all layers of the model, which has 7"),
+        ({"target_layer_ids": [True]}, "not all layers of the model"),
+        ({"is_causal": True}, "is_causal = True is not supported; supported: False"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type = 'domino' is not supported"),
+        ({"dflash_config": {"selector_rank": 4}}, "dflash_config has unknown keys: selector_rank"),
+        ({"vocab_size": 99}, "vocab_size is 99, and the model's"),
+    ],
+)
+def test_other_drafts_are_refused(keys: dict[str, Any], message: str, target: Path, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", CONFIG | keys, weights())
+    with pytest.raises(UserError, match=message):
+        _ = plan_with_draft(target, "DSPARK", draft)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("markov_head.markov_w2.weight", None, "lacks weights of the model: markov_head.markov_w2.weight"),
+        ("markov_head.joint_proj.bias", None, "lacks weights of the model: markov_head.joint_proj.bias"),
+        ("markov_head.joint_proj.weight", (RANK, HIDDEN), "tensor markov_head.joint_proj.weight has shape"),
+        ("markov_head.markov_w1.weight", (VOCAB, 3), "tensor markov_head.markov_w1.weight has shape"),
+        ("markov_head.gate_proj.weight", (2, 2), "does not have: markov_head.gate_proj.weight"),
+    ],
+)
+def test_other_tensors_are_named(
+    name: str, shape: tuple[int, ...] | None, message: str, target: Path, tmp_path: Path
+) -> None:
+    config = CONFIG | {"markov_head_type": "rnn"}
+    tensors = weights(config)
+    tensors.pop(name, None)
+    if shape is not None:
+        tensors[name] = torch.ones(shape)
+    with pytest.raises(UserError, match=message):
+        DraftRunner(plan_with_draft(target, "DSPARK", save(tmp_path / "draft", config, tensors)))
+
+
+def test_a_confidence_head_that_the_config_does_not_mention(target: Path, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", CONFIG | {"enable_confidence_head": False}, weights())
+    with pytest.raises(UserError, match="does not have: confidence_head.proj"):
+        DraftRunner(plan_with_draft(target, "DSPARK", draft))
+
+
+def test_a_draft_in_a_directory_of_the_model(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for file in target.iterdir():
+        (tmp_path / "model" / file.name).symlink_to(file)
+    with pytest.raises(UserError, match="brings no DSpark draft: its config.json has no dspark_block_size"):
+        plan_with_draft(tmp_path / "model", "DSPARK")
+    save(tmp_path / "model" / "dspark", CONFIG, weights())
+    assert plan_with_draft(tmp_path / "model", "DSPARK").draft.description.rows_a_request == BLOCK

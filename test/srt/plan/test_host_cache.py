@@ -1,0 +1,117 @@
+"""Sizes of the prefix cache in main memory, and the flags that decide them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.plan.caches import group_caches
+from sglang.srt.plan.host_cache import GB, GIB, HostCachePlan, copy_bytes, plan_host_cache
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
+from sglang.srt.server_args import ServerArgs
+
+FULL = key_value_cache("kv", 8, 128, 128, "bfloat16")
+WINDOW = key_value_cache("kv", 8, 128, 128, "bfloat16", Window(128))
+STATE = CacheSpec("state", (CacheTensor("state", (1 << 20,), "float32"),), lifetime=PER_REQUEST)
+GROUPS = group_caches([(FULL,)] * 10 + [(WINDOW,)] * 10 + [(STATE,)])
+TOKEN = 10 * 2 * 8 * 128 * 2
+DEVICE = PoolSizes(1_000_000, 64, 32, 131072, (WindowSize(128, 64_000),), True, 40)
+AT_ONE = TOKEN * 1_000_000 + TOKEN * 64_000 + (4 << 20) * 40
+
+
+def args(**options: Any) -> ServerArgs:
+    return ServerArgs.from_kwargs(model_path="m", enable_hierarchical_cache=True, **options)
+
+
+def plan(available: int | None, processes: int = 1, arch: str = "sm_120", **options: Any) -> HostCachePlan:
+    made, notes = plan_host_cache(args(**options), GROUPS, DEVICE, arch_by_name(arch), available, processes)
+    assert made is not None and not notes
+    return made
+
+
+def test_twice_the_gpu_where_that_fits() -> None:
+    made = plan(400 * GIB)
+    assert made.sizes.tokens == 2_000_000 // 64 * 64 and made.sizes.windows == (WindowSize(128, 128_000),)
+    assert made.sizes.checkpoints == 80 and made.sizes.max_requests == 0
+    assert made.token_bytes == made.sizes.tokens * TOKEN and made.state_bytes == 80 * (4 << 20)
+    assert made.window_bytes == 128_000 * TOKEN
+    assert made.describe()["bytes"] == made.total_bytes and not made.write_through
+
+
+def test_what_fits_where_twice_does_not() -> None:
+    made = plan(110 * GIB, processes=4)
+    assert 0.78 * 25 * GIB < made.total_bytes <= 0.8 * 25 * GIB
+    assert plan(110 * GIB, processes=4, hicache_host_memory_fraction=0.4).total_bytes < 0.55 * made.total_bytes
+
+
+def test_a_size_is_of_each_rank() -> None:
+    made = plan(400 * GIB, processes=4, hicache_size=40)
+    assert 39.5 * GB < made.total_bytes <= 40 * GB
+    assert made.describe()["bytes_of_machine"] == 4 * made.total_bytes
+    assert plan(400 * GIB, hicache_ratio=1.5).total_bytes == pytest.approx(1.5 * AT_ONE, rel=0.01)
+    assert plan(None).total_bytes == pytest.approx(2 * AT_ONE, rel=0.01), "nobody knows the machine"
+
+
+def test_a_size_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="40.* GiB are free. Use a smaller --hicache-size"):
+        plan(40 * GIB, hicache_size=50)
+    with pytest.raises(UserError, match="of 4 ranks"):
+        plan(100 * GIB, processes=4, hicache_ratio=1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "arch", "available", "reason"),
+    [
+        (DEVICE, "gb10", None, "is the machine's"),
+        (replace(DEVICE, checkpoints=0), "sm_120", None, "no memory is left for copies of states"),
+        (DEVICE, "sm_120", GIB, "too little main memory is free"),
+    ],
+)
+def test_no_effect(device: PoolSizes, arch: str, available: int | None, reason: str) -> None:
+    made, notes = plan_host_cache(args(), GROUPS, device, arch_by_name(arch), available, 1)
+    assert made is None and len(notes) == 1 and reason in notes[0]
+
+
+def test_copies_are_planned_on_the_device() -> None:
+    assert copy_bytes(args(), arch_by_name("sm_120")) == 64 << 20
+    assert not copy_bytes(args(), arch_by_name("gb10"))
+    assert not copy_bytes(replace(args(), enable_hierarchical_cache=False), arch_by_name("sm_120"))
+
+
+def test_a_copy_to_main_memory_is_bounded() -> None:
+    made = plan(400 * GIB)
+    assert made.save_tokens % 64 == 0 and (256 << 20) - 64 * TOKEN < made.save_tokens * TOKEN <= 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"disable_radix_cache": True}, "--disable-radix-cache leaves none"),
+        ({"hicache_write_policy": "write_back"}, "write_back is not supported"),
+        ({"hicache_ratio": 0.0}, "--hicache-ratio must be above 0"),
+        ({"hicache_host_memory_fraction": 0.0}, "must be above 0"),
+        ({"hicache_storage_backend": "file"}, "in main memory only"),
+        ({"hicache_host_memory_mode": "buffer_only"}, "in main memory only"),
+    ],
+)
+def test_what_has_no_sense_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        args(**options)
+
+
+def test_spellings_of_upstream() -> None:
+    command = [
+        "--model",
+        "m",
+        "--enable-hicache",
+        "--hicache-io-backend",
+        "kernel",
+        "--hicache-mem-layout",
+        "page_first",
+    ]
+    assert ServerArgs.from_cli([*command, "--hicache-host-memory-mode", "cache"]).enable_hierarchical_cache

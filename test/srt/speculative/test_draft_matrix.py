@@ -1,0 +1,267 @@
+"""Every kind of draft x every kind of model x every layout: a schedule gives what it gives without drafts. It has
+greedy, sampled, penalized, biased and stopped requests, log probabilities, an abort, retraction, and cached prefixes.
+
+`make test` has each drafter, model and layout in a case or two; `make thorough` runs all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.wire.io_struct import AbortReq, FinishReason
+from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.server_args import ServerArgs
+from srt.managers.fake_runner import assert_clean, request
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
+from srt.models import test_dflash_drafts, test_dspark_drafts, test_eagle3_drafts, test_mtp_drafts, test_other_drafts
+from srt.models.harness import VOCAB, save_tiny
+from srt.models.v4_drafts import save_v4
+
+NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
+MODELS = (
+    "qwen3", "qwen3_moe", "qwen3_windows", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
+    "qwen3_next", "nemotron_h", "minimax_m3",
+)  # fmt: skip
+"""Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, and
+blocks."""
+PAGES = {"deepseek_v4": 16, "minimax_m3": 4}
+"""Sizes of pages that hold what these models cache or read as one."""
+LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
+
+
+def no_weights(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    """N-grams."""
+    save_tiny(name, target)
+    return {"speculative_algorithm": "NGRAM", "speculative_ngram_external_corpus_max_tokens": 100}
+
+
+def small_model(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    save_tiny(name, target)
+    save_tiny("llama", folder)
+    return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+
+
+def eagle(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    save_tiny(name, target)
+    test_eagle3_drafts.save(folder, test_other_drafts.EAGLE_CONFIG, test_other_drafts.eagle1_weights(True))
+    return {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(folder)}
+
+
+def eagle3(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    """A head that captures three layers, the last one of which is the target's."""
+    save_tiny(name, target)
+    config = test_eagle3_drafts.CONFIG | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    test_eagle3_drafts.save(folder, config, test_eagle3_drafts.weights(config))
+    return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folder)}
+
+
+def own_layers(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    if name == "deepseek_v4":
+        save_v4(target, dspark=False, name=name)
+        return {"speculative_algorithm": "NEXTN"}
+    test_mtp_drafts.build(name, target)
+    return {"speculative_algorithm": "NEXTN"}
+
+
+def dflash(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    save_tiny(name, target)
+    captures = {"dflash_config": {"mask_token_id": 201, "target_layer_ids": [0, 1]}}
+    test_eagle3_drafts.save(folder, test_dflash_drafts.CONFIG | captures, test_dflash_drafts.weights())
+    return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder)}
+
+
+def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    """From a path; of DeepSeek-V4 the draft that its checkpoint brings."""
+    if name == "deepseek_v4":
+        save_v4(target, dspark=True, name=name)
+        return {"speculative_algorithm": "DSPARK"}
+    save_tiny(name, target)
+    config = test_dspark_drafts.CONFIG | {"target_layer_ids": [0, 1], "markov_head_type": "rnn"}
+    test_eagle3_drafts.save(folder, config, test_dspark_drafts.weights(config))
+    return {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(folder)}
+
+
+ONE_STREAM = tuple(name for name in MODELS if name != "deepseek_v4")
+"""Of several streams no EAGLE head reads the hidden states."""
+Builder = Callable[[str, Path, Path], dict[str, Any]]
+DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
+    "NGRAM": (no_weights, MODELS),
+    "STANDALONE": (small_model, MODELS),
+    "EAGLE": (eagle, ONE_STREAM),
+    "EAGLE3": (eagle3, ONE_STREAM),
+    "NEXTN": (own_layers, (*(name for name in MODELS if name in test_mtp_drafts.FORMS), "deepseek_v4")),
+    "DFLASH": (dflash, MODELS),
+    "DSPARK": (dspark, MODELS),
+}
+"""How each is made beside a target, and the targets that it is served with."""
+
+
+def cases() -> list[Any]:
+    """All of them. `make test` runs two models a drafter in one process, and four drafters on two ranks."""
+    rows = []
+    for d, (drafter, (_, models)) in enumerate(DRAFTERS.items()):
+        for m, model in enumerate(MODELS):
+            for i, layout in enumerate(LAYOUTS):
+                if i < 2:
+                    quick = (m + d) % 4 == 0 and i == (m // 4 + d) % 2
+                else:
+                    quick = d >= 2 and d % 2 != i % 2 and m == 4 * d % len(MODELS)
+                if model in models:
+                    rows.append(pytest.param(drafter, model, layout, marks=[] if quick else pytest.mark.thorough))
+    return rows
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+TRUNK = prompt(1, 30)
+FIRST: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "greedy": ([*TRUNK, 7, 8], {}),
+    "aborted": (prompt(2, 21), {}),
+    "penalized": (prompt(3, 9), {"frequency_penalty": 1.5, "repetition_penalty": 1.3, "min_new_tokens": 9}),
+    "sampled": (prompt(4, 40), {"temperature": 0.9, "top_p": 0.8, "top_k": 20}),
+}
+SECOND: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "same prefix": ([*TRUNK, 9], {"temperature": 1.0}),
+    "same prompt": ([*TRUNK, 7, 8], {}),
+    "biased": (prompt(5, 12), {"logit_bias": {"11": 4.0}, "presence_penalty": 2.0, "temperature": 0.7, "min_p": 0.02}),
+    "stopped": (prompt(6, 28), {"stop_token_ids": list(range(0, VOCAB, 4)), "min_new_tokens": 3, "temperature": 1.0}),
+}
+WITH_LOGPROBS = {"greedy", "sampled", "biased", "same prefix"}
+
+
+@dataclass
+class Outcome:
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finish: dict[str, FinishReason] = field(default_factory=dict)
+    logprobs: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    num_retracted: int = 0
+    num_cached: int = 0
+    verified: int = 0
+
+    def take(self, scheduler: Scheduler) -> None:
+        messages, scheduler.outbox = scheduler.outbox, []
+        for message in messages:
+            for rid, ids, finish, logprobs in zip(
+                message.rids, message.new_ids, message.finish, message.logprobs, strict=True
+            ):
+                assert rid not in self.finish, "a message after the last one"
+                self.tokens.setdefault(rid, []).extend(ids)
+                if isinstance(logprobs, OutputLogprobs):
+                    self.logprobs.setdefault(rid, []).extend(logprobs.output)
+                if finish is not None:
+                    self.finish[rid] = finish
+
+
+def play(scheduler: Scheduler) -> Outcome:
+    """The schedule, by numbers of steps: every rank acts at the same ones."""
+    result = Outcome()
+
+    def step() -> None:
+        scheduler.step()
+        result.take(scheduler)
+
+    for wave in (FIRST, SECOND):
+        for seed, (rid, (ids, params)) in enumerate(wave.items()):
+            message = request(rid, ids, NEW_TOKENS, **{"temperature": 0.0, "ignore_eos": True} | params)
+            if rid in WITH_LOGPROBS:
+                message = msgspec.structs.replace(message, return_logprob=True, logprob_start_len=len(ids))
+            scheduler.add(message, seed=seed, stop_ids=frozenset(message.sampling_params.stop_token_ids))
+        for i in range(SECOND_WAVE_AT):
+            if wave is FIRST and i == ABORT_AT:
+                scheduler.abort(AbortReq(["aborted"]))
+            step()
+    for _ in range(2000):
+        if scheduler.idle:
+            break
+        step()
+    assert_clean(scheduler)
+    stats = scheduler.stats
+    result.num_retracted, result.num_cached = stats.num_retracted, stats._cached
+    result.verified = 0 if stats.drafts is None else stats.drafts.num_steps
+    return result
+
+
+def server_args(folder: Path, options: dict[str, Any]) -> ServerArgs:
+    drafts = {"speculative_num_draft_tokens": 4} if "speculative_algorithm" in options else {}
+    page = next((tokens for name, tokens in PAGES.items() if name in folder.name), 1)
+    return ServerArgs.from_kwargs(
+        model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=112,
+        page_size=page, max_running_requests=4, chunked_prefill_size=16, schedule_conservativeness=0.01, random_seed=3,
+        **drafts, **options,
+    )  # fmt: skip
+
+
+def outcome(args: ServerArgs, graphs: bool = False, rank: int = 0, rendezvous: str | None = None) -> Outcome:
+    runner = create_runner(args, rank, rendezvous)
+    with contextlib.ExitStack() as stack:
+        if graphs:
+            with_attention(runner, DeviceLengths(), DeviceLengths())
+            stack.enter_context(in_graphs(runner, GraphSizes((1, 3, 4), (8, 20), (0, 4))))
+        return play(Scheduler(args, runner, StopChecker(None)))
+
+
+def _rank(rank: int, args: ServerArgs, folder: Path) -> None:
+    torch.set_num_threads(1)
+    result = outcome(args, rank=rank, rendezvous=f"file://{folder}/rendezvous")
+    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(result))
+    parallel_state.shutdown()
+
+
+def same(result: Outcome, plain: Outcome) -> None:
+    """The aborted request ends at a number of steps, of which drafts need fewer: what both have agrees."""
+    for name in {*FIRST, *SECOND}:
+        got, expected = result.tokens[name], plain.tokens[name]
+        if name == "aborted":
+            got, expected = got[: len(expected)], expected[: len(got)]
+        else:
+            assert msgspec.to_builtins(result.finish[name]) == msgspec.to_builtins(plain.finish[name]), name
+        assert got == expected, name
+    for name in filter(result.logprobs.get, WITH_LOGPROBS):
+        values, tokens = zip(*result.logprobs[name], strict=True)
+        expected_values, expected_tokens = zip(*plain.logprobs[name], strict=True)
+        assert tokens == expected_tokens and values == pytest.approx(expected_values, abs=1e-4), name
+
+
+@pytest.mark.parametrize(("drafter", "model", "layout"), cases())
+def test_drafts_change_nothing(drafter: str, model: str, layout: str, tmp_path: Path) -> None:
+    build, _ = DRAFTERS[drafter]
+    target = tmp_path / model
+    options = build(model, target, tmp_path / "draft")
+    plain = outcome(server_args(target, {}))
+    assert plain.num_retracted or model == "deepseek_v4", "whose windows have room for fewer requests at once"
+    assert plain.num_cached and plain.finish["stopped"].type == "stop"
+    assert 3 <= len(plain.tokens["stopped"]) < NEW_TOKENS == len(plain.tokens["sampled"])
+    ranks = LAYOUTS[layout]
+    args = server_args(target, options | ranks)
+    if ranks:
+        mp.spawn(_rank, (args, tmp_path), nprocs=2)
+        results = [Outcome(**json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(2)]
+        results = [msgspec.convert(msgspec.to_builtins(result), Outcome) for result in results]
+    else:
+        results = [outcome(args, graphs=layout == "graphs")]
+    for result in results:
+        assert result.verified > 0
+        same(result, plain)
+    assert all(results[-1].logprobs[name] for name in WITH_LOGPROBS), "the last stage has them"
+
+
+def test_every_drafter_model_and_layout_is_in_a_quick_case() -> None:
+    quick = [case.values for case in cases() if not case.marks]
+    for i, names in enumerate((DRAFTERS, MODELS, LAYOUTS)):
+        assert {case[i] for case in quick} == set(names)
