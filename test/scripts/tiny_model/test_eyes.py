@@ -26,6 +26,9 @@ from tiny_model.seeing import read_seeing_tokenizer, seeing_weights
 
 from sglang.embedded import SEEING_PATH
 
+SHAPE_NAMES = ("circle", "square", "triangle", "")
+"""The last one stands for pictures of a digit."""
+
 
 @pytest.fixture(scope="module")
 def drawn() -> Pictures:
@@ -76,7 +79,7 @@ def test_questions_have_the_right_answer(drawn: Pictures, again: bool) -> None:
         counts = drawn.counts[row]
         right = {
             "color": COLOR_NAMES[drawn.color[row]], "digit": str(int(drawn.digit[row])),
-            "shape": ("circle", "square", "triangle")[drawn.shape[row]], "shapes": str(int(counts.sum())),
+            "shape": SHAPE_NAMES[drawn.shape[row]], "shapes": str(int(counts.sum())),
             **{name: str(int(counts[number])) for name, number in plural.items()},
         }[topic]  # fmt: skip
         written = tokenizer.encode(right + END_OF_TURN, add_special_tokens=False).ids
