@@ -226,8 +226,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         if mixer.indexer is not None and step.context > mixer.top_k:
             yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
         else:
-            own = _own_tokens(step, sharing)
-            yield _attention(own, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window)
+            local = _own_tokens(step, sharing)
+            yield _attention(local, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window)
         yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
         yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, mixer.token_ranks(tp, serving.dcp_size))
@@ -311,8 +311,8 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iter
             sizes = (tokens, mixer.top_k, stored, heads * sharing, mixer.latent_dim, lora, item)
             yield "sparse_attention", SelectedAttention(*sizes)
         else:
-            own = _own_tokens(step, sharing).context
-            keys_of = Keys(step.batch, own, heads * sharing, 1, mixer.latent_dim, lora, item, True)
+            context = _own_tokens(step, sharing).context
+            keys_of = Keys(step.batch, context, heads * sharing, 1, mixer.latent_dim, lora, item, True)
             yield "decode_attention", DecodeAttention(keys_of)
         yield from _exchanged_parts(step, sharing, heads * lora)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)

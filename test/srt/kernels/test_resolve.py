@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,6 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.recurrent.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import gemv
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
@@ -283,11 +281,7 @@ def test_every_usable_row_can_be_loaded_where_its_packages_are(op: str) -> None:
         if spec.not_here is not None or spec.package not in (None, "triton"):
             continue
         loaded = Choice(Need(op), spec).load()
-        functions: tuple[object, ...] = (loaded,)
-        if isinstance(loaded, StepKernels):
-            functions = (loaded.extend, loaded.decode)
-        elif isinstance(loaded, CompressorKernels):
-            functions = (loaded.compress, loaded.keep)
+        functions = [getattr(loaded, part.name) for part in fields(loaded)] if is_dataclass(loaded) else [loaded]
         assert all(map(callable, functions)), spec.name
 
 

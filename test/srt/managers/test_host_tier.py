@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -22,8 +23,9 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenMeta
 from sglang.srt.mem_cache import host_tier
+from sglang.srt.mem_cache.cache_tier import PageMoves
 from sglang.srt.mem_cache.copy_engine import PagePool, PendingCopy, ThreadedCopies
-from sglang.srt.mem_cache.host_tier import HostTier
+from sglang.srt.mem_cache.host_tier import CopyState, HostTier
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
@@ -378,3 +380,23 @@ def test_caches_of_a_draft_travel_with_those_of_its_target(folder: Path) -> None
     assert server.meta["returns"].host_tokens
     proposed, correct = totals.proposed - proposed, totals.correct - correct
     assert proposed and correct == proposed
+
+
+@pytest.mark.gpu
+def test_pages_return_from_main_memory_as_they_were() -> None:
+    """Of a GPU: by a stream of its own and page-locked memory, in runs and one by one, in bundles of parts."""
+    parts = [torch.randint(0, 255, (257, width), dtype=torch.uint8, device="cuda") for width in (64, 4096, 1 << 18)]
+    before = [part.clone() for part in parts]
+    copies = ThreadedCopies([PagePool(parts, 300)], "cuda")
+    pages = torch.randperm(256).numpy() + 1
+    for targets in (np.arange(1, 257), np.random.default_rng(0).permutation(299)[:256] + 1):
+        for to_host in (True, False):
+            moves = PageMoves(pages, targets) if to_host else PageMoves(targets, pages)
+            pending = copies.submit([moves], to_host)
+            while pending.state is CopyState.UNDER_WAY:
+                time.sleep(0.001)
+            assert pending.state is CopyState.DONE
+            if to_host:
+                for part in parts:
+                    part[1:] = 0
+        assert all(torch.equal(part[1:], old[1:]) for part, old in zip(parts, before, strict=True))

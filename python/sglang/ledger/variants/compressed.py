@@ -96,8 +96,8 @@ def _compressors() -> Iterator[Variant]:
         launch = compressor.compress_launch(dim, runs * rate)
         strides = ("row_stride", "entry_stride")
         key = f"{rate}x{runs}/{dim}r{ROTARY_DIM}"
-        own = types | ({"weight": "*fp32"} if (rate, runs) == (4, 1) else {})
-        yield _of("kv_compressor", key, compressor.compress_kernel, own, constants, launch, strides)
+        typed = types | ({"weight": "*fp32"} if (rate, runs) == (4, 1) else {})
+        yield _of("kv_compressor", key, compressor.compress_kernel, typed, constants, launch, strides)
     for size in sorted({rate * runs for rate, runs, _ in RUNS}):
         yield _of(
             "kv_compressor", f"keep/{size}", compressor.keep_kernel, types, {"SIZE": size}, compressor.KEEP_LAUNCH,

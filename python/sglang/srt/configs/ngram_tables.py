@@ -22,8 +22,8 @@ def with_table_dtype(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not text.get(LAYERS_KEY) or text.get(KEY) is not None:
         return dict(config)
     stored = stored_dtypes(folder, lambda name: PIECES in name) or {}
-    found = sorted({_NAMES.get(dtype, dtype) for name, dtype in stored.items() if not name.endswith("_scale")})
-    if not found:
+    dtypes = sorted({_NAMES.get(dtype, dtype) for name, dtype in stored.items() if not name.endswith("_scale")})
+    if not dtypes:
         return dict(config)
-    stated = {**text, KEY: found[-1]}
+    stated = {**text, KEY: dtypes[-1]}
     return {**config, "text_config": stated} if text is inner else stated

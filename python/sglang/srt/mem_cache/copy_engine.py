@@ -24,9 +24,6 @@ from sglang.srt.utils.device_arrays import event_on
 
 logger = logging.getLogger(__name__)
 
-REGISTER_BYTES = 1 << 30
-"""Memory is page-locked in pieces of this size: all at once may take minutes."""
-
 
 class PagePool:
     """The pages of one pool on the device and in main memory, where they begin at page 1: page 0 is padding."""
@@ -97,14 +94,14 @@ def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes) -> list[
     page, num_windows = sizes.page_size, len(sizes.windows)
     device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]
     host_pages = [of_host.tokens // page, *(window.tokens // page for window in of_host.windows)]
-    made = [
+    by_table = [
         PagePool([_bytes(tensor, device_pages[table]) for tensor in pools.of_table(table)], host_pages[table])
         for table in range(1 + num_windows)
     ]
     if sizes.has_states:
         parts = [_bytes(state, sizes.state_rows) for states in pools.states for state in states]
-        made.append(PagePool(parts, of_host.checkpoints))
-    return made
+        by_table.append(PagePool(parts, of_host.checkpoints))
+    return by_table
 
 
 def _bytes(tensor: torch.Tensor, num_pages: int) -> torch.Tensor:
@@ -129,6 +126,8 @@ class ThreadedCopies:
         self.pools = list(pools)
         self.page_bytes = [pool.page_bytes for pool in self.pools]
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # a thread begins with GPU 0 as the current one
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.ready = self.device.type != "cuda"
         self._queue: SimpleQueue[PendingCopy] = SimpleQueue()
         for _ in range(num_threads):
@@ -170,12 +169,9 @@ class ThreadedCopies:
 
     def _page_lock(self) -> None:
         """Lets the GPU read and write main memory at the bus's rate. Where the system does not allow it, copies are
-        slower."""
-        library = torch.cuda.cudart()
+        slower. A pool is locked as a whole: CUDA refuses copies across two ranges that were locked apart."""
         for pool in self.pools:
-            address, size = pool.host.data_ptr(), pool.host.numel()
-            for start in range(0, size, REGISTER_BYTES):
-                code = library.cudaHostRegister(address + start, min(REGISTER_BYTES, size - start), 0)
-                if int(code) != 0:
-                    logger.warning("Main memory for cached prefixes cannot be page-locked (CUDA error %s)", code)
-                    return
+            code = torch.cuda.cudart().cudaHostRegister(pool.host.data_ptr(), pool.host.numel(), 0)
+            if int(code) != 0:
+                logger.warning("Main memory for cached prefixes cannot be page-locked (CUDA error %s)", code)
+                return

@@ -78,5 +78,5 @@ class Selection:
 
     def of_rank(self, rank: int, size: int) -> Selection:
         """Returns what `rank` of `size` has of the entries where they share out the tokens, by its own slots."""
-        own = (self.slots >= 0) & (self.slots % size == rank)
-        return replace(self, slots=torch.where(own, self.slots // size, -1))
+        is_local = (self.slots >= 0) & (self.slots % size == rank)
+        return replace(self, slots=torch.where(is_local, self.slots // size, -1))

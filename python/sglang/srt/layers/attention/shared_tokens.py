@@ -189,9 +189,9 @@ class TokenRowsMetadata:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
-        own = torch.empty_like(out)
-        self.rows.attend(q, layer, own)
-        out.copy_(torch.where(self.counts[:, None, None], own, out))
+        local = torch.empty_like(out)
+        self.rows.attend(q, layer, local)
+        out.copy_(torch.where(self.counts[:, None, None], local, out))
 
 
 def builders_of(
@@ -201,14 +201,14 @@ def builders_of(
     context = parallel_state.groups().context
     decodes: dict[AttentionSite, DecodeBuilder] = {}
     extends: dict[AttentionSite, ExtendBuilder] = {}
-    made: dict[AttentionShape, tuple[SharedDecode, SharedExtend]] = {}
+    shared: dict[AttentionShape, tuple[SharedDecode, SharedExtend]] = {}
     for site in sites:
         if site.token_ranks == 1:
             decodes[site], extends[site] = decode.decode_builder(site), extend.extend_builder(site)
             continue
-        if site.shape not in made:
-            made[site.shape] = _shared(site, decode, extend, plan, context)
-        decodes[site], extends[site] = made[site.shape]
+        if site.shape not in shared:
+            shared[site.shape] = _shared(site, decode, extend, plan, context)
+        decodes[site], extends[site] = shared[site.shape]
     return decodes, extends
 
 

@@ -135,10 +135,10 @@ class LatentSite(SparseSite):
         if layer.token_ranks == 1:
             self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale)
             return
-        own = self._own_selection(selection)
+        local = self._own_selection(selection)
 
         def attend(heads: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
-            self.attention(heads, ((layer.cache.k, own),), parts, scale=layer.scale, lse=lse)
+            self.attention(heads, ((layer.cache.k, local),), parts, scale=layer.scale, lse=lse)
 
         self.merge.attend(q, attend, out)
 

@@ -70,11 +70,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class GatheredTokens:
-    """Tokens of which every rank of the group gets the entries: `own` [N] int64 of this rank's caches, and `index` [C]
-    int64 of each token among those of all ranks. Ranks with fewer tokens send padding."""
+    """Tokens of which every rank of the group gets the entries: `local` [N] int64 of this rank's caches, and `index`
+    [C] int64 of each token among those of all ranks. Ranks with fewer tokens send padding."""
 
     context: Group
-    own: torch.Tensor
+    local: torch.Tensor
     index: torch.Tensor
 
     @staticmethod
@@ -86,14 +86,14 @@ class GatheredTokens:
         owner = positions % size
         before = (owner[:, None] == torch.arange(size, device=owner.device)).cumsum(0)
         order = before.gather(1, owner[:, None])[:, 0] - 1
-        own = torch.zeros(most + 1, dtype=torch.int64, device=slots.device)
-        own[torch.where(owner == context.rank, order, most)] = torch.div(slots, size, rounding_mode="floor").long()
-        return GatheredTokens(context, own[:most], owner * most + order)
+        local = torch.zeros(most + 1, dtype=torch.int64, device=slots.device)
+        local[torch.where(owner == context.rank, order, most)] = torch.div(slots, size, rounding_mode="floor").long()
+        return GatheredTokens(context, local[:most], owner * most + order)
 
     def entries(self, cache: torch.Tensor) -> torch.Tensor:
         """cache [entries, ...] of this rank -> [size * N, ...], in which `index` finds the tokens."""
         stored = cache.view(torch.uint8) if cache.element_size() == 1 else cache
-        return self.context.all_gather(stored[self.own], dim=0).view(cache.dtype)
+        return self.context.all_gather(stored[self.local], dim=0).view(cache.dtype)
 
     def store(self, cache: CacheStore) -> CacheStore:
         """Keys and values of the tokens in the place of a cache that holds them all."""

@@ -26,8 +26,8 @@ def _before(
     token = (torch.arange(len(new), device=new.device) - distance).clamp(min=0)
     past = kept[requests.slots, positions % kept.shape[1]].to(new.dtype)
     trailing = (...,) + (None,) * (new.ndim - 1)
-    found = torch.where((positions >= requests.firsts)[trailing], new[token], past)
-    return torch.where((positions >= 0)[trailing], found, first)
+    earlier = torch.where((positions >= requests.firsts)[trailing], new[token], past)
+    return torch.where((positions >= 0)[trailing], earlier, first)
 
 
 def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, hashed: NgramHash) -> torch.Tensor:

@@ -72,8 +72,8 @@ def block_scores_kernel(
                 products = tl.dot(keys, q)
                 products = tl.where(pos[:, None] < own_counts[None, :], products, float("-inf"))
                 best = tl.maximum(best, tl.max(products, 0))
-            own = (begin + local_blocks * BLOCK) >= tl.cdiv(own_counts, BLOCK) * BLOCK
-            best = tl.where(own, float("inf"), best)
+            in_own_block = (begin + local_blocks * BLOCK) >= tl.cdiv(own_counts, BLOCK) * BLOCK
+            best = tl.where(in_own_block, float("inf"), best)
             out = scores_ptr + row.to(tl.int64) * stride_token + head * stride_head + begin // BLOCK
             tl.store(out, best, mask=line_ok & (begin < own_counts))
             slot = next_slot

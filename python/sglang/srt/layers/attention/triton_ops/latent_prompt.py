@@ -219,9 +219,9 @@ def latent_prompt_attention(
                 torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device))  # fmt: skip
     attend_dense(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), scale=scale, causal=True, tile=tile)
     for number, chunk in enumerate(chunks, 1):
-        held, slots = chunk.of(cache)
+        latents, slots = chunk.of(cache)
         k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
-        v = _expanded(gather_latents(held, slots, k, rank, cache_scale), w_uk, w_uv, k)
+        v = _expanded(gather_latents(latents, slots, k, rank, cache_scale), w_uk, w_uv, k)
         attend_dense(
             q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), scale=scale, causal=False,
             tile=tile,

@@ -161,9 +161,9 @@ def convolve_values_kernel(
         row += tl.load(state + (at % SIZE) * width + cols, mask=is_past, other=0.0).to(tl.float32)
         total += row * tl.load(weight + cols * TAPS + (TAPS - 1 - tap), mask=inside, other=0.0).to(tl.float32)
     dtype = values.dtype.element_ty
-    made = (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
-    made += tl.load(values + token * width + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(values + token * width + cols, made.to(dtype), mask=inside)
+    convolved = (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
+    convolved += tl.load(values + token * width + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(values + token * width + cols, convolved.to(dtype), mask=inside)
 
 
 @triton.jit
