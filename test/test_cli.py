@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from sglang.cli import main, with_model
-from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.embedded import DEFAULT_MODEL_PATH, SEEING_PATH
 from sglang.launch_server import report_user_errors
 from sglang.srt.errors import UserError
 
 EMBEDDED = [
-    *("--model-path", DEFAULT_MODEL_PATH, "--served-model-name", "tiny"),
+    *("--model-path", SEEING_PATH, "--served-model-name", "tiny"),
     *("--tool-call-parser", "auto", "--reasoning-parser", "auto"),
 ]
 
@@ -31,6 +31,25 @@ EMBEDDED = [
 )
 def test_embedded_model_is_the_default(words: list[str], expected: list[str]) -> None:
     assert with_model(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["--speculative-algorithm", "NEXTN"], DEFAULT_MODEL_PATH),
+        (["--speculative-algorithm=EAGLE", "--port", "1"], DEFAULT_MODEL_PATH),
+        (["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "d"], SEEING_PATH),
+        (["--speculative-algorithm", "NGRAM"], SEEING_PATH),
+        (["--speculative-algorithm"], SEEING_PATH),
+    ],
+)
+def test_drafts_with_the_models_own_layer_take_the_form_that_has_one(
+    words: list[str], path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = with_model(words)
+    assert given[1] == path and given[len(EMBEDDED) :] == words
+    said = capsys.readouterr().err
+    assert said.count("\n") == (path == DEFAULT_MODEL_PATH) and ("without eyes" in said) == bool(said)
 
 
 def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.bench.command import run_bench
 from sglang.doctor.command import run_doctor
-from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.embedded import DEFAULT_MODEL_PATH, SEEING_PATH
 from sglang.launch_server import report_user_errors, serve
 from sglang.plan.command import run_plan
 from sglang.srt.errors import UserError
@@ -44,8 +44,25 @@ def with_model(argv: Sequence[str]) -> list[str]:
         return ["--model-path", *words]
     if _has_model(words):
         return words
+    path = SEEING_PATH
+    if _drafts_with_own_layer(words):
+        path = DEFAULT_MODEL_PATH
+        print(
+            "The embedded model drafts with its own layer in its form without eyes; images are refused.",
+            file=sys.stderr,
+        )
     parsers = ["--tool-call-parser", "auto", "--reasoning-parser", "auto"]
-    return ["--model-path", DEFAULT_MODEL_PATH, "--served-model-name", Path(DEFAULT_MODEL_PATH).name, *parsers, *words]
+    return ["--model-path", path, "--served-model-name", Path(DEFAULT_MODEL_PATH).name, *parsers, *words]
+
+
+def _drafts_with_own_layer(argv: Sequence[str]) -> bool:
+    """Whether the layer for multi-token prediction is asked for, which only the form without eyes has."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--speculative-algorithm", nargs="?", default="")
+    parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", nargs="?")
+    options, _ = parser.parse_known_args(list(argv))
+    own = options.speculative_draft_model_path is None
+    return own and str(options.speculative_algorithm).upper() in ("NEXTN", "EAGLE")
 
 
 def run_serve(argv: Sequence[str]) -> None:

@@ -10,8 +10,11 @@ plot      the picture of a training record
 table     scores of a training record or of bench_tiny reports, in Markdown
 compare   greedy tokens of transformers and of a running server
 install   copies a finished model into the package
-drafts    trains what drafts for a finished model (an EAGLE-3 head, an MTP layer) and says how many guesses stand
+drafts    trains what drafts for a finished model (an EAGLE-3 head, an MTP layer, a DFlash draft) and says how many
+          guesses stand
 install_drafts  copies these into the package
+eyes      trains the tower with which a finished model sees, and says how many answers about pictures are right
+install_eyes  writes the model that sees into the package, of the text model there and the output of `eyes`
 """
 
 from __future__ import annotations
@@ -57,6 +60,10 @@ def main() -> None:
     _add_drafts(commands.add_parser("drafts"))
     install_drafts = commands.add_parser("install_drafts")
     install_drafts.add_argument("source", type=Path)
+    _add_eyes(commands.add_parser("eyes"))
+    install_eyes = commands.add_parser("install_eyes")
+    install_eyes.add_argument("source", type=Path)
+    install_eyes.add_argument("--output", type=Path, help="another directory than the package's")
     args = parser.parse_args()
     try:
         globals()[f"run_{args.command}"](args)
@@ -112,8 +119,21 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", type=int, default=1536, help="that the model writes for training")
     parser.add_argument("--documents", type=int, default=2000, help="of the model's own training, besides")
     parser.add_argument("--held-out", type=int, default=256, help="texts in which guesses are counted")
-    parser.add_argument("--minutes", type=float, default=10, help="of training, for each of the two")
+    parser.add_argument("--minutes", type=float, default=10, help="of training, for each of them")
+    parser.add_argument("--only", type=_names, default=(), help="of eagle3, mtp and dflash, separated by commas")
     parser.add_argument("--device", default="cpu")
+
+
+def _add_eyes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, help="directory of the finished text model")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=80, help="of training")
+    parser.add_argument("--steps", type=int, help="at most")
+    parser.add_argument("--batch", type=int, default=512, help="pictures of a step")
+    parser.add_argument("--rate", type=float, default=1.0, help="of the usual learning rates, the share")
+    parser.add_argument("--judged", type=int, default=4096, help="held-out pictures")
+    parser.add_argument("--log-every", type=int, default=100, help="steps")
+    parser.add_argument("--device", default="cuda")
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -202,9 +222,35 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def run_drafts(args: argparse.Namespace) -> None:
-    from tiny_model.drafts import train_drafts
+    from tiny_model.drafts import KINDS, train_drafts
 
-    train_drafts(args.model, args.output, args.texts, args.documents, args.minutes, args.held_out, args.device)
+    unknown = set(args.only) - set(KINDS)
+    if unknown:
+        raise ValueError(f"--only: no such drafts: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    kinds = args.only or KINDS
+    train_drafts(args.model, args.output, args.texts, args.documents, args.minutes, args.held_out, args.device, kinds)
+
+
+def run_eyes(args: argparse.Namespace) -> None:
+    from tiny_model.eyes import Settings, train_eyes
+
+    settings = Settings(
+        output=args.output,
+        seconds=args.seconds,
+        device=args.device,
+        batch=args.batch,
+        rate=args.rate,
+        steps=args.steps,
+        judged=args.judged,
+        log_every=args.log_every,
+    )
+    train_eyes(args.model, settings)
+
+
+def run_install_eyes(args: argparse.Namespace) -> None:
+    from tiny_model.install import install_eyes
+
+    install_eyes(args.source, args.output)
 
 
 def run_install_drafts(args: argparse.Namespace) -> None:

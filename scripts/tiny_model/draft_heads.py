@@ -185,7 +185,7 @@ class MtpLayer(nn.Module):
         return named | {name: part.detach() for name, part in layer_weights(self.layer, "mtp.layers.0.")}
 
 
-Draft = Eagle3Head | MtpLayer
+ChainDraft = Eagle3Head | MtpLayer
 
 
 def _linear(rows: int, columns: int) -> nn.Parameter:

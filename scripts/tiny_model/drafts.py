@@ -1,8 +1,9 @@
 """Trains the drafts of the embedded model and says how many of their guesses stand.
 
-A draft learns the target's distribution of the next token at every place of an answer, for three guesses in a row
-(training-time test of arXiv 2503.01840). Half of its texts are the target's own, greedy and sampled, the others the
-answers that the target was trained on; the target's distribution, not the text, is what is learned.
+A draft learns the target's distribution of the next token at every place of an answer: the EAGLE-3 head and the MTP
+layer for three guesses in a row (training-time test of arXiv 2503.01840), the DFlash draft for a block of seven. Half
+of its texts are the target's own, greedy and sampled, the others the answers that the target was trained on; the
+target's distribution, not the text, is what is learned.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tiny_model.draft_heads import CAPTURES, EAGLE3_CONFIG, Attended, Draft, Eagle3Head, MtpLayer
+from tiny_model.block_drafts import DFLASH_CONFIG, DFlashDraft, block_loss, block_right
+from tiny_model.draft_heads import CAPTURES, EAGLE3_CONFIG, Attended, ChainDraft, Eagle3Head, MtpLayer
 from tiny_model.draft_texts import GREEDY, LONGEST_ANSWER, LONGEST_PROMPT, Text, noise_rows, noise_table, write_texts
 from tiny_model.export import load_weights
 from tiny_model.mixture import TASKS, Encoder, documents
@@ -32,8 +34,10 @@ GUESSES = 3
 DEPTH_WEIGHT = 0.8
 """Of a guess beside the one before it, in the loss."""
 TOKENS_A_BATCH = 4096
-RATES = (2e-3, 1e-3)
-"""Learning rates of the head, which begins as noise, and of the layer, which begins as the target's last one."""
+RATES = {"eagle3": 2e-3, "mtp": 1e-3, "dflash": 1.5e-3}
+"""Learning rates of the drafts that begin as noise, and of the layer, which begins as the target's last one."""
+KINDS = tuple(RATES)
+Draft = ChainDraft | DFlashDraft
 KEPT_TOKENS = 512
 """Of the vocabulary, in the EAGLE-3 head."""
 WEIGHTS_FILE, MTP_FILE, INDEX_FILE = "model.safetensors", "mtp.safetensors", "model.safetensors.index.json"
@@ -55,9 +59,10 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`streams` [B, L, captures, H] and `hidden` [B, L, H] of the target; `rows`, `columns` [n]: the draft rows that
-    guess the token two places on."""
+    guess the token two places on. `answer` [B, L] bool: places that the target writes."""
 
     tokens: Tensor
+    answer: Tensor
     streams: Tensor
     hidden: Tensor
     rows: Tensor
@@ -121,13 +126,13 @@ def computed(target: TinyModel, samples: Sequence[Sample]) -> Batch:
     for hook in hooks:
         hook.remove()
     rows, columns = answer[:, 2:].nonzero(as_tuple=True)
-    return Batch(tokens, torch.stack(streams, dim=2), hidden, rows, columns)
+    return Batch(tokens, answer, torch.stack(streams, dim=2), hidden, rows, columns)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def guesses(draft: Draft, target: TinyModel, batch: Batch, count: int) -> Iterator[Tensor]:
+def guesses(draft: ChainDraft, target: TinyModel, batch: Batch, count: int) -> Iterator[Tensor]:
     """Of each guess in turn what `draft.logits` reads, [B, L, H]. In a server the token of a row is the guess before
     it; here it is the text's, which is the same where that guess stands."""
     embedded = F.embedding(batch.tokens.roll(-1, dims=1), target.embedding)
@@ -139,6 +144,10 @@ def guesses(draft: Draft, target: TinyModel, batch: Batch, count: int) -> Iterat
 
 
 def draft_loss(draft: Draft, target: TinyModel, batch: Batch) -> Tensor:
+    return block_loss(draft, target, batch) if isinstance(draft, DFlashDraft) else chain_loss(draft, target, batch)
+
+
+def chain_loss(draft: ChainDraft, target: TinyModel, batch: Batch) -> Tensor:
     """Cross entropy with the target's distribution, of which the tokens that a reduced head lacks are left out."""
     with torch.no_grad():
         wanted = target.logits(batch.hidden[batch.rows, batch.columns + 1]).softmax(-1)[:, draft.kept]
@@ -178,7 +187,7 @@ def train(draft: Draft, target: TinyModel, samples: Sequence[Sample], minutes: f
 
 @dataclass
 class Acceptance:
-    """Of the guesses 1 to GUESSES at every place of the answers: the share that stands if those before it do.
+    """Of the guesses of a step, at every place of the answers: the share that stands if those before it do.
     `length`: tokens a step, the sampled one included, where each step begins behind the one before. `verified`: steps
     that bring guesses; one to which a single token is left brings none."""
 
@@ -194,37 +203,44 @@ class Acceptance:
 def acceptance(draft: Draft, target: TinyModel, samples: Sequence[Sample]) -> Acceptance:
     """Greedy guesses for greedy texts. For sampled ones a guess is the largest of the draft's logits plus the noise
     that chose the target's token there, as a server draws both."""
-    reached, stood = [0] * GUESSES, [0] * GUESSES
+    reached, stood = Counter[int](), Counter[int]()
     steps = written = verified = 0
     for group in batches(samples):
-        batch = computed(target, group)
-        right = torch.stack(
-            [_right(draft, state, batch, group) for state in guesses(draft, target, batch, GUESSES)], -1
-        )
+        right = guesses_right(draft, target, computed(target, group), group)
         for row, sample in enumerate(group):
             begin, end = sample.answer.index(True), len(sample.ids)
             place = begin + 1  # the first token of an answer is the prompt's step's
             for start in range(begin + 1, end):
                 length = _stand(right[row], start, end)
-                for depth in range(min(length + 1, GUESSES, end - start)):
+                for depth in range(min(length + 1, right.shape[-1], end - start)):
                     reached[depth] += 1
                     stood[depth] += depth < length
                 if start == place:
                     steps, place = steps + 1, start + length + 1
                     verified += start < end - 1
             written += end - begin - 1
-    return Acceptance([s / r for s, r in zip(stood, reached, strict=True)], written / steps, verified)
+    return Acceptance([stood[depth] / reached[depth] for depth in sorted(reached)], written / steps, verified)
 
 
 def _stand(right: Tensor, start: int, end: int) -> int:
-    """How many guesses stand from the token at `start` on; right [L, GUESSES] by draft row."""
-    length = 0
-    while length < GUESSES and start + length < end and bool(right[start + length - 2, length]):
+    """How many guesses stand from the token at `start` on; right [L, guesses] by the place of the token before."""
+    length, most = 0, right.shape[-1]
+    while length < most and start + length < end and bool(right[start - 1, length]):
         length += 1
     return length
 
 
-def _right(draft: Draft, state: Tensor, batch: Batch, group: Sequence[Sample]) -> Tensor:
+def guesses_right(draft: Draft, target: TinyModel, batch: Batch, group: Sequence[Sample]) -> Tensor:
+    """[B, L, guesses] bool: of the guesses behind each place, which are the text's tokens there."""
+    if isinstance(draft, DFlashDraft):
+        return block_right(draft, batch, group)
+    states = guesses(draft, target, batch, GUESSES)
+    # Row p of guess j (0 first) is of the place p + 1 - j.
+    right = [_right(draft, state, batch, group).roll(1 - j, dims=1) for j, state in enumerate(states)]
+    return torch.stack(right, dim=-1)
+
+
+def _right(draft: ChainDraft, state: Tensor, batch: Batch, group: Sequence[Sample]) -> Tensor:
     """[B, L] bool: whether the guess of a row is the token two places on."""
     logits = draft.logits(state)
     for row, sample in enumerate(group):
@@ -265,6 +281,24 @@ def save_eagle3(head: Eagle3Head, target: TinyModel, output: Path) -> None:
     _save(head.tensors(), output / WEIGHTS_FILE)
 
 
+def save_dflash(draft: DFlashDraft, target: TinyModel, output: Path) -> None:
+    """config.json and model.safetensors as DFlashDraftModel is published."""
+    output.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        **DFLASH_CONFIG,
+        "num_target_layers": target.config["num_hidden_layers"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "vocab_size": draft.vocab_size,
+    }
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _save(draft.tensors(), output / WEIGHTS_FILE)
+
+
 def save_mtp(layer: MtpLayer, directory: Path, output: Path) -> None:
     """mtp.safetensors, and an index that names it beside the target's weights in `directory`."""
     from safetensors import safe_open
@@ -294,22 +328,36 @@ def rounded(draft: Draft) -> None:
 
 
 def train_drafts(
-    directory: Path, output: Path, texts: int, documents: int, minutes: float, held_out: int, device: str
+    directory: Path,
+    output: Path,
+    texts: int,
+    documents: int,
+    minutes: float,
+    held_out: int,
+    device: str,
+    kinds: Sequence[str] = KINDS,
 ) -> None:
-    """Of the model in `directory` into `output`/eagle3 and `output`/mtp; `minutes` of training for each."""
+    """Of the model in `directory` into a folder of `output` for each of `kinds`; `minutes` of training for each."""
     target, tokenizer = load_target(directory, device), Tokenizer.from_file(str(directory / "tokenizer.json"))
     own = [Sample.of(text) for text in write_texts(target, tokenizer, texts, False)]
     judged = [Sample.of(text) for text in write_texts(target, tokenizer, held_out, True)]
     samples = own + corpus(directory, documents, 0)
-    drafts: list[Draft] = [Eagle3Head(target, kept_tokens(samples, KEPT_TOKENS).to(device)), MtpLayer(target)]
-    for draft, rate in zip(drafts, RATES, strict=True):
-        draft.to(device)
-        train(draft, target, samples, minutes, rate)
+    for kind in kinds:
+        draft = make_draft(kind, target, samples).to(device)
+        train(draft, target, samples, minutes, RATES[kind])
         rounded(draft)
+        if isinstance(draft, Eagle3Head):
+            save_eagle3(draft, target, output / kind)
+        elif isinstance(draft, DFlashDraft):
+            save_dflash(draft, target, output / kind)
+        else:
+            save_mtp(draft, directory, output / kind)
         for name, sampled in (("greedy", False), ("temperature 1", True)):
             chosen = [sample for sample in judged if (sample.seed != GREEDY) == sampled]
-            print(f"{type(draft).__name__}, {name}: {acceptance(draft, target, chosen)}", flush=True)
-        if isinstance(draft, Eagle3Head):
-            save_eagle3(draft, target, output / "eagle3")
-        else:
-            save_mtp(draft, directory, output / "mtp")
+            print(f"{kind}, {name}: {acceptance(draft, target, chosen)}", flush=True)
+
+
+def make_draft(kind: str, target: TinyModel, samples: Sequence[Sample]) -> Draft:
+    if kind == "eagle3":
+        return Eagle3Head(target, kept_tokens(samples, KEPT_TOKENS).to(target.embedding.device))
+    return MtpLayer(target) if kind == "mtp" else DFlashDraft(target)

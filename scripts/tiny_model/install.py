@@ -15,7 +15,8 @@ FILES = (
     "model.safetensors",
 )
 MTP_FILES = ("mtp.safetensors", "model.safetensors.index.json")
-EAGLE3_FILES = ("config.json", "model.safetensors")
+MTP, APART = "mtp", ("eagle3", "dflash")
+DRAFT_FILES = ("config.json", "model.safetensors")
 LARGEST = 16 * 10**6
 """Bytes of the weights."""
 
@@ -39,10 +40,15 @@ def install(source: Path, target: Path = EMBEDDED) -> None:
 
 
 def install_drafts(source: Path, target: Path = EMBEDDED) -> None:
-    """Copies the output of `drafts`: the layer beside the model's weights, the head beside the model's folder. Raises
-    ValueError before touching anything."""
-    copies = {source / "mtp" / name: target / name for name in MTP_FILES}
-    copies |= {source / "eagle3" / name: target.parent / "eagle3" / name for name in EAGLE3_FILES}
+    """Copies the output of `drafts`: the layer beside the model's weights, the others beside the model's folder. Those
+    that `source` lacks stay as they are. Raises ValueError before touching anything."""
+    kinds = [kind for kind in (MTP, *APART) if (source / kind).is_dir()]
+    if not kinds:
+        raise ValueError(f"{source} has none of {MTP}, {', '.join(APART)}; is it the output of `drafts`?")
+    copies: dict[Path, Path] = {}
+    for kind in kinds:
+        folder, names = (target, MTP_FILES) if kind == MTP else (target.parent / kind, DRAFT_FILES)
+        copies |= {source / kind / name: folder / name for name in names}
     missing = [str(path) for path in copies if not path.is_file()]
     if missing:
         raise ValueError(f"{', '.join(missing)} are missing; is {source} the output of `drafts`?")
@@ -50,3 +56,13 @@ def install_drafts(source: Path, target: Path = EMBEDDED) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         copy.chmod(0o644)
+
+
+def install_eyes(source: Path, target: Path | None = None) -> None:
+    """Writes the model that sees beside the text model's folder (or to `target`): its weights and the tower of
+    `source`, the output of `eyes`. Raises ValueError before touching anything."""
+    from tiny_model.seeing import VISION_FILE, write_seeing
+
+    if not (source / VISION_FILE).is_file():
+        raise ValueError(f"{source} lacks {VISION_FILE}; is it the output of `eyes`?")
+    write_seeing(EMBEDDED, source / VISION_FILE, target or EMBEDDED.parent / "seeing")

@@ -39,6 +39,27 @@ MARKERS = (
 )
 """Single tokens that stay visible in decoded text, where parsers look for them."""
 
+IMAGE_TOKENS = {"À": "<|vision_start|>", "Á": "<|vision_end|>", "õ": "<|image_pad|>"}
+"""Tokens of bytes that no text has (0xC0, 0xC1 and 0xF5 are not in UTF-8), and the names that they have where the model
+sees: the ids of all others stay what they are."""
+IMAGE_SECTIONS = (12, 10, 10)
+"""Frequencies of a head that turn by the time, the row and the column of a token."""
+VISION_CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_vl_moe",
+    "depth": 4,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 64,
+    "out_hidden_size": 256,
+    "deepstack_visual_indexes": [1, 3],
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
 WORD = r" ?\p{L}+| ?[^\s\p{L}\p{N}]+|\p{N}|\s+"
 """A word or a run of punctuation takes the space before it along; digits stand alone."""
 

@@ -6,6 +6,7 @@ the weights come out without outliers, which is also what coarse number formats 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,11 +38,12 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
 class Optimizer:
     """Both, over one model. `step(scale)` uses the peak rates times `scale`."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        named = dict(model.named_parameters())
-        self._matrices = {n: p for n, p in named.items() if is_matrix(n)}
+    def __init__(self, model: torch.nn.Module, muon_moves: Callable[[str], bool] | None = None) -> None:
+        """muon_moves: which parameters, by name, are matrices for Muon (None: as `is_matrix` says)."""
+        named, muon_moves = dict(model.named_parameters()), muon_moves or is_matrix
+        self._matrices = {n: p for n, p in named.items() if muon_moves(n)}
         self._momentum = {n: torch.zeros_like(p) for n, p in self._matrices.items()}
-        others = [p for n, p in named.items() if not is_matrix(n)]
+        others = [p for n, p in named.items() if not muon_moves(n)]
         groups = [
             {"params": [p for p in others if p.ndim > 1], "weight_decay": ADAM_DECAY},
             {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},

@@ -23,6 +23,7 @@ from srt.kernels.published import checkpoint
 
 from docs.commands import ROOT, Command, commands
 from sglang.cli import COMMANDS, with_model
+from sglang.embedded import SEEING_PATH
 from sglang.explain import explain
 from sglang.plan.layouts import GIB
 from sglang.srt.errors import UserError
@@ -63,7 +64,9 @@ RUN = (
 def server() -> Iterator[LiveServer]:
     """It drafts, which changes no answer, so that the routes of drafts answer, too."""
     parsers = ("--tool-call-parser", "auto", "--reasoning-parser", "auto")
-    live = LiveServer(*parsers, "--served-model-name", "tiny", "--speculative-algorithm", "NGRAM")
+    live = LiveServer(
+        "--model-path", SEEING_PATH, *parsers, "--served-model-name", "tiny", "--speculative-algorithm", "NGRAM"
+    )
     yield live.wait_up()
     live.end()
 
@@ -105,6 +108,8 @@ def test_a_command_runs(command: Command, server: LiveServer, folder: Path) -> N
     assert done.returncode in allowed, done.stdout[-2000:] + done.stderr[-2000:]
     if words[0] == "curl" and done.stdout:
         assert json.loads(done.stdout).get("error") is None
+    if "image_url" in command.text:
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"] == "square"
 
 
 def flags_of(words: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
-"""The model that ships with the package, so that a server can be tried without a download, and its drafts: a layer for
-multi-token prediction in its own folder, and an EAGLE-3 head."""
+"""The model that ships with the package, so that a server can be tried without a download: as a text model, and with
+eyes, which is the default. Its drafts are a layer for multi-token prediction in the text model's own folder, an EAGLE-3
+head and a DFlash draft."""
 
 from __future__ import annotations
 
@@ -7,3 +8,5 @@ from pathlib import Path
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parent / "tiny")
 EAGLE3_PATH = str(Path(__file__).parent / "eagle3")
+SEEING_PATH = str(Path(__file__).parent / "seeing")
+DFLASH_PATH = str(Path(__file__).parent / "dflash")

@@ -10,10 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_model import draft_texts
-from tiny_model.draft_heads import Attended, Eagle3Head, MtpLayer, attend
+from tiny_model.block_drafts import BLOCK_SIZE, DFlashDraft, block_loss
+from tiny_model.draft_heads import CAPTURES, Attended, Eagle3Head, MtpLayer, attend
 from tiny_model.draft_texts import GREEDY, answered, noise_rows, noise_table
-from tiny_model.drafts import Sample, _stand, kept_tokens, save_eagle3, save_mtp, train
+from tiny_model.drafts import (
+    Sample,
+    _stand,
+    computed,
+    kept_tokens,
+    load_target,
+    save_dflash,
+    save_eagle3,
+    save_mtp,
+    train,
+)
 from tiny_model.export import save_weights
+from tiny_model.install import EMBEDDED
 from tiny_model.layout import make_config
 from tiny_model.model import TinyModel
 from tokenizers import Tokenizer
@@ -56,8 +68,45 @@ def test_rows_of_later_guesses_see_what_they_will_in_a_server() -> None:
 
 
 def test_guesses_behind_a_wrong_one_do_not_stand() -> None:
-    right = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 1], [1, 0, 1], [0, 0, 1]], dtype=torch.bool)
-    assert [_stand(right, start, 7) for start in (2, 3, 4, 5, 6)] == [3, 0, 1, 1, 0]
+    right = torch.tensor([[0, 0, 0], [1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    assert [_stand(right, start, 7) for start in (2, 3, 4, 5, 6)] == [3, 0, 1, 2, 1]
+
+
+def test_rows_of_a_block_see_what_is_before_it_and_each_other(target: TinyModel) -> None:
+    """Blocks of one text do not see each other, nor what stands behind their last token."""
+    torch.manual_seed(0)
+    draft, tokens = DFlashDraft(target), torch.arange(30, 42)[None]
+    streams = torch.randn(1, 12, len(CAPTURES), 256)
+    together = draft(tokens, streams, torch.tensor([[4, 7]]))
+    changed = streams.clone()
+    changed[:, 7:] += 1
+    alone = draft(tokens, changed, torch.tensor([[7]]))
+    assert torch.allclose(together[0, 1], alone[0, 0], atol=1e-5)
+    changed[:, 6] += 1
+    assert not torch.allclose(together[0, 1], draft(tokens, changed, torch.tensor([[7]]))[0, 0], atol=1e-2)
+
+
+def test_a_block_draft_learns_what_it_is_shown(tmp_path: Path) -> None:
+    target = load_target(EMBEDDED, "cpu")
+    ids = (
+        Tokenizer.from_file(str(EMBEDDED / "tokenizer.json")).encode("one two three four five six seven eight nine").ids
+    )
+    samples = [Sample(ids, [False] * 3 + [True] * (len(ids) - 3))]
+    draft = DFlashDraft(target)
+    batch = computed(target, samples)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(12):
+        loss = block_loss(draft, target, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    save_dflash(draft, target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == BLOCK_SIZE
+    assert load_file(str(tmp_path / "model.safetensors")).keys() == draft.tensors().keys()
 
 
 def test_drafts_are_trained_and_saved(target: TinyModel, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_model.draft_heads import Draft, Eagle3Head, MtpLayer
+from tiny_model.block_drafts import DFlashDraft
+from tiny_model.draft_heads import Eagle3Head, MtpLayer
 from tiny_model.draft_texts import GREEDY
-from tiny_model.drafts import GUESSES, Sample, acceptance, load_target
+from tiny_model.drafts import GUESSES, Draft, Sample, acceptance, load_target
 from tiny_model.model import TinyModel
 from tokenizers import Tokenizer
 
-from sglang.embedded import DEFAULT_MODEL_PATH, EAGLE3_PATH
+from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -28,6 +29,11 @@ NEW_TOKENS = 24
 FLAGS: dict[str, dict[str, Any]] = {
     "EAGLE3": {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": EAGLE3_PATH},
     "MTP": {"speculative_algorithm": "NEXTN"},
+    "DFLASH": {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": DFLASH_PATH,
+        "speculative_num_steps": None,
+    },
 }
 MODEL = Path(DEFAULT_MODEL_PATH)
 
@@ -42,6 +48,8 @@ def read_draft(name: str) -> Draft:
     if name == "MTP":
         layer = MtpLayer(target())
         return with_weights(layer, load_file(str(MODEL / "mtp.safetensors")))
+    if name == "DFLASH":
+        return with_weights(DFlashDraft(target()), load_file(str(Path(DFLASH_PATH) / "model.safetensors")))
     weights = load_file(str(Path(EAGLE3_PATH) / "model.safetensors"))
     kept = weights["d2t"] + torch.arange(len(weights["d2t"]))
     assert torch.equal(weights["t2d"].nonzero().flatten(), kept)
