@@ -18,41 +18,31 @@ from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
-from sglang.srt.plan import defaults
 from sglang.srt.plan.attention_sites import attention_sites
-from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
+from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
+from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
-from sglang.srt.plan.drafts.gemma_assistant import check_stage
-from sglang.srt.plan.drafts.memory import with_draft_memory
-from sglang.srt.plan.host_cache import HostCachePlan, copy_bytes, plan_host_cache
-from sglang.srt.plan.host_tables import has_tables, host_table_bytes, host_table_note, with_tables
+from sglang.srt.plan.host_cache import HostCachePlan, plan_host_cache
+from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
 from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import (
-    FixedMemory,
     MemoryPlan,
-    Sizes,
-    cache_room,
-    cpu_cache_room,
-    fixed_memory,
-    plan_cpu_memory,
-    plan_gpu_memory,
 )
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, smaller_sizes, with_pages
-from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
+from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, with_pages
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import ngram_bytes, ngram_needs, tokens_growing
-from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, caches_of_stage, cut_stages, fullest_caches
-from sglang.srt.plan.state_rows import state_rows
+from sglang.srt.plan.speculation import ngram_needs, tokens_growing
+from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 
@@ -413,7 +403,7 @@ class ModelPlanner:
         """Returns the bytes of weights on the rank that has most."""
         model, serving = self.describe(args)
         of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
-        return max(stage.weight_bytes for stage in _stages(of_rank, serving, self.arch, draft))
+        return max(stage.weight_bytes for stage in stages_of(of_rank, serving, self.arch, draft))
 
     def trial(self, args: ServerArgs) -> Trial:
         """Plans the model with these flags. Tables of n-grams go into host memory where the GPU has no room for them
@@ -499,142 +489,3 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
         ranks.pp_size,
         ranks.dcp_size,
     )
-
-
-def plan_capacity(
-    args: ServerArgs,
-    of_rank: RankWeights,
-    serving: Serving,
-    context_len: int,
-    arch: ArchTraits,
-    choices: Mapping[str, Choice],
-    available: int,
-    draft: DraftPlan | None = None,
-) -> Capacity:
-    """Plans the capacity for every model that can be described, also one without a model class. Sizes that the user did
-    not give are as large as leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if the model does
-    not fit."""
-    model, stages = of_rank.model, _stages(of_rank, serving, arch, draft)
-    weights = max(stage.weight_bytes for stage in stages)
-    steps = defaults.default_sizes(arch.device, available, context_len)
-    if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
-        steps = steps[:1]
-
-    def capacity(size: defaults.DefaultSizes) -> Capacity:
-        return _capacity(args, model, serving, context_len, arch, choices, available, stages, size, draft)
-
-    def share(capacity: Capacity) -> float:
-        if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
-            return 1.0
-        return capacity.memory.caches / (available - weights)
-
-    chosen, best = defaults.with_share(steps, capacity, share)
-    if chosen != steps[0]:
-        best.notes.append(smaller_sizes(best, weights, available))
-    return best
-
-
-def _stages(
-    of_rank: RankWeights, serving: Serving, arch: ArchTraits, draft: DraftPlan | None = None
-) -> tuple[Stage, ...]:
-    features, fp8_cache = arch.features if arch.device == "cuda" else None, serving.kv_dtype.startswith("fp8")
-    behind = NOTHING_BEHIND
-    if draft is not None:
-        copies = of_rank.head.rows if serving.pp_size > 1 and not of_rank.model.tie_embeddings else 0
-        behind = Behind(draft.num_layers, draft.weight_bytes(serving.dtype, fp8_cache, features, copies))
-    stages = cut_stages(of_rank, serving.dtype, fp8_cache, features, behind)
-    if draft is not None:
-        check_stage(draft.description, stages[-1].layers.start)
-    return stages
-
-
-def _capacity(
-    args: ServerArgs,
-    model: ModelDescription,
-    serving: Serving,
-    context_len: int,
-    arch: ArchTraits,
-    choices: Mapping[str, Choice],
-    available: int,
-    stages: tuple[Stage, ...],
-    size: defaults.DefaultSizes,
-    draft: DraftPlan | None,
-) -> Capacity:
-    weights = max(stage.weight_bytes for stage in stages)
-    everything = with_draft_layers(model, draft)
-    groups = fullest_caches(cache_groups(everything, serving), stages)
-    on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
-    chunk = _chunk(args, size, serving.page_size)
-
-    def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
-        largest_graph = size.cuda_graph_max_bs
-        sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
-        tables = ngram_bytes(args, running, context_len)
-        growing = tokens_growing(args, model.architecture)
-        sizes = replace(
-            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing,
-            copy_bytes=copy_bytes(args, arch),
-        )  # fmt: skip
-        cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
-        return sizes, cost, notes
-
-    def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
-        fixed = fixed_memory(model, everything, serving.dtype, weights, available, sizes, cost, choices, arch)
-        if arch.unified_memory:
-            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, serving))
-        return fixed if draft is None else with_draft_memory(fixed, draft, model, serving.dtype, sizes)
-
-    def room(running: int) -> int:
-        if on_cpu:
-            return cpu_cache_room(weights, available)
-        return cache_room(weights, available, fixed(*sized(running)[:2]), fraction)
-
-    states = state_rows(args, size.max_running_requests, context_len, cache_cost(groups), room)
-    sizes, cost, notes = sized(states.running)
-    sizes = replace(sizes, checkpoints=states.checkpoints)
-    notes += [states.note] if states.note else []
-    notes += [host_table_note(size) for size in [host_table_bytes(everything, serving)] if size]
-    most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
-    if not cost.bytes_per_token:
-        most_tokens = min(most_tokens, FREE_TOKENS, states.running * context_len)
-    if on_cpu:
-        memory, pools = plan_cpu_memory(
-            model, serving.dtype, weights, available, sizes, cost, most_tokens, args.max_total_tokens
-        )
-    else:
-        memory, pools = plan_gpu_memory(weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens)
-    tokens = pools.tokens - serving.page_size  # page 0 is padding
-    return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)
-
-
-def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int) -> int:
-    chunk = size.chunked_prefill_size if args.chunked_prefill_size is None else args.chunked_prefill_size
-    return chunk if chunk == -1 else max(page_size, chunk // page_size * page_size)
-
-
-def _sizes(
-    args: ServerArgs,
-    model: ModelDescription,
-    serving: Serving,
-    context_len: int,
-    arch: ArchTraits,
-    choices: Mapping[str, Choice],
-    chunk: int,
-    running: int,
-    largest_graph: int,
-) -> tuple[Sizes, list[str]]:
-    notes: list[str] = []
-    graphs: tuple[int, ...] = ()
-    if arch.device != "cpu":
-        graphs = defaults.cuda_graph_batch_sizes(args, largest_graph, running)
-        unsafe = sorted({c.name for op, c in choices.items() if op != "extend_attention" and not c.spec.graph_safe})
-        if graphs and unsafe:
-            notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
-            graphs = ()
-    tokens = max(args.max_prefill_tokens, context_len) if chunk == -1 else chunk
-    prefill_graphs: tuple[int, ...] = ()
-    extend = choices.get("extend_attention")
-    if graphs and (extend is None or extend.spec.graph_prefill):
-        prefill_graphs = defaults.cuda_graph_prefill_tokens(model, serving.tp_size, tokens)
-    sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.ranks, prefill_graphs)
-    return sizes, notes
