@@ -1,5 +1,6 @@
-"""Steps of several tokens through DeepSeek-V4: guesses that are rejected at each depth leave pending tokens and entries
-as if they had never come, and so do the prefix tree's checkpoints."""
+"""Steps of several tokens through DeepSeek-V4 and Qwen3.8-Flash-Next: guesses that are rejected at each depth leave
+pending tokens, entries, states and the tails of n-grams as if they had never come, and the prefix tree's checkpoints
+continue them."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 from srt.model_executor.graph_stand_ins import in_graphs
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
 from srt.models.harness import random_tokens, save_tiny
+from srt.models.test_stream_drafts import build
 
 LENGTHS = (3, 12, 29)
 NEW_TOKENS = 14
@@ -34,10 +36,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("v4")
-    save_tiny("deepseek_v4_small", folder)
+@pytest.fixture(scope="module", params=["deepseek_v4_small", "qwen4_exp_small"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny(request.param, folder)
     return folder
 
 
@@ -88,3 +90,13 @@ def test_the_next_turn_goes_on_from_a_checkpoint(folder: Path) -> None:
     turn = [*prompts()[2], *first, *random_tokens(9, seed=5)]
     again = run(scheduler, [turn])
     assert again == run(plain(args), [turn])
+
+
+def test_a_layer_over_gated_streams_drafts(tmp_path: Path) -> None:
+    """Answers are those of the plain run, also with prompts and outputs from the cache."""
+    build(tmp_path)
+    want = run(plain(server_args(tmp_path)), prompts())
+    drafts = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
+    scheduler = plain(server_args(tmp_path, speculative_eagle_topk=1, **drafts))
+    assert run(scheduler, prompts()) == want
+    assert run(scheduler, prompts()) == want
