@@ -7,7 +7,7 @@
 # make schedules 1,000 random schedules over models of every kind of cache, with guesses and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice, about two hours
-# make thorough the long tests, about five minutes
+# make thorough the long tests, up to an hour
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
 # make site    the documents as a site, in build/site
