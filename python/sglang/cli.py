@@ -61,8 +61,8 @@ def _drafts_with_own_layer(argv: Sequence[str]) -> bool:
     parser.add_argument("--speculative-algorithm", nargs="?", default="")
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", nargs="?")
     options, _ = parser.parse_known_args(list(argv))
-    own = options.speculative_draft_model_path is None
-    return own and str(options.speculative_algorithm).upper() in ("NEXTN", "EAGLE")
+    without_draft = options.speculative_draft_model_path is None
+    return without_draft and str(options.speculative_algorithm).upper() in ("NEXTN", "EAGLE")
 
 
 def run_serve(argv: Sequence[str]) -> None:

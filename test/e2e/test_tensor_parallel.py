@@ -50,7 +50,7 @@ def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1, dcp_size: int = 1)
         seen = engine.generate(PROMPTS[0], GREEDY, return_hidden_states=True)["meta_info"]["hidden_states"]
         states = [round(float(value), 3) + 0.0 for rows in seen for value in rows.reshape(-1)[:2]]
     tokens = [[answer["output_ids"] for answer in result] for result in results]
-    return [*tokens, [[None if p is None else round(p, 4) for p, *_ in part] for part in logprobs], states]
+    return [*tokens, [[None if p is None else round(p, 3) for p, *_ in part] for part in logprobs], states]
 
 
 @pytest.mark.thorough

@@ -47,7 +47,7 @@ class ColumnsOf(LMHead):
     """A head whose hidden states are the whole logits."""
 
     def __init__(self, vocab_size: int, group: Group, padded: bool) -> None:
-        self.vocab_size, self.cap, self.group = vocab_size, 0.0, group
+        self.vocab_size, self.cap, self.scale, self.group = vocab_size, 0.0, 1.0, group
         self.rows = rows = _vocab_rows(group, vocab_size)
         missing = rows.padded_count - rows.count if padded else 0
         self.product = lambda hidden: torch.nn.functional.pad(hidden[:, rows.run], (0, missing), value=1e9)

@@ -15,6 +15,7 @@ READ_CLOCKS = {
     "managers/scheduler/scheduler.py": "marks requests for rank 0's time-outs",
     "managers/scheduler/schedule_batch.py": "marks requests for rank 0's time-outs",
     "managers/scheduler/scheduler_stats.py": "measures",
+    "mem_cache/host_tier.py": "measures",
     "constrained/compile_process.py": "in the child that verifies for rank 0",
     "constrained/mask_filler.py": "chooses a number of threads, which changes no mask",
     "constrained/grammar_manager.py": "deadlines count where there is a verifier, which is rank 0's",

@@ -601,7 +601,8 @@ def test_metrics() -> None:
         families = text_string_to_metric_families(metrics.render().decode())
         samples = [sample for family in families for sample in family.samples]
         labels = {"model_name": "tiny", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
-        values = {sample.name: sample.value for sample in samples if sample.labels == labels}
+        kept = [labels, {**labels, "cache_source": "device"}]
+        values = {sample.name: sample.value for sample in samples if sample.labels in kept}
         expected = {
             "sglang:num_running_reqs": 3,
             "sglang:num_queue_reqs": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import itertools
 import sys
 from collections.abc import Iterator
@@ -126,6 +127,8 @@ def backend(name: str, runner: ModelRunner) -> Any:
 
 
 def server_args(folder: Path, **options: Any) -> ServerArgs:
+    if json.loads((folder / "config.json").read_text())["model_type"] == "deepseek_v4":
+        options["page_size"] = 8  # so that its windows have room for requests that decode beside prompts
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=256,
         max_running_requests=4, chunked_prefill_size=16, random_seed=3, **options,

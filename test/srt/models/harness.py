@@ -657,8 +657,9 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
                 buffer.uniform_(0.6, 1.4)
             if "tid2eid" in key:
                 buffer.copy_(distinct_experts(*buffer.shape, model.config.n_routed_experts))
-        tied = getattr(model.config.get_text_config(), "tie_word_embeddings", model.config.tie_word_embeddings)
-        if tied:  # or else the likeliest next token is the last one
+        if getattr(
+            model.config.get_text_config(), "tie_word_embeddings", False
+        ):  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
 
 

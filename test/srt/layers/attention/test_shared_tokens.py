@@ -97,7 +97,7 @@ def test_tokens_come_together(size: int) -> None:
         ranks = [
             GatheredTokens.of(slots[run], tokens.positions[run], len(lens), Group(rank, size)) for rank in range(size)
         ]
-        together = torch.cat([cache[rank::size][gathered.own] for rank, gathered in enumerate(ranks)])
+        together = torch.cat([cache[rank::size][gathered.local] for rank, gathered in enumerate(ranks)])
         for gathered in ranks:
             assert torch.equal(together[gathered.index], cache[slots[run]])
 

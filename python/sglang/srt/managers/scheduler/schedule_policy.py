@@ -149,8 +149,10 @@ class PrefillBudget:
         page = self.kv.page_size
         want = len(req.tokens) - prefix_len
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
-        # A request that runs alone needs no promise beyond the step: its limit keeps it within the pool.
-        needed = want + (min(output, self.tokens_ahead) if self.alone else output) + page
+        needed = want + output + page
+        if self.alone:  # needs no promise beyond its prompt and what a draft reserves: its limit keeps it in the pool
+            end = prefix_len + want + min(output, self.tokens_ahead)
+            needed = (-(-end // page) - -(-prefix_len // page)) * page
         if needed > self.free():
             return 0
         take = want

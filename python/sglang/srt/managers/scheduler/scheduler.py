@@ -146,6 +146,8 @@ class Scheduler:
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
             self.running.pass_turn()
+        if batch is None and not self.in_flight:
+            self._free_chunks()
         return batch
 
     def settle(self, reqs: Set[Req] | None = None) -> None:
@@ -183,7 +185,6 @@ class Scheduler:
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
-        self._free_chunks()
         chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
@@ -347,18 +348,14 @@ class Scheduler:
             self.stats.retracted(victim)
 
     def _free_chunks(self) -> None:
-        """Where nothing runs, prompts that pause may hold what none of them can end without: all but the first go back
-        to the queue, until it can go on."""
-        while len(self.chunked) > 1 and not len(self.running):
-            first, last = self.chunked[0], self.chunked[-1]
-            if self._budget(0).take(first, first.kv_len):
-                return
-            self.settle()
-            if last in self.chunked:
-                self.chunked.remove(last)
-                self._requeue(last)
-                self.ratio.retracted()
-                self.stats.retracted(last)
+        """Prompts that pause may hold what none of them can end without: where nothing else goes on, the last of them
+        goes back to the queue if the first one finds no room."""
+        if len(self.chunked) < 2 or self.running.reqs or self._budget(0).take(self.chunked[0], self.chunked[0].kv_len):
+            return
+        last = self.chunked.pop()
+        self._requeue(last)
+        self.ratio.retracted()
+        self.stats.retracted(last)
 
     def _requeue(self, req: Req) -> None:
         """Give up a request's slots and put it at the head of the queue."""
