@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
