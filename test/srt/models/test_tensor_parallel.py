@@ -28,6 +28,7 @@ UNEVEN = {
 """Of heads and dims that three ranks have in runs of two lengths: the families, and what of them is changed."""
 TWO_KEY_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Whose recurrent layers two ranks share at most."""
+FEW_KEY_HEADS = tuple(name for name in NAMES if TINY[name][1].get("linear_num_key_heads") == 2)
 TWO_OUTPUT_GROUPS = tuple(name for name in TINY if TINY[name][1].get("o_groups") == 2)
 """Whose grouped output projections two ranks share at most."""
 
@@ -67,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, to
     [
         (RankLayout(2), NAMES),
         (RankLayout(3), ("qwen3_tied_bias", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe", *UNEVEN)),
-        (RankLayout(4), tuple(name for name in NAMES if name not in TWO_KEY_HEADS + TWO_OUTPUT_GROUPS)),
+        (RankLayout(4), tuple(name for name in NAMES if name not in (*FEW_KEY_HEADS, *TWO_OUTPUT_GROUPS))),
         (RankLayout(2, 2), WITH_EXPERTS),
         (RankLayout(4, 2), ("glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss")),
     ],
