@@ -115,3 +115,8 @@ def test_spellings_of_upstream() -> None:
         "page_first",
     ]
     assert ServerArgs.from_cli([*command, "--hicache-host-memory-mode", "cache"]).enable_hierarchical_cache
+
+
+def test_caches_that_ranks_share_out_are_not_kept_in_main_memory() -> None:
+    with pytest.raises(UserError, match="--dcp-size 2 shares out"):
+        ServerArgs.from_kwargs(model_path="m", enable_hierarchical_cache=True, tp_size=2, dcp_size=2)
