@@ -23,7 +23,7 @@ from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
 from sglang.srt.layers.recurrent.triton_ops.gated_norm import gated_rmsnorm
 from sglang.srt.layers.triton_ops import gated_streams
 from sglang.srt.model_executor.graph_runner import GraphSizes
-from srt.model_executor import test_pooled_steps as steps
+from srt.model_executor import test_compressed_steps as steps
 from srt.model_executor.graph_stand_ins import in_graphs
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
 from srt.models.harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny
