@@ -64,6 +64,20 @@ def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> Non
         time.sleep(0.05)
 
 
+def wait_for_counts(http: httpx.Client, counter: str, expected: Callable[[list[int]], bool]) -> None:
+    """Until a counter of each replica is as expected; fails with all that it was."""
+    seen: list[list[int]] = []
+    end = time.monotonic() + LIMIT_S
+    while True:
+        counts = [state[counter] for state in states(http)]
+        if expected(counts):
+            return
+        if counts not in seen[-1:]:
+            seen.append(counts)
+        assert time.monotonic() < end, f"{counter} was {seen}"
+        time.sleep(0.05)
+
+
 ONE_RANK = ("DP0", "detokenizer DP0", "DP1", "detokenizer DP1")
 TWO_RANKS = ("DP0 TP0", "DP0 TP1", "detokenizer DP0", "DP1 TP0", "DP1 TP1", "detokenizer DP1")
 """The processes of two replicas in the order of their start."""
@@ -152,7 +166,7 @@ def test_aborts_reach_the_replica(http: httpx.Client) -> None:
             threads.submit(http.post, "/generate", json={"text": rid, "rid": rid, "sampling_params": LONG})
             for rid in rids
         ]
-        wait_until(lambda: [state["num_unfinished_reqs"] for state in states(http)] == [2, 2])
+        wait_for_counts(http, "num_unfinished_reqs", lambda counts: sum(counts) == 4 and min(counts) > 0)
         for rid in rids[:3]:
             post(http, "/abort_request", rid=rid)
         wait_until(lambda: sum(call.done() for call in calls) == 3)
@@ -163,11 +177,12 @@ def test_aborts_reach_the_replica(http: httpx.Client) -> None:
 
 
 def test_a_pause_holds_on_both(http: httpx.Client) -> None:
+    wait_for_counts(http, "num_unfinished_reqs", lambda counts: counts == [0, 0])
     post(http, "/pause_generation", mode="in_place")
     with ThreadPoolExecutor(2) as threads:
         try:
             calls = [threads.submit(post, http, "/generate", text=f"p{i}", sampling_params=greedy(2)) for i in range(2)]
-            wait_until(lambda: [state["num_unfinished_reqs"] for state in states(http)] == [1, 1])
+            wait_for_counts(http, "num_unfinished_reqs", lambda counts: counts == [1, 1])
             assert not any(call.done() for call in calls)
         finally:
             post(http, "/continue_generation")
@@ -209,10 +224,10 @@ def test_one_dies_and_then_the_other() -> None:
             except httpx.HTTPError as error:
                 replies[name] = error
 
-        threads = [threading.Thread(target=ask, args=(name, 400)) for name in ("a", "b")]
+        threads = [threading.Thread(target=ask, args=(name, 800)) for name in ("a", "b")]
         for thread in threads:
             thread.start()
-        wait_until(lambda: [state["num_running_reqs"] for state in states(http)] == [1, 1])
+        wait_for_counts(http, "num_running_reqs", lambda counts: counts == [1, 1])
         os.kill(pids["DP0"], signal.SIGKILL)
         for thread in threads:
             thread.join(LIMIT_S)
