@@ -23,7 +23,14 @@ NOT_YET = re.compile(r"--(enable-multi-layer-eagle|kv-cache-dtype nvfp4|(reasoni
 """What is refused by name as long as it does not exist."""
 NOT_SERVED = ("k3",)
 """Of models that are not implemented."""
-STAND_INS = {"rk-q397-fp8": ["--quantization", "fp8"]}
+CODER_AWQ = {
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    "max_position_embeddings": 262144,
+}
+STAND_INS = {
+    "rk-q397-fp8": ["--quantization", "fp8"],
+    "coder30-awq": ["--json-model-override-args", json.dumps(CODER_AWQ)],
+}
 """What makes of the config what the command was for."""
 BRINGS_DSPARK = {
     "dspark_block_size": 5,
@@ -33,7 +40,6 @@ BRINGS_DSPARK = {
 }
 """Keys that the config of DeepSeek-V4-Flash-0731 has beside those of the model."""
 OTHER_FLAWS = {
-    "coder30-awq": "--quantization moe_wna16, but the checkpoint",  # the config is that of the model in 16 bits
     "rk-mimo25": "--quantization modelopt_mixed does not fit the checkpoint",  # the config is another checkpoint's
     "red-fn-yaml": "--context-length 786432 exceeds the 262144 tokens",  # it changes the config's rotary scaling
     "i40877-dsv41": "Unknown option --gpu-memory-utilization. Here that is --mem-fraction-static",

@@ -721,7 +721,14 @@ def _expert_layers(experts: MoE, hidden: int, tp_size: int) -> Iterator[tuple[in
 
 
 def expert_weights(
-    experts: int, rows: int, cols: int, scheme: Scheme | None, static: bool, bias: bool, arch: ArchTraits
+    experts: int,
+    rows: int,
+    cols: int,
+    scheme: Scheme | None,
+    static: bool,
+    bias: bool,
+    arch: ArchTraits,
+    zero_points: bool = False,
 ) -> ExpertWeights:
     """As `expert_weights.repack` leaves them."""
     own_bias = empty(experts, rows) if bias else None
@@ -734,7 +741,11 @@ def expert_weights(
     return ExpertWeights(
         empty(experts, rows, stored // per_element, dtype=dtype),
         scheme,
-        empty(experts, *scheme.scale_shape(rows, stored), dtype=SCALE_DTYPES[scheme.scale]),
+        empty(
+            experts,
+            *scheme.scale_shape(rows, stored),
+            dtype=torch.int16 if zero_points else SCALE_DTYPES[scheme.scale],
+        ),
         empty(experts, dtype=torch.float32) if scheme.global_scale else None,
         empty(1, dtype=torch.float32) if static else None,
         own_bias,
@@ -758,13 +769,16 @@ def _experts(
     w2 = expert_weights(experts, hidden, inter, scheme, static, bias, arch)
     kind = product_of(scheme, arch.features).tile_kind
     rungs = [*tile_rows(kind, arch.features), last_resort(kind)]
+    if scheme is not None and scheme.element == "int4":
+        zeros = [
+            expert_weights(experts, rows, cols, scheme, static, bias, arch, zero_points=True)
+            for rows, cols in ((w13.rows, hidden), (hidden, inter))
+        ]
+        _launch(zeros, top_k, rungs, act, arch)
     tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
     pairs = {str(pair): pair for pair in tuned.by_tokens.values()} if tuned else {}
     rungs += [MoeTiles(float("inf"), pair.gate_up, pair.down) for pair in pairs.values()]
-    for tokens, rung in [(1, None), (MANY, rungs[0]), *((16, rung) for rung in rungs)]:
-        x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
-        ids = empty(tokens, top_k, dtype=torch.int32)
-        moe.fused_moe(x, w13, w2, weights, ids, act, bands_of(w13, w2, ids, arch.features, rung), arch.features)
+    _launch((w13, w2), top_k, rungs, act, arch)
     own_kernel = "mma_sync_block_scale" in arch.features and act.trait in ("", "clamped_gate")
     if scheme is SCHEMES["mxfp4_mxfp8"] and own_kernel:
         with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
@@ -774,6 +788,16 @@ def _experts(
                 x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
                 ids = empty(tokens, top_k, dtype=torch.int32)
                 mixed_moe.fused_moe(x, w13, w2, weights, ids, act, bands)
+
+
+def _launch(
+    matrices: Sequence[ExpertWeights], top_k: int, rungs: Sequence[MoeTiles], act: Activation, arch: ArchTraits
+) -> None:
+    w13, w2 = matrices
+    for tokens, rung in [(1, None), (MANY, rungs[0]), *((16, rung) for rung in rungs)]:
+        x, weights = empty(tokens, w2.rows), empty(tokens, top_k, dtype=torch.float32)
+        ids = empty(tokens, top_k, dtype=torch.int32)
+        moe.fused_moe(x, w13, w2, weights, ids, act, bands_of(w13, w2, ids, arch.features, rung), arch.features)
 
 
 class NoLibrary:

@@ -18,7 +18,7 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 
-from .published import checkpoint
+from .published import any_checkpoint, checkpoint
 
 HERE = Path(__file__).parent
 MODELS = {
@@ -95,9 +95,10 @@ def test_latent_attention_runs_on_a_tile_that_fits(model_dir: str, capsys: pytes
     assert "linear/int4_g32" not in found, "the routed experts alone are quantized"
 
 
-def _as_awq(model_dir: str) -> None:
+def _as_awq(model_dir: str, keep: list[str] | None = None) -> None:
     file = Path(model_dir) / "config.json"
     quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    quantization["modules_to_not_convert"] = keep
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
 
 
@@ -109,12 +110,19 @@ def test_a_dense_model_with_zero_points(model_dir: str, capsys: pytest.CaptureFi
         assert found["linear/int4_g128"]["kernel"] == "triton_quantized"
 
 
-@pytest.mark.parametrize("model_dir", ["qwen3_moe"], indirect=True)
-def test_experts_with_zero_points_are_refused(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _as_awq(model_dir)
-    argv = ("--arch", "sm_120", "--model-path", model_dir, "--quantization", "moe_wna16")
-    assert explain.main(argv) == explain.WOULD_NOT_START
-    assert "experts with zero points (awq int4_g128) are not supported" in "".join(capsys.readouterr())
+@pytest.mark.parametrize(("name", "tp"), [("Qwen3-30B-A3B", "1"), ("Qwen3.5-397B-A17B-NVFP4", "4")])
+def test_experts_with_zero_points(name: str, tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The modules that stay in 16 bits are those that published exports of Qwen3.5 name."""
+    shutil.copytree(any_checkpoint(name, tmp_path / "published"), tmp_path / "model")
+    (tmp_path / "model" / "hf_quant_config.json").unlink(missing_ok=True)
+    _as_awq(str(tmp_path / "model"), ["linear_attn", "self_attn", "shared_expert", "mlp.gate", "visual", "mtp"])
+    for spelling in ("awq", "awq_marlin", "moe_wna16"):
+        argv = ["--arch", "rtx-pro-6000-server", "--model-path", str(tmp_path / "model"), "--tp", tp]
+        result = json.loads(run(capsys, *argv, "--quantization", spelling, "--json"))
+        assert result["not_implemented"] is None and not result["missing"] and result["refused"] is None
+        experts = result["ops"]["fused_moe"]
+        assert experts["kernel"] == "triton" and experts["spills"] == 0
+        assert experts["remark"] == "weights widened to 16 bits in registers"
 
 
 @pytest.mark.parametrize(("model_dir", "name"), [(name, name) for name in LATENT], indirect=["model_dir"])

@@ -241,7 +241,6 @@ ZERO_POINT_FORMS: dict[str, Form] = {
         asymmetric_int4(32), compressed("pack-quantized", _values("int", 4, "group", 32, symmetric=False), None)
     ),
 }
-"""Of linear layers only."""
 
 
 def split_experts(tensors: Tensors) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from sglang.ledger.variant import Variant, describe
@@ -11,7 +12,7 @@ from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
-from sglang.srt.layers.moe.fused_moe_triton import kernels
+from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import grouped_launch
 from sglang.srt.layers.triton_ops.activation import gate_constants
@@ -39,10 +40,17 @@ class ExpertLaunch:
     activation: Activation = SILU
     bias: bool = False
     tail: str = ""  # of the rows' keys
+    zero_points: bool = False
 
     @property
     def name(self) -> str:
-        return (self.scheme.name if self.scheme else "bf16") + self.tail
+        zeros = "/zero_points" if self.zero_points else ""
+        return (self.scheme.name if self.scheme else "bf16") + self.tail + zeros
+
+    @property
+    def kernels(self) -> ModuleType:
+        """The module of the grouped products."""
+        return kernels_zero_points if self.zero_points else kernels
 
     @property
     def in_planes(self) -> bool:
@@ -56,7 +64,7 @@ class ExpertLaunch:
             data = "*i32"
         return {
             weights: data,
-            "w_scale": data if scheme is None else _SCALES[scheme.scale],
+            "w_scale": data if scheme is None else "*i16" if self.zero_points else _SCALES[scheme.scale],
             "w_factor": "*fp32" if self._has_factor else data,
             "bias": "*bf16" if self.bias else data,
         }
@@ -106,10 +114,10 @@ def product_variant(
 
 def grouped(kind: str, experts: ExpertLaunch, tile: Tile, features: Collection[str]) -> Variant:
     if kind == "gate_up":
-        fn, weights, x, depth, second = kernels.gate_up_kernel, "w13", "x", experts.hidden, experts.intermediate
+        fn, weights, x, depth, second = experts.kernels.gate_up_kernel, "w13", "x", experts.hidden, experts.intermediate
         operands = {"inter": "*bf16", "top_k": "i32"}
     else:
-        fn, weights, x, depth, second = kernels.down_kernel, "w2", "inter", experts.intermediate, 0
+        fn, weights, x, depth, second = experts.kernels.down_kernel, "w2", "inter", experts.intermediate, 0
         operands = {"out": "*bf16"}
     types = GROUPING | SIZES | STRIDES | X_STRIDES | operands
     types |= experts.operand_types(x) | experts.matrix_types(weights, False)

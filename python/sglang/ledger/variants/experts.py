@@ -35,7 +35,7 @@ from sglang.ledger.variants.quantized import (
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.kernels.scaled_product import product_of
-from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
+from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, early_tiles, last_resort, pair_cut, tile_rows
 from sglang.srt.layers.triton_ops.activation import gate_constants
@@ -68,6 +68,10 @@ FORM_RULES = {
     "kernels.down_kernel": _GROUPED,
     "kernels_few.gate_up_pairs_kernel": _PAIRS,
     "kernels_few.down_sum_kernel": _PAIRS,
+    "kernels_zero_points.gate_up_kernel": _GROUPED,
+    "kernels_zero_points.down_kernel": _GROUPED,
+    "kernels_zero_points.gate_up_pairs_kernel": _PAIRS,
+    "kernels_zero_points.down_sum_kernel": _PAIRS,
     "kernels.combine_kernel": FormRule(at_most=frozenset({"TOP_K"})),
     "align.align_small_kernel": FormRule(free=frozenset({"BLOCK_M"}), at_most=frozenset({"EXPERTS"})),
     "align.align_count_kernel": FormRule(at_most=frozenset({"EXPERTS"})),
@@ -89,6 +93,10 @@ def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
     for scheme in (None, *recorded_schemes()):
         for product, tail in products(scheme, features):
             yield from _of_scheme(ExpertLaunch(scheme, product, tail=tail), features)
+            if scheme is not None and scheme.element == "int4":
+                zero_points = ExpertLaunch(scheme, product, tail=tail, zero_points=True)
+                # The rows without them decide about tiles.
+                yield from (replace(variant, form_only=True) for variant in _of_scheme(zero_points, features))
     yield from _gpt_oss(features)
     types = {"pair_out": "*bf16", "out": "*bf16", "num_cols": "i32"} | ROUTING
     launch = {"BLOCK": COMBINE_BLOCK, "num_warps": 4}
@@ -148,13 +156,14 @@ def _gpt_oss(features: Collection[str]) -> Iterator[Variant]:
 def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collection[int]) -> Iterator[Variant]:
     """One row for each way of cutting the columns: hidden sizes those of the first matrix, shares of the second."""
     up_tile, down_tile = PAIR_TILES[experts.product.pair_kind]
+    few = kernels_zero_points if experts.zero_points else kernels_few
     types = SIZES | STRIDES | ROUTING | {"top_k": "i32", "x_stride": "i32"}
     types |= {"x": "*bf16", "inter": "*bf16", "out": "*bf16"}
     group = experts.scheme.group[1] if experts.scheme is not None and experts.scheme.group[0] == 1 else 1
     for hidden in hidden_sizes:
         launch = pair_launch(experts.product, pair_cut(experts.product, up_tile, experts.intermediate, hidden), hidden)
         pointers, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
-        yield _of_pairs("gate_up_pairs", kernels_few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
+        yield _of_pairs("gate_up_pairs", few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
     for share in shares:
         if group and share % group:
             continue  # no rank's share cuts a group
@@ -162,7 +171,7 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
         pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
         steps["EARLY"] = early_tiles(experts.product.kind, launch["COLS"], MOST_CHOICES * steps["STEPS"])
-        yield _of_pairs("down_sum", kernels_few.down_sum_kernel, pointers, launch, steps, experts, share)
+        yield _of_pairs("down_sum", few.down_sum_kernel, pointers, launch, steps, experts, share)
 
 
 def _of_pairs(

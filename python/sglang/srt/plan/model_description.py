@@ -106,15 +106,7 @@ class ModelDescription:
             raise UserError(
                 f"{self.quantization.source}: experts that are quantized in several ways are not supported: {schemes}."
             )
-        quant = next(iter(quants), None)
-        if quant is not None and quant.zero_points:
-            assert self.quantization is not None
-            raise UserError(
-                f"{self.quantization.source}: experts with zero points ({quant.storage} {quant.scheme}) are not"
-                " supported, linear layers with them are. Take a checkpoint of this model whose experts are in FP8,"
-                " NVFP4 or symmetric 4-bit groups (compressed-tensors, GPTQ)."
-            )
-        return quant
+        return next(iter(quants), None)
 
     @property
     def head_quant(self) -> ModuleQuant | None:

@@ -40,6 +40,7 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 from srt.distributed.summands import Summands
 from srt.models.harness import SEVERAL_FUNCTIONS
+from srt.models.quantized_checkpoints import asymmetric_int4, awq
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[Tensors, torch.Tensor]
@@ -218,6 +219,12 @@ FORMATS: dict[str, Format] = {
     ),
     "int4_g128": Format(
         each(pack_quantized(128)), compressed(numbers("int", 4, "group", group_size=128), None, "pack-quantized")
+    ),
+    "awq_g32": Format(each(awq(32)), {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
+    "awq_g128": Format(each(awq(128)), {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}),
+    "int4_g32_asymmetric": Format(
+        each(asymmetric_int4(32)),
+        compressed(numbers("int", 4, "group", group_size=32, symmetric=False), None, "pack-quantized"),
     ),
     "nvfp4_packed": Format(
         lambda weight, expert, part: nvfp4_packed(weight, 2.0**-9 * (1 + expert), 0.01 * (1 + expert)),

@@ -20,6 +20,7 @@ from sglang.srt.layers.moe.fused_moe_triton.expert_bands import ExpertLayer
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import product_for
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.quantization import reference
+from sglang.srt.layers.quantization.zero_points import pack_scales
 
 NATIVE = frozenset({"block_scaled_mma"})
 BOUNDS = {"e4m3": 4e-2, "int8": 4e-2, "int4": 1e-2, "e2m1": 1e-2}
@@ -51,8 +52,9 @@ def make_case(
     static: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
+    zero_points: bool = False,
 ) -> Case:
-    """`static`: with static activation scales; nvfp4 always has them."""
+    """`static`: with static activation scales; nvfp4 always has them. `zero_points`: int4's are any code."""
     generator = torch.Generator().manual_seed(num_tokens + 7 * hidden)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -64,6 +66,9 @@ def make_case(
         if scheme is None:
             return ExpertWeights(w.to(dtype), bias=own_bias)
         q, own = reference.quantize(w, SCHEMES[scheme]), SCHEMES[scheme]
+        if zero_points:
+            zeros = torch.randint(16, q.scale.shape, generator=generator).to(device)
+            q.scale = pack_scales("w", q.scale, zeros)
         limit = 448.0 * 6.0 if scheme == "nvfp4" else 448.0
         needs_static = static or scheme == "nvfp4"
         return repack(

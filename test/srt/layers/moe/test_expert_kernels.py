@@ -25,7 +25,7 @@ from .test_expert_loading import HIDDEN, INTER, NUM_EXPERTS, assert_close, confi
 
 DEVICE = interpreter.DEVICE
 # One form of every scheme: what differs between forms ends with loading.
-SCHEMES = tuple(name for name in FORMATS if name not in ("fp8_tensor_dynamic", "nvfp4_packed", "gptq"))
+SCHEMES = tuple(name for name in FORMATS if name not in ("fp8_tensor_dynamic", "nvfp4_packed", "gptq", "awq_g32"))
 TRITON = SimpleNamespace(
     fused_moe=fused_moe,
     topk_softmax=topk.topk_softmax,

@@ -92,6 +92,27 @@ def test_few_pairs_keep_activations_in_16_bits(scheme: str | None, features: fro
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "inter"),
+    [("int4_g32", 256, 128), ("int4_g32", 160, 96), ("int4_g128", 256, 128), ("int4_g128", 384, 128)],
+)
+def test_zero_points(scheme: str, hidden: int, inter: int, dtype: torch.dtype) -> None:
+    """Grouped, with either operand tall, and pair by pair; of sizes that blocks divide and do not."""
+    sizes = {"hidden": hidden, "inter": inter, "dtype": dtype, "device": DEVICE, "zero_points": True}
+    case = make_case(scheme, 12, **sizes)
+    case.ids[0] = -1
+    case.ids[7, 0] = -1
+    for tiles, features in ((small(block_k=128), ()), (small(16, 64, 128), ("wgmma",))):
+        actual = run(case, tiles, features=frozenset(features))
+        assert_close(actual, expected(case), HALF_EXACT)
+        assert not actual[0].any()
+    few = make_case(scheme, 2, num_experts=12, **sizes)
+    few.ids[1, 1] = -1
+    assert_close(run(few), expected(few, rounded=False), HALF_EXACT)
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("scheme", [None, "fp8_block"])
 def test_weights_loaded_early_change_no_bit(scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles of all choices, some, and none; the last tile of a choice is cut short."""

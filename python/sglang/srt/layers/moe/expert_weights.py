@@ -11,7 +11,14 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, Scheme, wants_planes
 from sglang.srt.errors import UserError
-from sglang.srt.layers.quantization.reference import Quantized, dequantize, pack_nibbles, unpack_nibbles
+from sglang.srt.layers.quantization.reference import (
+    Quantized,
+    dequantize,
+    expand_scale,
+    pack_nibbles,
+    unpack_nibbles,
+)
+from sglang.srt.layers.quantization.zero_points import unpack_scales
 
 ELEMENT_DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8, "e2m1": torch.uint8}
 SCALE_DTYPES = {
@@ -47,7 +54,8 @@ class ExpertWeights:
     after `repack`, int32 [E, N, K' / 8] with `plane_cols` = K, where K' is K padded with zeros to a multiple of 128:
     bits 4i to 4i + 3 of word j of each 16 words hold column 16 i + j of 128, or, of mxfp4, `PAIR_BITS[i]` of its halves
     columns 32 i + 2 j and the next. `scale` [E, *scheme.scale_shape(N, K)] (K'
-    once repacked) in the scheme's dtype (e8m0 as uint8); `global_scale` [E] fp32; `input_scale` [1] or [E] fp32, a
+    once repacked) in the scheme's dtype (e8m0 as uint8), or of int4 groups with zero points int16: words of both
+    (`quantization/zero_points.py`); `global_scale` [E] fp32; `input_scale` [1] or [E] fp32, a
     static scale of the activations; `bias` [E, N]. w13 has the gate's rows before up's. Where `ep_size` groups of ranks
     have experts of their own, about one of so many pairs names an expert of this one.
     Raises UserError when the tensors do not make up the scheme.
@@ -70,6 +78,11 @@ class ExpertWeights:
     @property
     def num_experts(self) -> int:
         return self.data.shape[0]
+
+    @property
+    def zero_points(self) -> bool:
+        """Returns whether scales are words that hold a zero point each as well."""
+        return self.scale is not None and self.scale.dtype == torch.int16
 
     def pairs_here(self, num_pairs: int) -> int:
         """The number of (token, expert) pairs to expect here, of so many of all ranks."""
@@ -97,6 +110,8 @@ class ExpertWeights:
             return self.data[expert].float()
         assert self.scale is not None
         data = self.data[expert] if self.plane_cols is None else _from_planes(self.data[expert], self.scheme)
+        if self.zero_points:
+            return _with_zero_points(data, self.scale[expert], self.scheme)[:, : self.cols]
         factor = None if self.global_scale is None else self.global_scale[expert]
         return dequantize(Quantized(data, self.scale[expert], factor), self.scheme)[:, : self.cols]
 
@@ -116,7 +131,7 @@ class ExpertWeights:
         return self._scale_problems(self.scheme)
 
     def _scale_problems(self, scheme: Scheme) -> list[str]:
-        wanted = SCALE_DTYPES[scheme.scale]
+        wanted = torch.int16 if self.zero_points and scheme.element == "int4" else SCALE_DTYPES[scheme.scale]
         shape = (self.num_experts, *scheme.scale_shape(self.rows, self._stored_cols))
         if self.scale is None:
             return ["has no scale"]
@@ -130,6 +145,14 @@ class ExpertWeights:
         if self.global_scale is not None and tuple(self.global_scale.shape) != (self.num_experts,):
             problems.append(f"global_scale must be [{self.num_experts}], not {list(self.global_scale.shape)}")
         return problems
+
+
+def _with_zero_points(data: torch.Tensor, words: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Codes uint8 [N, K / 2] and the words of their groups -> [N, K] fp32."""
+    scale, zeros = unpack_scales(words)
+    codes = unpack_nibbles(data).float()
+    scale, zeros = (expand_scale(part, scheme, *codes.shape) for part in (scale, zeros))
+    return (codes - zeros) * scale
 
 
 def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:

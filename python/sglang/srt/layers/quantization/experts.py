@@ -183,7 +183,10 @@ def _as_stored(
         factor = _singles(scope, product, sizes, layout.global_scale, dummy)
     if layout.input_scale is not None:
         inputs = _singles(scope, product, sizes, layout.input_scale, DUMMY_INPUT_SCALE)
-    return StoredProduct(scope.path, scheme, product.at, data, scale, factor, inputs)
+    shift = None
+    if layout.zeros is not None:
+        shift = _shift_param(scope, product, sizes, layout.zeros, scheme)
+    return StoredProduct(scope.path, scheme, product.at, data, scale, factor, inputs, shift)
 
 
 def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, Shard]]:
@@ -236,7 +239,8 @@ def _data_param(
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         rows = slice(product.at[i], product.at[i] + shard.rows.count)
-        parts[key] = matrix_part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, shard.cols.count // per_byte)))
+        dest = (e, rows, slice(0, shard.cols.count // per_byte))
+        parts[key] = matrix_part(leaf, shard, (leaf.rows, leaf.columns), dest)
     shape = (sizes.padded_experts, product.rows, product.cols // per_byte)
     fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
     dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
@@ -259,6 +263,22 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
     _note_elsewhere(scope, product, sizes, leaf.name)
     parts = _as_kept(sizes, parts)
     tensor = scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
+    return _zeroed(product, sizes, tensor)
+
+
+def _shift_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
+    """[E, rows, groups of columns] int8: 8 less the groups' zero points. It is there until they are in the scales."""
+    _, per_col = scheme.group
+    parts: dict[PartKey, Part] = {}
+    for key, e, i, shard in _each(scope, product, sizes):
+        rows = slice(product.at[i], product.at[i] + shard.rows.count)
+        parts[key] = matrix_part(
+            leaf, shard, (leaf.rows, per_col), (e, rows, slice(0, -(-shard.cols.count // per_col)))
+        )
+    shape = (sizes.padded_experts, *scheme.scale_shape(product.rows, product.cols))
+    _note_elsewhere(scope, product, sizes, leaf.name)
+    tensor = scope.param(leaf.name, shape, _as_kept(sizes, parts), constant(0.0), torch.int8)
+    scope.finish.append(functools.partial(_forget, scope, leaf.name))
     return _zeroed(product, sizes, tensor)
 
 
@@ -346,6 +366,10 @@ def _zeroed(product: ExpertProduct, sizes: ExpertSizes, tensor: torch.Tensor) ->
     if (product.padded or sizes.num_local + sizes.shared < sizes.padded_experts) and not tensor.is_meta:
         tensor.zero_()
     return tensor
+
+
+def _forget(scope: Scope, leaf: str) -> None:
+    del scope.params[f"{scope.path}.{leaf}"]
 
 
 def _clear(tensor: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.quantization.stored import largest_usable
+from sglang.srt.layers.quantization.zero_points import pack_scales
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 class StoredProduct:
     """A product as the checkpoint has it. Matrix i begins at row `at[i]` of `data` [E, rows, ...]. `scale` is
     [E, matrices] fp32 where a matrix has one, or as the scheme has it; `factor` (NVFP4's) and `inputs` (static scales
-    of the activation) [E, matrices] fp32."""
+    of the activation) [E, matrices] fp32; `shift`, of the scale's shape: 8 less the zero points of int4 groups."""
 
     name: str
     scheme: Scheme
@@ -27,6 +28,7 @@ class StoredProduct:
     scale: torch.Tensor
     factor: torch.Tensor | None
     inputs: torch.Tensor | None
+    shift: torch.Tensor | None = None
 
     @property
     def of_matrices(self) -> torch.Tensor | None:
@@ -59,6 +61,8 @@ def _finish(product: StoredProduct) -> ExpertWeights:
     """The activation is quantized once for all experts, so the largest of their static scales serves them all: float
     formats lose nothing by it."""
     data, scale, scheme = product.data, product.scale, product.scheme
+    if product.shift is not None:
+        return ExpertWeights(data, scheme, _words(product.name, scale, product.shift))
     input_scale = None if product.inputs is None else largest_usable(product.name, product.inputs)
     if scheme.group == (0, 0):
         if input_scale is None:
@@ -67,6 +71,14 @@ def _finish(product: StoredProduct) -> ExpertWeights:
         scale = _one_number(product, scale, data)
     global_scale = None if product.factor is None else _one_number(product, product.factor, scale)
     return ExpertWeights(data, scheme, scale, global_scale, input_scale)
+
+
+def _words(name: str, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Words of scales and zero points, which take the place of the scales [E, rows, groups]."""
+    words = scale.view(torch.int16)
+    for one, expert, shifts in zip(words, scale, shift, strict=True):  # all at once would need several times their size
+        one.copy_(pack_scales(name, expert, 8 - shifts))
+    return words
 
 
 def _by_rows(scale: torch.Tensor, at: tuple[int, ...], rows: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from sglang.srt.kernels.launch import ladder_of
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
-from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few
+from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, swaps
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
@@ -68,7 +69,7 @@ def fused_moe(
             _down(inter, w2, topk_weights, topk_ids, blocks, out, down, features)
 
         scheme = "bf16" if w13.scheme is None else w13.scheme.name
-        ladder_of(f"fused_moe/{scheme}", band, kernels.__name__, scaled_dot.__name__).run(attempt)
+        ladder_of(f"fused_moe/{scheme}", band, grouped_kernels(w13).__name__, scaled_dot.__name__).run(attempt)
     return out
 
 
@@ -129,13 +130,14 @@ def _pair_by_pair(
     steps = triton.cdiv(intermediate, down_launch["COLS"])
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(intermediate, up_launch["BLOCK_N"]), num_tokens * top_k)
-    kernels_few.gate_up_pairs_kernel[grid](
+    few = kernels_zero_points if w13.zero_points else kernels_few
+    few.gate_up_pairs_kernel[grid](
         x, first.data, first.scale, first.factor, first.bias, topk_ids, inter, top_k, hidden, intermediate, x.stride(0),
         *first.strides, **first.flags, **up_launch, **gate_constants(activation), **pdl.options(),
     )  # fmt: skip
     # Nothing may be launched in between: see `down_sum_kernel`.
     grid = (triton.cdiv(hidden, down_launch["BLOCK_N"]), num_tokens)
-    kernels_few.down_sum_kernel[grid](
+    few.down_sum_kernel[grid](
         inter, second.data, second.scale, second.factor, second.bias, topk_weights, topk_ids, out, hidden, intermediate,
         *second.strides, TOP_K=top_k, STEPS=steps,
         **second.flags, **down_launch, **pdl.options(),
@@ -159,7 +161,7 @@ def _gate_up(
     values = values_of(x)
     inter = make((num_pairs, intermediate), dtype=values.dtype, device=values.device)
     w, a = matrix_of(w13), _operand(x, w13)
-    kernels.gate_up_kernel[(blocks.max_blocks * triton.cdiv(intermediate, tile["BLOCK_N"]),)](
+    grouped_kernels(w13).gate_up_kernel[(blocks.max_blocks * triton.cdiv(intermediate, tile["BLOCK_N"]),)](
         a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, inter,
         blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
         num_pairs, top_k, hidden, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
@@ -184,7 +186,7 @@ def _down(
     num_pairs, hidden, intermediate = topk_ids.numel(), w2.rows, w2.cols
     pair_out = torch.empty((num_pairs, hidden), dtype=inter.dtype, device=inter.device)
     w, a = matrix_of(w2), _operand(inter, w2)
-    kernels.down_kernel[(blocks.max_blocks * triton.cdiv(hidden, tile["BLOCK_N"]),)](
+    grouped_kernels(w2).down_kernel[(blocks.max_blocks * triton.cdiv(hidden, tile["BLOCK_N"]),)](
         a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, pair_out,
         blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
         num_pairs, hidden, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
@@ -194,6 +196,10 @@ def _down(
         pair_out, topk_weights, topk_ids, out, hidden,
         TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
     )  # fmt: skip
+
+
+def grouped_kernels(weights: ExpertWeights) -> ModuleType:
+    return kernels_zero_points if weights.zero_points else kernels
 
 
 def grouped_launch(
