@@ -67,7 +67,8 @@ def test_every_form_with_experts(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["fp8_block", "fp8_tensor_static", "compressed_fp8_channel", "modelopt_nvfp4", "gptq_g32", "awq_g128"]
+    "form",
+    ["fp8_block", "fp8_tensor_static", "compressed_fp8_channel", "modelopt_nvfp4", "compressed_int4_g32", "awq_g128"],
 )
 def test_gate_and_up_in_one_tensor(form: str, tmp_path: Path) -> None:
     reference = save_quantized("glm4_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
