@@ -375,6 +375,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
     ),
+    "glm4_wide": ("Glm4Config", WIDE | {"attention_bias": True, "pad_token_id": 2, "eos_token_id": [2]}),
     "minimax_m2_wide": (
         "MiniMaxM2Config",
         WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "eos_token_id": 2},
@@ -433,6 +434,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": (
         "Qwen2MoeConfig",
         ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "head_dim": 16},
+    ),
+    "glm4": (
+        "Glm4Config",
+        {"attention_bias": True, "pad_token_id": 2, "eos_token_id": [2]}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "glm4_moe": (
         "Glm4MoeConfig",

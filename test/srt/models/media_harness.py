@@ -23,6 +23,7 @@ from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
 from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, ROUTED, SIZES, YARN, randomize
+from srt.models.quantized_checkpoints import split_experts
 
 if TYPE_CHECKING:
     import transformers
@@ -100,6 +101,20 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         ROUTED
         | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
         | {"rope_parameters": GLM_ROPE, "use_qk_norm": False},
+        GLM_VISION,
+        False,
+    ),
+    "glm4v": (
+        "Glm4vConfig",
+        {"rope_parameters": GLM_ROPE | {"mrope_section": [2, 1, 1]}, "head_dim": 16},
+        GLM_VISION,
+        False,
+    ),
+    "glm46v": (
+        "Glm46VConfig",
+        ROUTED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
+        | {"rope_parameters": GLM_ROPE, "use_qk_norm": False, "model_type": "glm4v_moe_text"},
         GLM_VISION,
         False,
     ),
@@ -193,6 +208,14 @@ def as_published_qwen3_vl_moe(folder: Path) -> None:
     safetensors.torch.save_file(tensors, file)
 
 
+def as_published_glm46v(folder: Path) -> None:
+    """What transformers wrote of GLM-4.6V by its newer name, with experts one by one as in published checkpoints."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    split_experts(tensors)
+    safetensors.torch.save_file(tensors, file)
+
+
 def as_published_qwen2_5_vl(folder: Path) -> None:
     """What transformers wrote of Qwen2.5-VL, with the names and the flat keys of published checkpoints."""
     file = folder / "model.safetensors"
@@ -234,6 +257,7 @@ def as_published_kimi(folder: Path) -> None:
 
 
 PUBLISHED = {
+    "glm46v": as_published_glm46v,
     "kimi_k25": as_published_kimi,
     "qwen2_5_vl": as_published_qwen2_5_vl,
     "qwen3_vl_moe": as_published_qwen3_vl_moe,

@@ -23,7 +23,7 @@ Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("w1", "w2", "w3"),
+    *("w1", "w2", "w3", "gate_up_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"),
 )
 

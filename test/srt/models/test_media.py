@@ -64,7 +64,7 @@ class Seeing:
         assert_clean(scheduler)
 
 
-_FURTHER = ("qwen2_5_vl", "gemma4_per_layer")
+_FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v")
 """Those of which `test_towers` has what is their own."""
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
 
@@ -351,7 +351,7 @@ def _rank(rank: int, folders: dict[str, Path], out: Path) -> None:
             parallel_state.shutdown()
 
 
-WIDTHS = {"qwen3_vl": 4 * 64, "qwen3_5": 64, "gemma4": 64}
+WIDTHS = {"qwen3_vl": 4 * 64, "qwen3_5": 64, "gemma4": 64, "glm4v": 64}
 """Of features, with those of deepstack."""
 
 

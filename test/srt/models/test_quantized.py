@@ -66,6 +66,18 @@ def test_every_form_with_experts(form: str, tmp_path: Path) -> None:
     assert held == plan.weight_bytes(), "the plan counts other bytes than are allocated"
 
 
+@pytest.mark.parametrize(
+    "form",
+    ["fp8_block", "fp8_tensor_static", "compressed_fp8_channel", "modelopt_nvfp4", "compressed_int4_g32", "awq_g128"],
+)
+def test_gate_and_up_in_one_tensor(form: str, tmp_path: Path) -> None:
+    reference = save_quantized("glm4_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+
+
 def test_zero_points_beside_experts_of_16_bits(tmp_path: Path) -> None:
     form = ZERO_POINT_FORMS["awq_g32"]
     form = replace(form, config=dict(form.config) | {"modules_to_not_convert": ["mlp"]})

@@ -58,6 +58,8 @@ FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128), (128, 64))
 """The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3, MiniMax-M3, Step)."""
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512))
 """(head dim, rotary dim) of published models."""
+INTERLEAVED_SHAPES = ((128, 64),)
+"""Those of models whose neighbouring dims rotate together (GLM-4)."""
 OTHER_HEAD_DIMS = tuple(
     dim for dim, v_dim in HEAD_DIMS if dim == v_dim and dim not in {published for published, _ in ROPE_SHAPES}
 )
@@ -223,6 +225,14 @@ def _rope_store() -> Iterator[Variant]:
                     strides,
                 )
                 yield replace(variant, form_only=dim in OTHER_HEAD_DIMS)
+                if (dim, rot) in INTERLEAVED_SHAPES:
+                    turned = constants | {"INTERLEAVED": True}
+                    yield replace(
+                        variant,
+                        key=f"{variant.key}/interleaved",
+                        constexprs=variant.constexprs | turned,
+                        form_only=True,
+                    )
                 if (dim, rot) in FP32_NORM_SHAPES:
                     signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
                     yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)

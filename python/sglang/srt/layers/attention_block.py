@@ -59,7 +59,7 @@ class GQAttention:
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
-        self.value_scale = spec.value_scale
+        self.value_scale, self.interleaved = spec.value_scale, spec.interleaved
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
@@ -168,6 +168,7 @@ class GQAttention:
             out_cache_loc=batch.slots_of(cache).out_cache_loc,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            interleaved=self.interleaved,
         )
         return q, k, v, gates
 

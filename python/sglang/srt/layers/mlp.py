@@ -26,7 +26,8 @@ class GatedMLP:
     def __init__(self, scope: Scope, spec: Dense, reduce: bool = True) -> None:
         tp, gate_up, down = scope.groups.tp, scope.sub("gate_up"), scope.sub("down")
         share, weights = spec.share(tp.rank, tp.size), gate_up.matrix()
-        self.gate_up = ColumnParallelLinear(gate_up, weights, dict.fromkeys(weights.parts, share))
+        rows = [share.among(len(weights.parts), i) if spec.joined else share for i in range(len(weights.parts))]
+        self.gate_up = ColumnParallelLinear(gate_up, weights, dict(zip(weights.parts, rows, strict=True)))
         self.down = RowParallelLinear(down, share, down.matrix(), reduce=reduce)
         self.activation = gate_of(scope, spec.activation)
         self.row_format = self.gate_up.row_format

@@ -267,6 +267,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         among_recurrent=family.among_recurrent,
         value_norm=family.value_norm,
         values_from_keys=values_from_keys,
+        interleaved=family.interleaved_rotary,
     )
 
 
@@ -479,7 +480,7 @@ def _activation(keys: ConfigReader, family: Family) -> Activation:
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
     size = keys.count("dense_intermediate_size", "intermediate_size_mlp") or keys.positive("intermediate_size")
-    return Dense(size, keys.default("mlp_bias", bool, False), _activation(keys, family))
+    return Dense(size, keys.default("mlp_bias", bool, False), _activation(keys, family), joined=family.joined_gate_up)
 
 
 def _score(keys: ConfigReader, template: Router) -> str:

@@ -29,12 +29,14 @@ def up_parts(activation: Activation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """An MLP. `scale_group`: neighbouring intermediate dims that share scales in the checkpoint."""
+    """An MLP. `scale_group`: neighbouring intermediate dims that share scales in the checkpoint. `joined`: gate and up
+    are one tensor there, the rows of up behind those of gate."""
 
     intermediate_size: int
     bias: bool = False
     activation: Activation = SILU
     scale_group: int = 1
+    joined: bool = False
 
     def share(self, rank: int, tp_size: int) -> Share:
         """Returns the intermediate dims of a rank. Raises UserError."""

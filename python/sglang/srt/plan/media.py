@@ -70,7 +70,9 @@ ENCODERS: Mapping[str, _Reader] = {
     "qwen3_vl_moe": _SECTIONED,
     "qwen3_5": _SECTIONED,
     "qwen3_5_moe": _SECTIONED,
+    "glm4v": _GLM,
     "glm4v_moe": _GLM,
+    "glm46v": _GLM,
     "gemma4": _Reader(describe_gemma4, sections=False),
     "kimi_k25": _COUNTED,  # images only: its encoder averages over the frames of a video
 }

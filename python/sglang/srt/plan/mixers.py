@@ -56,7 +56,8 @@ class GQA:
     `cache_shared`.
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
-    blocks that it chooses.
+    blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
+    rotate apart.
     """
 
     num_heads: int
@@ -84,6 +85,7 @@ class GQA:
     input_size: int = 0
     block: int = 1
     indexer: BlockIndexer | None = None
+    interleaved: bool = False
 
     @property
     def value_dim(self) -> int:

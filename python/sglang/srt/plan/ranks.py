@@ -133,6 +133,11 @@ class Share:
         """Returns the share in dims, where each thing has `dims` of them."""
         return Share(self.total * dims, slice(self.run.start * dims, self.run.stop * dims), self.padded_count * dims)
 
+    def among(self, count: int, index: int) -> Share:
+        """Returns the share of number `index` of `count` equal runs of things that lie one behind the other."""
+        begin = index * self.total
+        return Share(count * self.total, slice(begin + self.run.start, begin + self.run.stop), self.padded_count)
+
 
 def whole(total: int) -> Share:
     """Returns the share of a rank that has everything."""

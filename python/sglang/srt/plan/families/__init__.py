@@ -16,6 +16,7 @@ from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from sglang.srt.plan.families.gemma4 import GEMMA4, GEMMA4_TEXT
+from sglang.srt.plan.families.glm4 import GLM4, GLM4V
 from sglang.srt.plan.families.glm4_moe import GLM4_MOE, GLM4V_MOE
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.hy_v3 import HY_V3
@@ -34,7 +35,20 @@ from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
 
 FAMILIES: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN2_5_VL, MIMO, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE),
-    *(GLM4_MOE, GLM4V_MOE, MINIMAX_M2, MINIMAX_M3, GPT_OSS, MIMO_V2, HY_V3, STEP3P5, STEP3P7, MUSE_GLIMMER),
+    *(
+        GLM4,
+        GLM4V,
+        GLM4_MOE,
+        GLM4V_MOE,
+        MINIMAX_M2,
+        MINIMAX_M3,
+        GPT_OSS,
+        MIMO_V2,
+        HY_V3,
+        STEP3P5,
+        STEP3P7,
+        MUSE_GLIMMER,
+    ),
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
@@ -49,8 +63,12 @@ SERVED_ARCHITECTURES: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
 
 
 def family_of(architecture: str, model_type: str) -> Family | None:
-    """Returns the family of a model; None: nothing is known of it. The architecture counts before `model_type`."""
-    return _BY_ARCHITECTURE.get(architecture) or _BY_MODEL_TYPE.get(model_type.removesuffix("_text"))
+    """Returns the family of a model; None: nothing is known of it. The architecture counts before `model_type`, which
+    decides where it is one of several families."""
+    by_type = _BY_MODEL_TYPE.get(model_type.removesuffix("_text"))
+    if by_type is not None and architecture in by_type.architectures:
+        return by_type
+    return _BY_ARCHITECTURE.get(architecture) or by_type
 
 
 UNREAD_LAYERS: Mapping[str, str] = {

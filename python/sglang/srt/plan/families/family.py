@@ -59,6 +59,7 @@ class Family:
     sinks: bool = False
     window_sinks: bool = False  # sinks in layers with a window; `add_full_attention_sink_bias` says of the others
     window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
+    interleaved_rotary: bool = False  # as GQA.interleaved
     positions: bool = True  # False: attention does not rotate heads
     positions_in_windows: bool = False  # only layers with a window do, unless the config says it by layer
     among_recurrent: str = ""  # as GQA.among_recurrent
@@ -66,6 +67,7 @@ class Family:
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
     # feed-forward
+    joined_gate_up: bool = False  # as Dense.joined
     has_experts: bool = False
     router: Router = Router(0)  # noqa: RUF009 - frozen
     activation: Activation = SILU

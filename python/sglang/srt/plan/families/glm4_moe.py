@@ -32,7 +32,7 @@ GLM4_MOE = Family(
 GLM4V_MOE = replace(
     GLM4_MOE,
     model_types=("glm4v_moe",),
-    architectures=("Glm4vMoeForConditionalGeneration",),
+    architectures=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
     names=replace(GLM4_MOE.names.below("model.language_model."), unread=("model.visual.",)),
     allowed={**GLM4_MOE.allowed, "use_qk_norm": (False,)},
     qk_norm="",
