@@ -189,6 +189,7 @@ RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 RECIPE_CONFIGS = {
     "GLM-4.7-FP8": "glm47",
     "GLM-4.7-Flash": "GLM-4.7-Flash",
+    "GLM-4.1V-9B-Thinking": "GLM-4.1V-9B-Thinking",
     "Kimi-K2.5 (INT4)": "kimi_k25",
     "Kimi-K2.6-NVFP4": "kimi_k26_nvfp4",
     "Kimi-K2-Thinking-NVFP4": "kimi_k2_thinking",
