@@ -20,6 +20,7 @@ from sglang.srt.compat import (
 )
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import TABLE, ServerArgs
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED
 from sglang.version import __version__
 
 UPSTREAM_NAMES = [
@@ -127,6 +128,12 @@ def test_words_of_other_servers_get_the_word_that_is_meant(name: str) -> None:
         ServerArgs.from_cli(["--model", "m", f"--{name}"])
     for word in re.findall(r"--[a-z-]+", WORDS_OF_OTHERS[name]):
         assert word in TABLE.names, word
+
+
+def test_every_flag_that_a_reason_names_exists() -> None:
+    reasons = [*VALUE_HINTS.values(), *(group.reason for group in (*ACCEPTED, *REFUSED))]
+    named = {flag for reason in reasons for flag in re.findall(r"--[a-z][a-z0-9-]+", reason)}
+    assert named and named <= set(TABLE.names), named - set(TABLE.names)
 
 
 @pytest.mark.parametrize(("field", "value"), VALUE_HINTS)

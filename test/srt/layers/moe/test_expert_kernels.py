@@ -24,8 +24,12 @@ from .expert_checkpoint import FORMATS, FUSED_ONLY, WEIGHTS, Format, Loaded, sav
 from .test_expert_loading import HIDDEN, INTER, NUM_EXPERTS, assert_close, config_of, gpt_oss, write_experts
 
 DEVICE = interpreter.DEVICE
-# One form of every scheme: what differs between forms ends with loading.
-SCHEMES = tuple(name for name in FORMATS if name not in ("fp8_tensor_dynamic", "nvfp4_packed", "gptq", "awq_g32"))
+# One form of every scheme, and one with zero points: what differs between forms ends with loading.
+SCHEMES = tuple(
+    name
+    for name in FORMATS
+    if name not in ("fp8_tensor_dynamic", "nvfp4_packed", "gptq", "awq_g32", "int4_g32_asymmetric")
+)
 TRITON = SimpleNamespace(
     fused_moe=fused_moe,
     topk_softmax=topk.topk_softmax,
