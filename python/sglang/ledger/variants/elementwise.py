@@ -226,13 +226,8 @@ def _rope_store() -> Iterator[Variant]:
                 )
                 yield replace(variant, form_only=dim in OTHER_HEAD_DIMS)
                 if (dim, rot) in INTERLEAVED_SHAPES:
-                    turned = constants | {"INTERLEAVED": True}
-                    yield replace(
-                        variant,
-                        key=f"{variant.key}/interleaved",
-                        constexprs=variant.constexprs | turned,
-                        form_only=True,
-                    )
+                    turned = {**variant.constexprs, "INTERLEAVED": True}
+                    yield replace(variant, key=f"{variant.key}/interleaved", constexprs=turned, form_only=True)
                 if (dim, rot) in FP32_NORM_SHAPES:
                     signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
                     yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
