@@ -19,7 +19,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
 
 COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
-NOT_YET = re.compile(r"--(enable-multi-layer-eagle|kv-cache-dtype nvfp4|(reasoning|tool-call)-parser muse)")
+NOT_YET = re.compile(r"--kv-cache-dtype nvfp4")
 """What is refused by name as long as it does not exist."""
 NOT_SERVED = ("k3",)
 """Of models that are not implemented."""
