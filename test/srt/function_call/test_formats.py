@@ -236,11 +236,10 @@ def test_muse() -> None:
     assert output.reasoning.split("\n")[:2] == ["first", "second"] and '<atem:invoke name="now">' in output.reasoning
     assert calls_of(output) == [("get_weather", {"city": " a <b> ", "days": 3}), ("now", {})]
     assert output.text == 'Say <atem:invoke name="now"></atem:invoke>.'
-    for end in ("", "<|eom|>", "<|eot|>", "<|start|>assistant to=user<|message|>"):
-        cut = (
-            '<|start|>assistant to=get_weather<|message|><atem:invoke name="get_weather"><atem:parameter name="city">a'
-        )
-        assert [call.name for call in read("muse", cut + end).calls] == ["get_weather"], "a call that breaks off"
+    cut = '<|start|>assistant to=get_weather<|message|><atem:invoke name="get_weather"><atem:parameter name="city">a'
+    for end in ("", "<|eom|>", "<|eot|>"):
+        output = read("muse", f"{cut}{end}<|start|>assistant to=user<|message|>done")
+        assert output.calls == [] and output.text == cut + "done", "a call that breaks off is text, and ends there"
     assert read("muse", "plain text").text == "plain text"
     assert read("muse", "<|start|>assistant<|message|>no recipient<|eot|>").text == "no recipient"
 

@@ -132,5 +132,5 @@ def test_published_configs(name: str, window: int, backend: str | None) -> None:
     assert attention.name == "triton" and (backend is None or "kept longer" in str(attention.rejected))
     assert make_plan(args, model, arch, 94 << 30, packages, rank=0).next_tokens_read == 3, "all stages cache alike"
     assert [table.tokens for table in row_tables(plan.caches) if isinstance(table, Window)] == [window, window + 2]
-    assert plan.next_tokens_read == plan.draft.num_layers == 3
+    assert plan.next_tokens_read == plan.draft.num_layers == plan.draft.description.tails + 1 == 3
     assert plan.draft.description.captures == (47 if window == 128 else 44,)
