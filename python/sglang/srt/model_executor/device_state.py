@@ -243,9 +243,9 @@ class DeviceState:
         lagging = ForwardBatch(ids, positions, token_slots, num_valid_tokens=batch.num_valid_tokens)
         if batch.decode is not None:
             rows = batch.decode
-            own = tuple(TokenSlots(part.req_to_token, part.out_cache_loc[: len(rows)]) for part in token_slots)
+            decode_slots = tuple(TokenSlots(part.req_to_token, part.out_cache_loc[: len(rows)]) for part in token_slots)
             seq_lens = (rows.seq_lens - lag[rows.req_pool_indices]).clamp(min=1)
-            lagging.decode = DecodeRows(rows.req_pool_indices, seq_lens, own, rows.seq_lens_cpu)
+            lagging.decode = DecodeRows(rows.req_pool_indices, seq_lens, decode_slots, rows.seq_lens_cpu)
             if not in_graph and self.attention.decode_plans_on_host:
                 lagging.decode.seq_lens_cpu = seq_lens.tolist()
         if batch.extend is not None:

@@ -100,8 +100,8 @@ def _depths(config: DraftConfig, target: ModelDescription, form: MtpForm) -> int
 
 
 def _numbers(stored: Collection[str], at: str) -> set[int]:
-    found = (re.match(rf"{re.escape(at)}(\d+)\.", name) for name in stored)
-    return {int(match[1]) for match in found if match is not None}
+    matches = (re.match(rf"{re.escape(at)}(\d+)\.", name) for name in stored)
+    return {int(match[1]) for match in matches if match is not None}
 
 
 def _beginnings(form: MtpForm, target: ModelDescription, depths: int) -> tuple[str, ...]:
