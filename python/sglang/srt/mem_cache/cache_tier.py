@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,14 @@ from sglang.srt.mem_cache.window_table import WindowTable
 
 Pages = npt.NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, np.int64)
+
+
+class CopyState(IntEnum):
+    """Ordered so that the least over the ranks is that of all."""
+
+    UNDER_WAY = 0
+    FAILED = 1
+    DONE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +210,7 @@ class Arrival:
         indices = np.zeros(length, np.int32)
         indices[length - num_new :] = self.slots[:num_new]
         nothing = [np.zeros(length, np.int32) for _ in self.tier.windows]
-        committed = self.tier.tree.commit(
-            self.keys[:length], indices, self.node, self.had, self.namespace, nothing
-        )
+        committed = self.tier.tree.commit(self.keys[:length], indices, self.node, self.had, self.namespace, nothing)
         self.node = committed.node  # the lock has moved there
 
     def _adopt(self) -> None:
@@ -256,7 +263,7 @@ class Departure:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A copy of what one tier lacks of a prefix and another has, so that requests can go on behind its end there, too."""
+    """A copy of what one tier lacks of a prefix and another has, so that requests can go on behind its end in both."""
 
     departure: Departure
     arrival: Arrival
@@ -349,3 +356,16 @@ class Transfer:
 def pages_of(slots: Slots, page_size: int) -> Pages:
     """Returns the pages of slots that fill whole pages; 0 of those that are 0."""
     return slots[::page_size].astype(np.int64) // page_size
+
+
+def common_length(one: Keys, other: Keys) -> int:
+    """Returns the number of leading tokens that two sequences have in common."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def namespace_of(nodes: Sequence[Node]) -> str | None:
+    """Returns the namespace of a prefix: nodes from the root on, at least one."""
+    edge = nodes[0].edge
+    return edge[0] if isinstance(edge, tuple) else None
