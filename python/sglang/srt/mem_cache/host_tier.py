@@ -133,9 +133,15 @@ class HostTier:
     # --- what the scheduler says --------------------------------------------------------------------------------------
 
     def queued(self, req: LoadingRequest) -> None:
-        """A request has entered the queue."""
-        if self.storage is not None and self._ready:
+        """A request has entered the queue. A collective until main memory can take copies."""
+        if self.storage is not None and self._becomes_ready():
             self.storage.look_up(req)
+
+    def _becomes_ready(self) -> bool:
+        """Returns whether main memory can take copies on every rank. A collective until it can."""
+        if not self._ready:
+            self._ready = bool(self._agree([int(self._engine.ready)])[0])
+        return self._ready
 
     def placed(self, req: LoadingRequest) -> None:
         """A request goes on from a cached prefix, which that proves useful."""
@@ -215,8 +221,7 @@ class HostTier:
 
     def launch(self) -> None:
         """Starts the copies that were chosen; behind the launch of a step."""
-        if not self._ready:
-            self._ready = bool(self._agree([int(self._engine.ready)])[0])
+        if not self._becomes_ready():
             return
         if self._offers and all(copy.req is not None for copy in self._copies):
             self._begin_save()

@@ -251,7 +251,9 @@ class Pages:
     """Main memory with pools of tokens, of a window and of states, and a store."""
 
     def __init__(self, made: Any, widths: Sequence[int] = (40, 24, 1000), fingerprint: bytes = b"one") -> None:
-        pools = [SimpleNamespace(page_bytes=width, host=torch.zeros((30, width), dtype=torch.uint8)) for width in widths]
+        pools = [
+            SimpleNamespace(page_bytes=width, host=torch.zeros((30, width), dtype=torch.uint8)) for width in widths
+        ]
         self.pools, windows = pools, min(1, len(widths) - 1)
         self.engine = StorageEngine(made, pools, fingerprint, PAGE, windows)
 

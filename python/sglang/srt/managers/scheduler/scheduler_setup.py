@@ -137,7 +137,7 @@ def create_runner(
         widths=() if settings is None else candidate_widths(settings),
         create_encoder=create_encoder or partial(load_tower, load_format=args.load_format, seed=args.random_seed or 0),
     )
-    runner.storage = _create_storage(args, runner, rank)
+    runner.storage = create_storage(args, runner, rank)
     if not args.skip_server_warmup:
         from sglang.srt.model_executor.canary import check_runner
 
@@ -145,7 +145,7 @@ def create_runner(
     return runner
 
 
-def _create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageEngine | None:
+def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageEngine | None:
     """Opens the store of cached prefixes. Raises UserError if it cannot be used."""
     plan, copies = runner.plan, runner.copies
     if plan.host_cache is None or plan.host_cache.storage is None or copies is None:

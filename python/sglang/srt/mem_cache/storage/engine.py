@@ -272,7 +272,7 @@ class StorageEngine:
             self._warn("corrupt", f"An entry of the store of cached prefixes {what}, and is removed: {name}")
             self._ask("written", partial(self.store.delete, name))
             return False
-        content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:] if size else torch.empty(0)
+        content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:]
         for part, pool in zip(parts, self.pools, strict=False):
             wanted = np.flatnonzero(part)
             rows = content[: len(part) * pool.page_bytes].view(len(part), pool.page_bytes)
