@@ -42,11 +42,14 @@ IN_TIME, OVERDUE, GIVEN_UP = 0, 1, 2
 class StoredRequest(Protocol):
     rid: str
     namespace: str | None
-    finish: object | None
     looked_up: bool
     """Whether the store was asked for its prefix, since it entered the queue."""
     num_stored: int
     """Tokens that were read from the store for it."""
+
+    @property
+    def finish(self) -> object:
+        """None until it has ended."""
 
     def cache_keys(self, length: int) -> Keys: ...
 
