@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import sglang
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.mem_cache.storage.entry import MAGIC
 from sglang.srt.mem_cache.storage.prefix_names import block_tokens
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
+from sglang.version import __version__
 
 _ARGUMENTS = (
     "load_format",
@@ -34,7 +34,7 @@ def fingerprint(args: ServerArgs, plan: Plan, rank: int) -> bytes:
     host_cache = plan.host_cache
     assert host_cache is not None
     facts: dict[str, Any] = {
-        "format": [MAGIC.decode(), sglang.__version__],
+        "format": [MAGIC.decode(), __version__],
         "page": [plan.page_size, block_tokens(plan.page_size)],
         "arguments": {name: getattr(args, name) for name in _ARGUMENTS},
         "types": [plan.dtype, plan.kv_cache_dtype],
