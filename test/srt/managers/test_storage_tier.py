@@ -208,6 +208,8 @@ def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, p
         parallel_state.shutdown()
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     mp.spawn(_rank, ("qwen3", tmp_path, RankLayout(2), "none", 4, 2), nprocs=2)
