@@ -18,7 +18,6 @@ MEASURED = "\n".join(path.read_text() for path in sorted((ROOT / "benchmark" / "
 NOT_YET = {
     "drafts of the kind UNO": "Other drafts",
     "LoRA": "LoRA",
-    "a prefix cache in files": "Cache in files or elsewhere",
     "prefill and decode on different servers": "Prefill and decode apart",
 }
 """Words of the README -> the group of refused flags that is there as long as the feature is not."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar, overload
@@ -85,6 +87,27 @@ def _parse_accept_length(text: str) -> float:
     return length
 
 
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """`200G`, `64Gi`, `1.5T` or a plain number of bytes. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    units = _SIZE_UNITS | _BINARY_UNITS
+    if match is None or match[2].lower() not in units:
+        raise ValueError("expected a size in bytes such as 200G or 64Gi")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def _parse_share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError("expected a number above 0 and at most 1")
+    return value
+
+
 class Environment:
     """Every variable of ours. One that is set but empty counts as unset."""
 
@@ -136,6 +159,20 @@ class Environment:
     )
     SGLANG_SSE_KEEP_ALIVE: EnvVar[float] = EnvVar(
         _parse_positive_float, 15.0, "Seconds of silence after which a stream gets a comment that keeps it open."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR: EnvVar[Path] = EnvVar(
+        lambda text: Path(text).expanduser(),
+        Path(tempfile.gettempdir()) / "hicache",
+        "Directory of --hicache-storage-backend file.",
+    )
+    SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE: EnvVar[int | None] = EnvVar(
+        parse_bytes, None, "Most bytes of all files there, as 200G or 64Gi; 0: no limit, which is the default."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE: EnvVar[int | None] = EnvVar(
+        parse_bytes, None, "Bytes that stay free on its file system; by default 10Gi, or a tenth if that is less."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO: EnvVar[float] = EnvVar(
+        _parse_share, 0.9, "Share of the most bytes that an eviction leaves."
     )
     SGLANG_SIMULATE_ACC_LEN: EnvVar[float] = EnvVar(
         _parse_accept_length,

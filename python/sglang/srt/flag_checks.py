@@ -14,6 +14,8 @@ from typing import Any
 
 from sglang.srt.cli_args import flag
 from sglang.srt.configs.speculative import DFLASH, DRAFT_MODEL_NEEDED, DSPARK, NGRAM
+from sglang.srt.configs.storage_backend import BACKENDS, read_storage_config
+from sglang.srt.errors import UserError
 
 OUR_SAMPLING = (None, "pytorch")
 ONE_SAMPLER = "sampling has one implementation for each device"
@@ -38,10 +40,34 @@ def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
             " no request waits for it. Use write_through or write_through_selective."
         )
         yield {"hicache_write_policy"}, text
+    yield from _of_storage(args)
     if args.hicache_ratio is not None and args.hicache_ratio <= 0:
         yield {"hicache_ratio"}, f"--hicache-ratio must be above 0; got {args.hicache_ratio:g}."
     if args.hicache_host_memory_fraction <= 0:
         yield {"hicache_host_memory_fraction"}, "--hicache-host-memory-fraction must be above 0."
+
+
+def _of_storage(args: Any) -> Iterator[tuple[set[str], str]]:
+    backend, extra = args.hicache_storage_backend, args.hicache_storage_backend_extra_config
+    if backend is None:
+        if extra is not None:
+            text = "--hicache-storage-backend-extra-config: add --hicache-storage-backend, or remove it."
+            yield {"hicache_storage_backend", "hicache_storage_backend_extra_config"}, text
+        return
+    if backend not in BACKENDS:
+        text = (
+            f"--hicache-storage-backend {backend} is not supported: use file, or dynamic with a class that reaches"
+            " the store."
+        )
+        yield {"hicache_storage_backend"}, text
+        return
+    if not args.enable_hierarchical_cache:
+        text = "--hicache-storage-backend needs --enable-hierarchical-cache: what is read passes through main memory."
+        yield {"hicache_storage_backend", "enable_hierarchical_cache"}, text
+    try:
+        read_storage_config(backend, args.hicache_storage_prefetch_policy, extra)
+    except UserError as error:
+        yield {"hicache_storage_backend_extra_config"}, str(error)
 
 
 def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:

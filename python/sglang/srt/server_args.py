@@ -19,6 +19,7 @@ from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
+from sglang.srt.configs.storage_backend import BACKENDS, OTHER_BACKENDS, PREFETCH_POLICIES
 from sglang.srt.errors import Problems
 from sglang.srt.flag_checks import contradictions
 from sglang.srt.kernels.spec import KernelSpec
@@ -317,6 +318,22 @@ class ServerArgs:
         "When prefixes are copied to main memory: as soon as they are computed, or when a second request uses them.",
         choices=("write_through", "write_through_selective"),
         explained=("write_back",),
+    )
+    hicache_storage_backend: str | None = option(
+        None,
+        MEMORY,
+        "Keep prefixes of main memory in files, too, or in a store that a Python class reaches.",
+        choices=BACKENDS,
+        explained=OTHER_BACKENDS,
+    )
+    hicache_storage_prefetch_policy: str = option(
+        "timeout",
+        MEMORY,
+        "How long a request waits for prefixes from there: until it could be computed, to the end, or for a time.",
+        choices=PREFETCH_POLICIES,
+    )
+    hicache_storage_backend_extra_config: str | None = option(
+        None, MEMORY, "Settings of the store and of look-ups: JSON, or @ and the path of a JSON, YAML or TOML file."
     )
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
 

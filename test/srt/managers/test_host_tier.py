@@ -23,9 +23,9 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenMeta
 from sglang.srt.mem_cache import host_tier
-from sglang.srt.mem_cache.cache_tier import PageMoves
+from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
 from sglang.srt.mem_cache.copy_engine import PagePool, PendingCopy, ThreadedCopies
-from sglang.srt.mem_cache.host_tier import CopyState, HostTier
+from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs

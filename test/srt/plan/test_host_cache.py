@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.host_cache import GB, GIB, HostCachePlan, copy_bytes, plan_host_cache
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
+from sglang.srt.plan.plan import make_plan
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.server_args import ServerArgs
+from srt.models.harness import save_tiny
 
 FULL = key_value_cache("kv", 8, 128, 128, "bfloat16")
 WINDOW = key_value_cache("kv", 8, 128, 128, "bfloat16", Window(128))
@@ -25,7 +29,7 @@ AT_ONE = TOKEN * 1_000_000 + TOKEN * 64_000 + (4 << 20) * 40
 
 
 def args(**options: Any) -> ServerArgs:
-    return ServerArgs.from_kwargs(model_path="m", enable_hierarchical_cache=True, **options)
+    return ServerArgs.from_kwargs(**{"model_path": "m", "enable_hierarchical_cache": True, **options})
 
 
 def plan(available: int | None, processes: int = 1, arch: str = "sm_120", **options: Any) -> HostCachePlan:
@@ -95,8 +99,11 @@ def test_a_copy_to_main_memory_is_bounded() -> None:
         ({"hicache_write_policy": "write_back"}, "write_back is not supported"),
         ({"hicache_ratio": 0.0}, "--hicache-ratio must be above 0"),
         ({"hicache_host_memory_fraction": 0.0}, "must be above 0"),
-        ({"hicache_storage_backend": "file"}, "in main memory only"),
-        ({"hicache_host_memory_mode": "buffer_only"}, "in main memory only"),
+        ({"hicache_storage_backend": "mooncake"}, "use file, or dynamic"),
+        ({"hicache_storage_backend": "file", "enable_hierarchical_cache": False}, "needs --enable-hierarchical-cache"),
+        ({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": "{"}, "cannot be parsed"),
+        ({"hicache_storage_backend_extra_config": "{}"}, "add --hicache-storage-backend"),
+        ({"hicache_host_memory_mode": "buffer_only"}, "in files or another store"),
     ],
 )
 def test_what_has_no_sense_is_refused(options: dict[str, Any], text: str) -> None:
@@ -120,3 +127,19 @@ def test_spellings_of_upstream() -> None:
 def test_caches_that_ranks_share_out_are_not_kept_in_main_memory() -> None:
     with pytest.raises(UserError, match="--dcp-size 2 shares out"):
         ServerArgs.from_kwargs(model_path="m", enable_hierarchical_cache=True, tp_size=2, dcp_size=2)
+
+
+def test_a_store_is_planned() -> None:
+    made = plan(400 * GIB, hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete")
+    assert made.storage is not None and made.storage.prefetch_threshold == 256 and not made.ranks_share
+    assert made.describe()["storage"]["backend"] == "file" and "the backend file" in str(made)
+    assert plan(400 * GIB).storage is None
+
+
+@pytest.mark.parametrize(("name", "share"), [("deepseek_v3", True), ("deepseek_v32", True), ("qwen3", False)])
+def test_ranks_share_latents(name: str, share: bool, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    options = {"device": "cpu", "tp_size": 2, "max_total_tokens": 256, "enable_hierarchical_cache": True}
+    server = ServerArgs.from_kwargs(model_path=str(tmp_path), **options)
+    made = make_plan(server, ModelConfig.from_server_args(server), arch_by_name("cpu"), 8 * GIB, rank=1)
+    assert made.host_cache is not None and made.host_cache.ranks_share is share

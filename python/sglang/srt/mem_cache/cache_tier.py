@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,14 @@ from sglang.srt.mem_cache.window_table import WindowTable
 
 Pages = npt.NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, np.int64)
+
+
+class CopyState(IntEnum):
+    """Ordered so that the least over the ranks is that of all."""
+
+    UNDER_WAY = 0
+    FAILED = 1
+    DONE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,41 +131,162 @@ def _can_go_on(one: CachedPrefix, other: CachedPrefix, depth: int) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
-    """A copy of what `target` lacks of a prefix, so that requests can go on behind its end there, too."""
+class Arrival:
+    """Reserved room in a tier for what it lacks of a prefix, until that has been copied there."""
 
-    source: CacheTier
-    target: CacheTier
+    tier: CacheTier
     keys: Keys
     namespace: str | None
-    source_node: Node
-    target_node: Node
-    """Ends of what the tiers had of the prefix, locked."""
-    had: int = 0
-    """Tokens that the target had."""
+    node: Node
+    """End of what the tier had of the prefix, locked."""
+    had: int
+    """Tokens that the tier had."""
     slots: Slots = field(default_factory=lambda: EMPTY)
-    """The target's slots of the tokens behind these."""
+    """The tier's slots of the tokens behind these."""
     windows: list[Slots] = field(default_factory=list)
-    """[len(keys)] the target's new slots in each window table, 0 where it gets none."""
+    """[len(keys)] the tier's new slots in each window table, 0 where it gets none."""
     used: list[tuple[WindowTable, Slots]] = field(default_factory=list)
-    """Pages of windows that both tiers keep until the end."""
-    pinned: int = 0
-    reserved: int = 0
-    """Rows of the state at the end of the prefix, in the source and in the target; 0: it is not copied."""
+    """Pages of windows that the tier has and keeps until the end."""
+    row: int = 0
+    """Row for the state at the end of the prefix; 0: none is copied."""
+
+    @classmethod
+    def begin(cls, prefix: CachedPrefix, keys: Keys, namespace: str | None) -> Arrival:
+        """prefix: what the tier has of `keys` (whole pages)."""
+        prefix.tier.tree.lock(prefix.last)
+        return cls(prefix.tier, keys, namespace, prefix.last, prefix.length)
+
+    def take_tokens(self) -> bool:
+        """Reserves slots for all tokens that the tier lacks. Returns whether there was room, as do the others."""
+        missing = len(self.keys) - self.had
+        slots = self.tier.take(missing) if missing > 0 else EMPTY
+        if slots is not None:
+            self.slots = slots
+        return slots is not None
+
+    def take_window(self, window: WindowTable, first: int, missing: npt.NDArray[np.bool_]) -> bool:
+        """Reserves slots for the positions from `first` on for which `missing` is true. Window after window."""
+        self.windows.append(np.zeros(len(self.keys), np.int32))
+        slots = window.take(int(missing.sum()))
+        if slots is not None:
+            self.windows[-1][first:][missing] = slots
+        return slots is not None
+
+    def keep_window(self, window: WindowTable, slots: Slots) -> None:
+        """The tier's own pages of a window stay until the end."""
+        window.use(slots)
+        self.used.append((window, slots))
+
+    def take_row(self) -> bool:
+        assert self.tier.checkpoints is not None
+        self.row = self.tier.checkpoints.reserve()
+        return self.row > 0
+
+    def end(self, length: int) -> None:
+        """The first `length` tokens were copied, or nothing (0). Windows and the state count only where all were."""
+        if length == len(self.keys):
+            self._adopt()
+        else:
+            self._adopt_beginning(max(length, self.had))
+        for window, slots in zip(self.tier.windows, self.windows, strict=False):  # fewer where there was no room
+            window.disuse(slots)
+        for window, slots in self.used:
+            window.disuse(slots)
+        if self.row and self.tier.checkpoints is not None:
+            self.tier.checkpoints.settle(self.row, None)
+        self.tier.tree.unlock(self.node)
+
+    def _adopt_beginning(self, length: int) -> None:
+        self._commit(length)
+        rest = self.slots[length - self.had :]
+        if rest.size:
+            self.tier.tree.allocator.free(rest)
+
+    def _commit(self, length: int) -> None:
+        """Enter tokens in the tier's tree. Where others have brought or computed the same meanwhile, theirs stays."""
+        num_new = min(length - self.had, self.slots.size)
+        if num_new <= 0:
+            return
+        indices = np.zeros(length, np.int32)
+        indices[length - num_new :] = self.slots[:num_new]
+        nothing = [np.zeros(length, np.int32) for _ in self.tier.windows]
+        committed = self.tier.tree.commit(self.keys[:length], indices, self.node, self.had, self.namespace, nothing)
+        self.node = committed.node  # the lock has moved there
+
+    def _adopt(self) -> None:
+        self._commit(len(self.keys))
+        tree = self.tier.tree
+        nodes = tree.follow(self.keys, self.namespace)
+        assert nodes[-1].depth == len(self.keys), "a locked prefix is gone"
+        self.windows = tree.share_windows(nodes, self.windows)
+        if self.row and self.tier.checkpoints is not None:
+            self.tier.checkpoints.settle(self.row, nodes[-1])
+            self.row = 0
+
+
+@dataclass(slots=True, eq=False)
+class Departure:
+    """A tier's part of a prefix that is being copied from there, kept until that has ended."""
+
+    tier: CacheTier
+    node: Node
+    """End of what the tier has of the prefix, locked."""
+    used: list[tuple[WindowTable, Slots]] = field(default_factory=list)
+    row: int = 0
+    """Row of the state at the end of the prefix; 0: it is not copied."""
+
+    @classmethod
+    def begin(cls, prefix: CachedPrefix) -> Departure:
+        prefix.tier.tree.lock(prefix.last)
+        return cls(prefix.tier, prefix.last)
+
+    def keep_window(self, window: WindowTable, slots: Slots) -> None:
+        window.use(slots)
+        self.used.append((window, slots))
+
+    def keep_state(self, node: Node) -> bool:
+        """Returns whether the state may be read now."""
+        checkpoints = self.tier.checkpoints
+        assert checkpoints is not None
+        if not checkpoints.is_readable(node):
+            return False
+        self.row = checkpoints.pin(node)
+        return True
+
+    def end(self) -> None:
+        for window, slots in self.used:
+            window.disuse(slots)
+        if self.row and self.tier.checkpoints is not None:
+            self.tier.checkpoints.unpin(self.row)
+        self.tier.tree.unlock(self.node)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A copy of what one tier lacks of a prefix and another has, so that requests can go on behind its end in both."""
+
+    departure: Departure
+    arrival: Arrival
     moves: list[PageMoves] = field(default_factory=list)
-    """Of the tokens, of each window, and where there are states, of these."""
+    """Of the tokens, and of each window."""
 
     @classmethod
     def begin(cls, source: CachedPrefix, target: CachedPrefix, keys: Keys, namespace: str | None) -> Transfer | None:
         """Reserves what a copy of the prefix `keys` (whole pages) needs; None if there is no room. The tiers have
         every token of it between them."""
-        source.tier.tree.lock(source.last)
-        target.tier.tree.lock(target.last)
-        transfer = cls(source.tier, target.tier, keys, namespace, source.last, target.last, target.length)
+        transfer = cls(Departure.begin(source), Arrival.begin(target, keys, namespace))
         if transfer._reserve_all(source, target):
             return transfer
         transfer.end(False)
         return None
+
+    @property
+    def keys(self) -> Keys:
+        return self.arrival.keys
+
+    @property
+    def namespace(self) -> str | None:
+        return self.arrival.namespace
 
     def _reserve_all(self, source: CachedPrefix, target: CachedPrefix) -> bool:
         """States and windows first: what gives way for them is small."""
@@ -165,66 +295,53 @@ class Transfer:
         )
 
     def _reserve_tokens(self, source: CachedPrefix) -> bool:
-        missing = len(self.keys) - self.had
-        if missing > 0:
-            slots = self.target.take(missing)
-            if slots is None:
-                return False
-            self.slots = slots
-        moves = NO_MOVES
-        if missing > 0:
-            moves = self._moves(source.slots(self.had, len(self.keys)), self.slots)
+        arrival, moves = self.arrival, NO_MOVES
+        if not arrival.take_tokens():
+            return False
+        if arrival.slots.size:
+            moves = self._moves(source.slots(arrival.had, len(self.keys)), arrival.slots)
         self.moves.insert(0, moves)
         return True
 
     def _moves(self, sources: Slots, targets: Slots) -> PageMoves:
-        page = self.target.page_size
-        return PageMoves(sources[::page].astype(np.int64) // page, targets[::page].astype(np.int64) // page)
+        page = self.arrival.tier.page_size
+        return PageMoves(pages_of(sources, page), pages_of(targets, page))
 
     def _reserve_windows(self, source: CachedPrefix, target: CachedPrefix) -> bool:
         end = len(self.keys)
-        for window, of_source in zip(self.target.windows, self.source.windows, strict=True):
+        for window, of_source in zip(target.tier.windows, source.tier.windows, strict=True):
             first = int(window.first_kept(np.array([end], np.int32))[0])
             there, here = source.window(window.index, first, end), target.window(window.index, first, end)
             copied = (here == 0) & (there != 0)
             if not (here | there)[-(window.window - 1) :].all():  # nobody could go on behind it
                 copied[:] = False
-            for table, kept in ((of_source, np.where(copied, there, 0)), (window, here)):
-                table.use(kept)
-                self.used.append((table, kept))
-            self.windows.append(np.zeros(end, np.int32))
-            slots = window.take(int(copied.sum()))
-            if slots is None:
+            self.departure.keep_window(of_source, np.where(copied, there, 0))
+            self.arrival.keep_window(window, here)
+            if not self.arrival.take_window(window, first, copied):
                 return False
-            self.windows[-1][first:][copied] = slots
-            self.moves.append(self._moves(there[copied], slots))
+            self.moves.append(self._moves(there[copied], self.arrival.windows[-1][first:][copied]))
         return True
 
     def _reserve_state(self, source: CachedPrefix, target: CachedPrefix) -> bool:
-        """The moves of states come last, so `_reserve_windows` is to put its own before them."""
-        if self.source.checkpoints is None or self.target.checkpoints is None:
+        if source.tier.checkpoints is None:
             return True
         node = source.state_at(len(self.keys))
         if node is None or target.state_at(len(self.keys)) is not None:
             return True
-        if not self.source.checkpoints.is_readable(node):
-            return False
-        self.pinned = self.source.checkpoints.pin(node)
-        self.reserved = self.target.checkpoints.reserve()
-        return self.reserved > 0
+        return self.departure.keep_state(node) and self.arrival.take_row()
 
     def all_moves(self) -> list[PageMoves]:
         """Returns the moves of each pool: of tokens, of each window, and where there are states, of these."""
-        if self.source.checkpoints is None:
+        if self.departure.tier.checkpoints is None:
             return self.moves
         rows = NO_MOVES
-        if self.reserved:
-            rows = PageMoves(np.array([self.pinned], np.int64), np.array([self.reserved], np.int64))
+        if self.arrival.row:
+            rows = PageMoves(np.array([self.departure.row], np.int64), np.array([self.arrival.row], np.int64))
         return [*self.moves, rows]
 
     @property
     def num_tokens(self) -> int:
-        return int(self.slots.size)
+        return int(self.arrival.slots.size)
 
     @property
     def is_empty(self) -> bool:
@@ -232,33 +349,23 @@ class Transfer:
 
     def end(self, ok: bool) -> None:
         """The copy has ended; what it brought is the target's if it ended well."""
-        if ok:
-            self._adopt()
-        elif self.slots.size:
-            self.target.tree.allocator.free(self.slots)
-        for window, slots in zip(self.target.windows, self.windows, strict=False):  # fewer where there was no room
-            window.disuse(slots)
-        for window, slots in self.used:
-            window.disuse(slots)
-        if self.pinned and self.source.checkpoints is not None:
-            self.source.checkpoints.unpin(self.pinned)
-        if self.reserved and self.target.checkpoints is not None:
-            self.target.checkpoints.settle(self.reserved, None)
-        self.source.tree.unlock(self.source_node)
-        self.target.tree.unlock(self.target_node)
+        self.arrival.end(len(self.keys) if ok else 0)
+        self.departure.end()
 
-    def _adopt(self) -> None:
-        """Enter it in the target's tree. Where others have brought or computed the same meanwhile, theirs stays."""
-        tree = self.target.tree
-        indices = np.zeros(len(self.keys), np.int32)
-        indices[len(indices) - self.slots.size :] = self.slots
-        nothing = [np.zeros(len(self.keys), np.int32) for _ in self.windows]
-        self.target_node = tree.commit(
-            self.keys, indices, self.target_node, self.had, self.namespace, nothing
-        ).node  # the lock has moved there
-        nodes = tree.follow(self.keys, self.namespace)
-        assert nodes[-1].depth == len(self.keys), "a locked prefix is gone"
-        self.windows = tree.share_windows(nodes, self.windows)
-        if self.reserved and self.target.checkpoints is not None:
-            self.target.checkpoints.settle(self.reserved, nodes[-1])
-            self.reserved = 0
+
+def pages_of(slots: Slots, page_size: int) -> Pages:
+    """Returns the pages of slots that fill whole pages; 0 of those that are 0."""
+    return slots[::page_size].astype(np.int64) // page_size
+
+
+def common_length(one: Keys, other: Keys) -> int:
+    """Returns the number of leading tokens that two sequences have in common."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def namespace_of(nodes: Sequence[Node]) -> str | None:
+    """Returns the namespace of a prefix: nodes from the root on, at least one."""
+    edge = nodes[0].edge
+    return edge[0] if isinstance(edge, tuple) else None

@@ -31,8 +31,10 @@ class CheckpointTable:
         """Request slot -> the row that it has, and how many tokens the state there stands for."""
         self._sources: dict[int, int] = {}
         """Row -> the row whose content, as it is before the next step, it gets."""
-        self._pinned: dict[int, bool] = {}
-        """Rows that a copy to another memory reads -> whether somebody still has the row."""
+        self._pinned: dict[int, int] = {}
+        """Rows that copies to other memories read -> how many do."""
+        self._abandoned: set[int] = set()
+        """Of these, the rows that nobody has any more: free when the last copy has ended."""
         self._reserved: set[int] = set()
         """Rows that a copy from another memory writes."""
 
@@ -86,7 +88,7 @@ class CheckpointTable:
         if node.checkpoint:
             del self._nodes[node.checkpoint]
             if node.checkpoint in self._pinned:
-                self._pinned[node.checkpoint] = False
+                self._abandoned.add(node.checkpoint)
             else:
                 self._free.append(node.checkpoint)
             node.checkpoint = 0
@@ -94,18 +96,22 @@ class CheckpointTable:
     # --- copies between memories --------------------------------------------------------------------------------------
 
     def pin(self, node: Node) -> int:
-        """A copy reads the node's row: it is not used again before `unpin`, whatever becomes of the node. One copy at a
-        time reads a row."""
-        assert node.checkpoint and node.checkpoint not in self._pinned, "a row is read by two copies"
-        self._pinned[node.checkpoint] = True
+        """A copy reads the node's row: it is not used again before `unpin`, whatever becomes of the node."""
+        assert node.checkpoint, "a copy of a state that nobody has"
+        self._pinned[node.checkpoint] = self._pinned.get(node.checkpoint, 0) + 1
         return node.checkpoint
 
     def is_readable(self, node: Node) -> bool:
-        """Returns whether a copy may begin: no other one reads the row, and the launched steps have written it."""
-        return node.checkpoint not in self._pinned and node.checkpoint not in self._sources
+        """Returns whether a copy may begin: the launched steps have written the row."""
+        return node.checkpoint not in self._sources
 
     def unpin(self, row: int) -> None:
-        if not self._pinned.pop(row):
+        self._pinned[row] -= 1
+        if self._pinned[row]:
+            return
+        del self._pinned[row]
+        if row in self._abandoned:
+            self._abandoned.remove(row)
             self._free.append(row)
 
     def reserve(self) -> int:
@@ -141,7 +147,6 @@ class CheckpointTable:
         assert len(kept) == sum(1 for node in nodes if node.checkpoint), "two nodes have the same checkpoint"
         decoding = [row for row, _ in self._decoding.values()]
         assert len(decoding) <= self.size // 2, "requests have more than half of the rows"
-        pinned = [row for row, kept_by in self._pinned.items() if not kept_by]
-        assert sorted([*kept, *decoding, *pinned, *self._reserved, *self._free]) == list(self._rows), (
+        assert sorted([*kept, *decoding, *self._abandoned, *self._reserved, *self._free]) == list(self._rows), (
             "a checkpoint's row is lost or used twice"
         )

@@ -15,8 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.cache_tier import PageMoves
-from sglang.srt.mem_cache.host_tier import CopyState
+from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.plan.host_cache import STAGING_BYTES
 from sglang.srt.plan.pool_sizes import PoolSizes

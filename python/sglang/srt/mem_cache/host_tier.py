@@ -10,17 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 
 from sglang.srt.mem_cache.allocator import TokenAllocator
-from sglang.srt.mem_cache.cache_tier import CachedPrefix, CacheTier, PageMoves, Transfer, resumable_end
+from sglang.srt.mem_cache.cache_tier import (
+    CachedPrefix,
+    CacheTier,
+    CopyState,
+    PageMoves,
+    Transfer,
+    common_length,
+    namespace_of,
+    resumable_end,
+)
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
 from sglang.srt.mem_cache.kv_table import CachedRequest, KVTable
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_node import Keys, Node
+from sglang.srt.mem_cache.storage.engine import StorageEngine
+from sglang.srt.mem_cache.storage.tier import StorageTier, StoredRequest
 from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.host_cache import HostCachePlan
 from sglang.srt.plan.pool_sizes import PoolSizes
@@ -32,14 +42,6 @@ MOST_LOADS = 3
 MOST_OFFERS = 4096
 """Prefixes that wait to be saved; beyond that the oldest is given up."""
 POLL_S = 0.0005
-
-
-class CopyState(IntEnum):
-    """Ordered so that the least over the ranks is that of all."""
-
-    UNDER_WAY = 0
-    FAILED = 1
-    DONE = 2
 
 
 class CopyHandle(Protocol):
@@ -62,7 +64,7 @@ class CopyEngine(Protocol):
         """Copies pages of each pool as soon as all steps launched so far have run."""
 
 
-class LoadingRequest(CachedRequest, Protocol):
+class LoadingRequest(CachedRequest, StoredRequest, Protocol):
     num_loads: int
     """Loads that were begun for it since it entered the queue."""
     num_loaded: int
@@ -112,12 +114,16 @@ class HostTier:
         plan: HostCachePlan,
         engine: CopyEngine,
         agree: Callable[[Sequence[int]], list[int]],
+        storage: StorageEngine | None = None,
     ) -> None:
-        """agree: the least of the ranks' values at each position."""
+        """agree: the least of the ranks' values at each position. storage: of a store beyond main memory."""
         self.plan, self.counts = plan, HostCounts()
         self.device = CacheTier(kv.tree, kv.windows, kv.checkpoints)
         self.host = host_tables(plan.sizes)
         self._engine, self._agree = engine, agree
+        self.storage: StorageTier | None = None
+        if storage is not None and plan.storage is not None:
+            self.storage = StorageTier(plan.storage, storage, self.device, self.host, agree)
         self._ready = False
         self._offers: dict[Node, None] = {}
         """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first."""
@@ -125,6 +131,17 @@ class HostTier:
         """Begun and not ended. Those without a handle wait for the step to be launched."""
 
     # --- what the scheduler says --------------------------------------------------------------------------------------
+
+    def queued(self, req: LoadingRequest) -> None:
+        """A request has entered the queue. A collective until main memory can take copies."""
+        if self.storage is not None and self._becomes_ready():
+            self.storage.look_up(req)
+
+    def _becomes_ready(self) -> bool:
+        """Returns whether main memory can take copies on every rank. A collective until it can."""
+        if not self._ready:
+            self._ready = bool(self._agree([int(self._engine.ready)])[0])
+        return self._ready
 
     def placed(self, req: LoadingRequest) -> None:
         """A request goes on from a cached prefix, which that proves useful."""
@@ -154,7 +171,13 @@ class HostTier:
         least = length + max(LEAST_GAIN, self.device.page_size) - 1
         if len(keys) <= least or not self._ready:
             return False
-        if any(_common(copy.transfer, keys, req.namespace) > least for copy in self._copies if copy.req is not None):
+        if self.storage is not None and self.storage.waits(req):
+            return True
+        if any(
+            copy.transfer.namespace == req.namespace and common_length(copy.transfer.keys, keys) > least
+            for copy in self._copies
+            if copy.req is not None
+        ):
             return True
         if req.num_loads >= MOST_LOADS:
             return False
@@ -180,9 +203,11 @@ class HostTier:
         nodes = self.host.tree.follow(keys, namespace)
         if nodes:
             self.host.tree.discard(nodes[-1])
+        if self.storage is not None:
+            self.storage.remove(keys, namespace)
 
     def reset(self) -> None:
-        """Forget everything, before the GPU's tree is emptied."""
+        """Forget everything but what is stored, before the GPU's tree is emptied."""
         self.drain()
         self._offers.clear()
         self.host.tree.reset()
@@ -192,15 +217,16 @@ class HostTier:
     @property
     def busy(self) -> bool:
         """Returns whether copies are under way."""
-        return bool(self._copies)
+        return bool(self._copies) or (self.storage is not None and self.storage.busy)
 
     def launch(self) -> None:
         """Starts the copies that were chosen; behind the launch of a step."""
-        if not self._ready:
-            self._ready = bool(self._agree([int(self._engine.ready)])[0])
+        if not self._becomes_ready():
             return
         if self._offers and all(copy.req is not None for copy in self._copies):
             self._begin_save()
+        if self.storage is not None:
+            self.storage.launch()
         for copy in self._copies:
             if copy.handle is None:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=copy.req is None)
@@ -214,8 +240,7 @@ class HostTier:
             del self._offers[node]
             path = CachedPrefix(self.device, self.device.tree.path(node)[::-1])
             keys = np.concatenate([n.key for n in path.nodes])
-            edge = path.nodes[0].edge
-            namespace = edge[0] if isinstance(edge, tuple) else None
+            namespace = namespace_of(path.nodes)
             saved = self.host.prefix(keys, namespace)
             end = min(len(keys), saved.length + self.plan.save_tokens)
             if self.device.checkpoints is not None and node.checkpoint and saved.state_at(node.depth) is None:
@@ -235,6 +260,8 @@ class HostTier:
 
     def settle(self) -> None:
         """Ends the copies that have ended on every rank. A collective while there are any."""
+        if self.storage is not None:
+            self.storage.settle()
         started = [copy for copy in self._copies if copy.handle is not None]
         if not started:
             return
@@ -258,6 +285,8 @@ class HostTier:
             counts.saved_tokens += num_tokens
             counts.saved_bytes += num_bytes
             counts.saving_seconds += seconds
+            if self.storage is not None:
+                self.storage.offer(transfer.arrival.node)
         else:
             req.num_loaded = num_tokens
             counts.loaded_tokens += num_tokens
@@ -266,6 +295,8 @@ class HostTier:
 
     def drain(self, loads: bool = True) -> None:
         """Waits for all copies, or for saves alone; those that were not started are given up."""
+        if self.storage is not None and loads:
+            self.storage.drain()
         for copy in [copy for copy in self._copies if copy.handle is None and (loads or copy.req is None)]:
             self._copies.remove(copy)
             copy.transfer.end(False)
@@ -275,7 +306,7 @@ class HostTier:
 
     def wait(self) -> None:
         """Sleeps a moment while copies are under way."""
-        if self._copies:
+        if self.busy:
             time.sleep(POLL_S)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
@@ -309,12 +340,3 @@ class HostTier:
         tree = self.host.tree
         assert tree.protected_size() == 0, "prefixes in main memory are locked"
         assert tree.allocator.available_size() + tree.total_size() == tree.allocator.size, "host slots are lost"
-
-
-def _common(transfer: Transfer, keys: Keys, namespace: str | None) -> int:
-    """Tokens that a transfer and a request have in common."""
-    if transfer.namespace != namespace:
-        return 0
-    length = min(len(keys), len(transfer.keys))
-    differ = keys[:length] != transfer.keys[:length]
-    return int(differ.argmax()) if differ.any() else length

@@ -17,6 +17,7 @@ from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.copy_engine import ThreadedCopies, page_pools
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
@@ -80,6 +81,8 @@ class ModelRunner:
         if plan.host_cache is not None:
             pools = page_pools(self.pools, plan.pool_sizes, plan.host_cache.sizes)
             self.copies = ThreadedCopies(pools, plan.device)
+        self.storage: StorageEngine | None = None
+        """Copies of what main memory has to a store, and back; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         inputs: DecodeInputsOp = plan.entry("decode_inputs")
         attention = create_attention_sites(plan, plan.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -89,6 +89,11 @@ class CacheGroup:
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
     """Groups the caches of the model's layers, in the order in which layers need them."""
     return group_caches(layer.caches(serving) for layer in model.layers)
+
+
+def ranks_share_caches(model: ModelDescription, serving: Serving) -> bool:
+    """Returns whether the caches of each rank are those of a server of one rank: nothing is divided by heads."""
+    return cache_groups(model, serving) == cache_groups(model, replace(serving, tp_size=1, ep_size=1, dcp_size=1))
 
 
 def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:

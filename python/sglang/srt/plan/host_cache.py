@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sglang.srt.configs.storage_backend import StorageConfig, read_storage_config
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.caches import CacheGroup
@@ -38,6 +39,10 @@ class HostCachePlan:
     """True: what is computed is copied at once; False: when a second request uses it."""
     save_tokens: int
     """Most tokens of one copy to main memory, in whole pages."""
+    storage: StorageConfig | None
+    """Where prefixes of main memory are kept besides."""
+    ranks_share: bool
+    """Every rank has the same caches, wholly."""
     processes: int
     """Ranks that share this machine's memory, each with pools of this size."""
 
@@ -57,6 +62,7 @@ class HostCachePlan:
             "bytes": self.total_bytes,
             "bytes_of_machine": self.total_bytes * self.processes,
             "write_policy": "write_through" if self.write_through else "write_through_selective",
+            **({"storage": self.storage.describe()} if self.storage is not None else {}),
         }
 
     def __str__(self) -> str:
@@ -66,6 +72,7 @@ class HostCachePlan:
         return (
             f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory a rank{ranks};"
             f" copied {'when computed' if self.write_through else 'when a second request uses them'}"
+            + (f", and kept by the backend {self.storage.backend}" if self.storage is not None else "")
         )
 
 
@@ -81,10 +88,12 @@ def plan_host_cache(
     arch: ArchTraits,
     host_available: int | None,
     processes: int,
+    ranks_share: bool = False,
 ) -> tuple[HostCachePlan | None, list[str]]:
     """Plans the pools in main memory, and returns notes for the user. `groups`: of the rank that has most.
     `host_available`: free on the machine after everything else is allocated; None: unknown, nothing is checked.
-    `processes`: the ranks on the machine. Raises UserError for a size that was asked for and does not fit."""
+    `processes`: the ranks on the machine. `ranks_share`: as in the plan.
+    Raises UserError for a size that was asked for and does not fit."""
     if not args.enable_hierarchical_cache:
         return None, []
     if arch.unified_memory:
@@ -109,7 +118,7 @@ def plan_host_cache(
             f" {host_available / GIB:.2f} GiB are free. Use a smaller --hicache-size or --hicache-ratio, or neither:"
             " then it is as large as fits."
         )
-    return plan, notes
+    return replace(plan, ranks_share=ranks_share), notes
 
 
 def _ratio(args: ServerArgs, bytes_at_one: int, available: int | None, processes: int) -> float:
@@ -147,5 +156,11 @@ def _scaled(
         state_bytes=cost.state_bytes * checkpoints,
         write_through=args.hicache_write_policy == "write_through",
         save_tokens=max(1, SAVE_BYTES // per_page) * page,
+        storage=read_storage_config(
+            args.hicache_storage_backend,
+            args.hicache_storage_prefetch_policy,
+            args.hicache_storage_backend_extra_config,
+        ),
+        ranks_share=False,
         processes=processes,
     )

@@ -19,7 +19,7 @@ from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
 from sglang.srt.plan.attention_sites import attention_sites
-from sglang.srt.plan.caches import CacheGroup, cache_groups
+from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
@@ -282,7 +282,14 @@ def make_plan(
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
     host_cache, host_notes = _host_cache(
-        args, model, capacity, arch, serving, host_bytes, host_table_bytes(everything, serving)
+        args,
+        model,
+        capacity,
+        arch,
+        serving,
+        host_bytes,
+        host_table_bytes(everything, serving),
+        ranks_share_caches(everything, serving),
     )
     return Plan(
         arch=arch,
@@ -331,6 +338,7 @@ def _host_cache(
     serving: Serving,
     host_bytes: int | None,
     table_bytes: int,
+    ranks_share: bool,
 ) -> tuple[HostCachePlan | None, list[str]]:
     """Plans prefixes in main memory. All stages have pools of as many tokens. `table_bytes`: what each rank keeps there
     besides."""
@@ -350,7 +358,7 @@ def _host_cache(
     processes = -(-serving.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - table_bytes * processes)
-    return plan_host_cache(args, groups, device, arch, host_bytes, processes)
+    return plan_host_cache(args, groups, device, arch, host_bytes, processes, ranks_share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ read.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,7 +15,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from sglang.srt.managers.front.request_record import EndedRequest
-from sglang.srt.managers.wire.io_struct import SchedulerStats
+from sglang.srt.managers.wire.io_struct import HostCacheStats, SchedulerStats, StorageStats
 
 _LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
 _REPLICA_LABEL = "dp_rank"
@@ -54,6 +54,19 @@ _HOST_COUNTERS = {
     "hicache_failed_copies": "Copies to and from main memory that failed",
 }
 """Names are those of `HostCacheStats`; they are shown where a server keeps prefixes in main memory."""
+_STORAGE_COUNTERS = {
+    "prefetched_tokens": "Tokens read from the store of cached prefixes",
+    "prefetched_bytes": "Bytes read from the store, by a rank",
+    "prefetch_seconds": "Time that reads from the store took",
+    "storage_prefetch_unfulfilled_tokens": "Tokens that the store had and that were not read, or not in time",
+    "backuped_tokens": "Tokens written to the store",
+    "backuped_bytes": "Bytes written to the store, by a rank",
+    "backup_seconds": "Time that writes to the store took",
+    "storage_dropped_tokens": "Tokens that were to be written to the store and were not",
+    "storage_failures": "Calls of the store that failed",
+    "storage_corrupt_entries": "Entries of the store that were not what they should be",
+}
+"""Names are those of `StorageStats`; they are shown where a server has a store."""
 
 
 class Histogram:
@@ -94,7 +107,7 @@ class Metrics(Collector):
         """Replicas that have ended."""
         self.generation_tokens = 0
         self._prompt_tokens = 0
-        self._cached_tokens = {"device": 0, "host": 0}
+        self._cached_tokens = {"device": 0, "host": 0, "storage": 0}
         self._num_requests = 0
         self._num_aborted = 0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -107,8 +120,9 @@ class Metrics(Collector):
         self._num_requests += 1
         self._num_aborted += ended.finish.type == "abort"
         self._prompt_tokens += ended.meta.prompt_tokens
-        of_host = ended.meta.host_tokens or 0
-        self._cached_tokens["host"] += of_host
+        of_host, of_storage = ended.meta.host_tokens or 0, ended.meta.stored_tokens or 0
+        self._cached_tokens["host"] += of_host - of_storage
+        self._cached_tokens["storage"] += of_storage
         self._cached_tokens["device"] += ended.meta.cached_tokens - of_host
 
     def render(self) -> bytes:
@@ -167,13 +181,24 @@ class Metrics(Collector):
     def _of_host_cache(self) -> Iterable[Metric]:
         serving = [(i, stats.host_cache) for i, stats in enumerate(self.stats) if i not in self.lost]
         kept = [(i, host) for i, host in serving if host is not None]
-        for names, kind in ((_HOST_GAUGES, GaugeMetricFamily), (_HOST_COUNTERS, CounterMetricFamily)):
-            for name, text in names.items() if kept else ():
-                family = kind(f"sglang:{name}", text, labels=self._replica_labels)
-                for index, host in kept:
-                    labels = (*self._labels, str(index)) if self._several else self._labels
-                    family.add_metric(labels, getattr(host, name))
-                yield family
+        stored = [(i, host.storage) for i, host in kept if host.storage is not None]
+        yield from self._family_each(_HOST_GAUGES, GaugeMetricFamily, kept)
+        yield from self._family_each(_HOST_COUNTERS, CounterMetricFamily, kept)
+        yield from self._family_each(_STORAGE_COUNTERS, CounterMetricFamily, stored)
+
+    def _family_each(
+        self,
+        names: Mapping[str, str],
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        stats: Sequence[tuple[int, HostCacheStats | StorageStats]],
+    ) -> Iterable[Metric]:
+        """Yields a family for each name, with a value of each replica that has such statistics."""
+        for name, text in names.items() if stats else ():
+            family = kind(f"sglang:{name}", text, labels=self._replica_labels)
+            for index, values in stats:
+                labels = (*self._labels, str(index)) if self._several else self._labels
+                family.add_metric(labels, getattr(values, name))
+            yield family
 
     def _histograms(self) -> Iterable[Metric]:
         for name, text, histogram in (

@@ -158,11 +158,14 @@ def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict
         "cached_tokens": meta.cached_tokens,
     }
     if meta.host_tokens is not None:
-        info["cached_tokens_details"] = {
-            "device": meta.cached_tokens - meta.host_tokens,
-            "host": meta.host_tokens,
-        }
+        info["cached_tokens_details"] = _cached_tokens_details(meta, meta.host_tokens)
     return info if meta.drafts is None else info | draft_meta_info(meta.drafts)
+
+
+def _cached_tokens_details(meta: TokenMeta, loaded: int) -> dict[str, int]:
+    """Counts cached tokens by where they came from. loaded: those that were loaded from main memory."""
+    details = {"device": meta.cached_tokens - loaded, "host": loaded - (meta.stored_tokens or 0)}
+    return details if meta.stored_tokens is None else {**details, "storage": meta.stored_tokens}
 
 
 def finish_dict(finish: FinishReason) -> dict[str, Any]:

@@ -94,6 +94,10 @@ class Req:
         """Of these, the ones that were loaded from main memory; None: nothing is kept there."""
         self.num_loads = self.num_loaded = 0
         """Loads of its prefix since it entered the queue, and the tokens that the last one brought."""
+        self.stored_len: int | None = None
+        """Of these, the ones that came from a store; None: there is no store."""
+        self.looked_up, self.num_stored = False, 0
+        """Whether a store was asked for its prefix, and the tokens that were read from there."""
         self.admitted = False
         self.num_retractions = 0
         self.drafts = DraftCounts()

@@ -81,7 +81,8 @@ class Scheduler:
         self.host_tier: HostTier | None = None
         """Cached prefixes in main memory."""
         if caches_prefixes and self.plan.host_cache is not None and runner.copies is not None:
-            self.host_tier = HostTier(self.kv, self.plan.host_cache, runner.copies, parallel_state.least_each)
+            agree = parallel_state.least_each
+            self.host_tier = HostTier(self.kv, self.plan.host_cache, runner.copies, agree, runner.storage)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
@@ -297,6 +298,8 @@ class Scheduler:
             self.host_tier.placed(req)
             if not req.admitted:
                 req.host_len = min(req.num_loaded, req.num_cached)
+                if self.host_tier.storage is not None:
+                    req.stored_len = min(req.num_stored, req.host_len)
         if not req.admitted:
             req.hit_len, req.admitted = req.num_cached, True
             req.started_time = time.monotonic()
@@ -481,6 +484,8 @@ class Scheduler:
         self.reqs[req.rid] = req
         self.held_hidden += req.most_hidden
         self.waiting.append(req)
+        if self.host_tier is not None:
+            self.host_tier.queued(req)
         return req
 
     def _hidden_refusal(self, req: Req) -> FinishReason | None:

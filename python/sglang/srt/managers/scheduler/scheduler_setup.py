@@ -24,6 +24,7 @@ from sglang.srt.plan.speculation import speculative_settings
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.model_executor.model_runner import CreateEncoder, ModelRunner
     from sglang.srt.speculative.depth import AdaptiveDepth
 
@@ -136,11 +137,25 @@ def create_runner(
         widths=() if settings is None else candidate_widths(settings),
         create_encoder=create_encoder or partial(load_tower, load_format=args.load_format, seed=args.random_seed or 0),
     )
+    runner.storage = create_storage(args, runner, rank)
     if not args.skip_server_warmup:
         from sglang.srt.model_executor.canary import check_runner
 
         check_runner(runner)
     return runner
+
+
+def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageEngine | None:
+    """Opens the store of cached prefixes. Raises UserError if it cannot be used."""
+    plan, copies = runner.plan, runner.copies
+    if plan.host_cache is None or plan.host_cache.storage is None or copies is None:
+        return None
+    from sglang.srt.mem_cache.storage.engine import StorageEngine
+    from sglang.srt.mem_cache.storage.fingerprint import fingerprint
+    from sglang.srt.mem_cache.storage.store import create_store
+
+    store, num_windows = create_store(plan.host_cache.storage), len(plan.pool_sizes.windows)
+    return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows)
 
 
 def create_depth(args: ServerArgs, runner: ModelRunner) -> AdaptiveDepth | None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from sglang.srt.managers.scheduler.draft_stats import DraftStats
 from sglang.srt.managers.scheduler.schedule_batch import Req
-from sglang.srt.managers.wire.io_struct import HostCacheStats, SchedulerStats
+from sglang.srt.managers.wire.io_struct import HostCacheStats, SchedulerStats, StorageStats
 from sglang.srt.mem_cache.host_tier import HostTier
+from sglang.srt.mem_cache.storage.tier import StorageTier
 
 logger = logging.getLogger(__name__)
 
@@ -140,4 +141,21 @@ def _host_cache(tier: HostTier) -> HostCacheStats:
     stats.hicache_backup_tokens, stats.hicache_backup_bytes = counts.saved_tokens, counts.saved_bytes
     stats.hicache_backup_seconds = counts.saving_seconds
     stats.hicache_dropped_tokens, stats.hicache_failed_copies = counts.dropped_tokens, counts.failed_copies
+    stats.storage = None if tier.storage is None else _storage(tier.storage)
     return stats
+
+
+def _storage(tier: StorageTier) -> StorageStats:
+    counts, engine = tier.counts, tier.engine
+    return StorageStats(
+        prefetched_tokens=counts.read_tokens,
+        prefetched_bytes=counts.read_bytes,
+        prefetch_seconds=counts.read_seconds,
+        storage_prefetch_unfulfilled_tokens=counts.unfulfilled_tokens,
+        backuped_tokens=counts.written_tokens,
+        backuped_bytes=counts.written_bytes,
+        backup_seconds=counts.written_seconds,
+        storage_dropped_tokens=counts.dropped_tokens,
+        storage_failures=engine.num_failures,
+        storage_corrupt_entries=engine.num_corrupt,
+    )

@@ -121,6 +121,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     """None: no guesses were verified."""
     host_tokens: int | None = None
     """Of the cached tokens, those that were loaded from main memory; None: nothing is kept there."""
+    stored_tokens: int | None = None
+    """Of these, those that were read from a store; None: there is no store."""
 
 
 class DecodeOptions(msgspec.Struct, omit_defaults=True):
@@ -153,6 +155,21 @@ class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
     data: dict[str, Any] = {}
 
 
+class StorageStats(msgspec.Struct, omit_defaults=True):
+    """Totals of the store of cached prefixes beyond main memory, since the start."""
+
+    prefetched_tokens: int = 0
+    prefetched_bytes: int = 0
+    prefetch_seconds: float = 0.0
+    storage_prefetch_unfulfilled_tokens: int = 0
+    backuped_tokens: int = 0
+    backuped_bytes: int = 0
+    backup_seconds: float = 0.0
+    storage_dropped_tokens: int = 0
+    storage_failures: int = 0
+    storage_corrupt_entries: int = 0
+
+
 class HostCacheStats(msgspec.Struct, omit_defaults=True):
     """Gauges of the prefix cache in main memory, and its totals since the start."""
 
@@ -168,6 +185,8 @@ class HostCacheStats(msgspec.Struct, omit_defaults=True):
     hicache_backup_seconds: float = 0.0
     hicache_dropped_tokens: int = 0
     hicache_failed_copies: int = 0
+    storage: StorageStats | None = None
+    """None: prefixes are kept nowhere else."""
 
 
 class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):

@@ -1,0 +1,102 @@
+"""Where cached prefixes are kept beyond main memory (--hicache-storage-backend): the values of its flags."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang.srt.errors import UserError
+
+BACKENDS = ("file", "dynamic")
+OTHER_BACKENDS = (
+    "nixl", "mooncake", "hf3fs", "aibrix", "shm", "seaweedfs", "eic", "simm", "mori", "tensorcast",
+    "npu_memcache", "sim",
+)  # fmt: skip
+"""Of SGLang; they are refused with a message."""
+PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+_NUMBERS = {"prefetch_threshold": 256, "prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.25}
+"""Keys of the extra configuration that are no backend's, with their defaults."""
+_MOST_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    backend: str
+    prefetch_policy: str
+    prefetch_threshold: int
+    """Fewest tokens that a look-up must spare a request."""
+    timeout_base: float
+    """Seconds, as the next: how long a request waits with the policy "timeout"."""
+    timeout_per_ki_token: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are the backend's own."""
+
+    def timeout(self, num_tokens: int) -> float:
+        return self.timeout_base + self.timeout_per_ki_token * num_tokens / 1024
+
+    def describe(self) -> dict[str, Any]:
+        """Describes it for /server_info; without the backend's own keys, which may have a password among them."""
+        return {
+            "backend": self.backend,
+            "prefetch_policy": self.prefetch_policy,
+            "prefetch_threshold": self.prefetch_threshold,
+        }
+
+
+def read_storage_config(backend: str | None, policy: str, extra: str | None) -> StorageConfig | None:
+    """Reads the flags; None without a backend. extra: JSON, or @ and the path of a JSON, YAML or TOML file. Raises
+    UserError."""
+    if backend is None:
+        return None
+    options = _read_options(extra) if extra else {}
+    numbers = {key: _number(key, options.pop(key, default)) for key, default in _NUMBERS.items()}
+    options.pop("hicache_storage_pass_prefix_keys", None)  # keys are of whole prefixes anyway
+    return StorageConfig(
+        backend,
+        policy,
+        max(1, int(numbers["prefetch_threshold"])),
+        numbers["prefetch_timeout_base"],
+        numbers["prefetch_timeout_per_ki_token"],
+        options,
+    )
+
+
+def _read_options(text: str) -> dict[str, Any]:
+    source, suffix = "--hicache-storage-backend-extra-config", ".json"
+    if text.startswith("@"):
+        path = Path(text[1:]).expanduser()
+        source, suffix = f"{source} {text}", path.suffix.lower()
+        try:
+            if os.path.getsize(path) > _MOST_CONFIG_BYTES:
+                raise UserError(f"{source}: the file is larger than {_MOST_CONFIG_BYTES:,} bytes.")
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} cannot be read: {error}.") from None
+    read = {".toml": _read_toml, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}.get(suffix, json.loads)
+    try:
+        options = read(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{source} cannot be parsed: {error}") from None
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise UserError(f'{source} takes an object, such as {{"prefetch_threshold": 256}}.')
+    return options
+
+
+def _read_toml(text: str) -> Any:
+    try:
+        import tomllib
+    except ImportError:
+        raise ValueError("TOML needs Python 3.11; write JSON or YAML") from None
+    return tomllib.loads(text)
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise UserError(f"--hicache-storage-backend-extra-config: {key} must be a number of at least 0; got {value!r}.")
+    return float(value)

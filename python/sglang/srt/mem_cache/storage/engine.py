@@ -1,0 +1,309 @@
+"""Threads that move pages between main memory and a store, so that the scheduler never waits for one.
+
+A job is a look-up, a read, a write or a removal of one prefix. Failures of the store and entries that are not what they
+should be are misses; they never reach a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.cache_tier import CopyState, Pages
+from sglang.srt.mem_cache.radix_node import Keys
+from sglang.srt.mem_cache.storage.entry import HEADER_BYTES, new_entry, problem, seal
+from sglang.srt.mem_cache.storage.prefix_names import PrefixNames, block_tokens
+from sglang.srt.mem_cache.storage.store import PrefixStore
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+READERS = 2
+RETRY_S = 60.0
+"""Time for which a store that has failed is not asked again: to read, or to write."""
+
+
+class HostPool(Protocol):
+    """One pool of main memory."""
+
+    page_bytes: int
+    host: torch.Tensor
+    """[pages, page_bytes] uint8: row i is page i + 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPages:
+    """Where a prefix of whole pages lies in main memory; page 0 is none."""
+
+    keys: Keys
+    namespace: str | None
+    tokens: Pages
+    """[pages of the prefix]"""
+    windows: Sequence[Pages] = ()
+    """Of each window the pages from `WindowTable.first_kept` to the end."""
+    state: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class StorageJob:
+    """What a thread does. `stopping`: it ends as soon as it can."""
+
+    keys: Keys
+    namespace: str | None
+    state: CopyState = CopyState.UNDER_WAY
+    stopping: bool = False
+    begun: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class Lookup(StorageJob):
+    """How far the store has a prefix of which main memory has the first `start` tokens, whole blocks."""
+
+    start: int = 0
+    least: int = 0
+    """Lengths up to this do not count."""
+    end: int = 0
+    """The result: tokens behind which a request can go on; 0: none."""
+
+
+@dataclass(slots=True, eq=False)
+class Read(StorageJob):
+    """Brings pages of a prefix to main memory: those that are not 0, from the `start`-th token on."""
+
+    pages: PrefixPages | None = None
+    start: int = 0
+    """Tokens that main memory has."""
+    end: int = 0
+    """The result: leading tokens that are there, if they are more."""
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Write(StorageJob):
+    pages: PrefixPages | None = None
+    has_end: bool = False
+    """Requests can go on behind its end, and not only where a block ends."""
+    num_tokens: int = 0
+    """Results: the tokens and bytes that the store did not have."""
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Removal(StorageJob):
+    """Deletes every entry of a prefix."""
+
+
+class StoreFailed(Exception):
+    """The store could not do what it was asked for."""
+
+
+class StorageEngine:
+    """Jobs that read have threads of their own, so that they do not wait for those that write."""
+
+    def __init__(
+        self, store: PrefixStore, pools: Sequence[HostPool], fingerprint: bytes, page_size: int, num_windows: int
+    ) -> None:
+        """pools: of tokens, of each window, and where there are states, of these."""
+        self.store, self.pools, self.fingerprint = store, list(pools), fingerprint
+        self.page_size, self.num_windows = page_size, num_windows
+        self.block = block_tokens(page_size)
+        self.has_ends = len(self.pools) > 1
+        """A request cannot go on behind every block: there are windows or states."""
+        self.num_failures = self.num_corrupt = 0
+        self._off_until = {"read": 0.0, "written": 0.0}
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+        """Of the warnings and the counts."""
+        self._reads: SimpleQueue[StorageJob] = SimpleQueue()
+        self._writes: SimpleQueue[StorageJob] = SimpleQueue()
+        for queue, count in ((self._reads, READERS), (self._writes, 1)):
+            for _ in range(count):
+                threading.Thread(target=self._work, args=(queue,), name="cache-storage", daemon=True).start()
+
+    @property
+    def writes(self) -> bool:
+        """Returns whether the store is written: not for a while after that has failed."""
+        return time.monotonic() >= self._off_until["written"]
+
+    def submit(self, job: StorageJob) -> None:
+        (self._reads if isinstance(job, Lookup | Read) else self._writes).put(job)
+
+    @torch.inference_mode()
+    def _work(self, queue: SimpleQueue[StorageJob]) -> None:
+        while True:
+            job = queue.get()
+            try:
+                self.run(job)
+                job.state = CopyState.DONE
+            except StoreFailed:
+                self._failed(job)
+            except Exception:  # what is stored costs computation, never the server
+                logger.exception("Cached prefixes could not be moved to or from the store")
+                self._failed(job)
+
+    def _failed(self, job: StorageJob) -> None:
+        if isinstance(job, Removal):
+            self._off_until["read"] = float("inf")
+            self._warn("removal", "Entries that must not be used cannot be removed: the store is not read any more")
+        job.state = CopyState.FAILED
+
+    def run(self, job: StorageJob) -> None:
+        names = PrefixNames(self.fingerprint, job.keys, job.namespace, self.block)
+        if isinstance(job, Lookup):
+            self._look_up(job, names)
+        elif isinstance(job, Read):
+            self._read(job, names)
+        elif isinstance(job, Write):
+            self._write(job, names)
+        elif isinstance(job, Removal):
+            self._remove(job, names)
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _look_up(self, job: Lookup, names: PrefixNames) -> None:
+        first, count = job.start // self.block, len(job.keys) // self.block
+        there = self._ask("read", partial(self.store.contains, [names.block(i) for i in range(first, count)]))
+        run = first + next((i for i, has in enumerate(there) if not has), len(there))
+        if self.has_ends:
+            job.end = self._deepest_end(job, names, run)
+        elif run * self.block > job.least:
+            job.end = run * self.block
+
+    def _deepest_end(self, job: Lookup, names: PrefixNames, run: int) -> int:
+        """Searches block by block from the back: ends are anywhere, and near the back most of the time."""
+        for index in range(run, -1, -1):
+            last = min((index + 1) * self.block - self.page_size, len(job.keys))
+            depths = [d for d in range(index * self.block, last + 1, self.page_size) if d > job.least]
+            if not depths or job.stopping:
+                return 0
+            names_of_ends = [names.end(depth) for depth in depths]
+            there = self._ask("read", partial(self.store.contains, names_of_ends))
+            if any(there):
+                return max(depth for depth, has in zip(depths, there, strict=True) if has)
+        return 0
+
+    def _read(self, job: Read, names: PrefixNames) -> None:
+        """What is read up to a failure counts, if it is whole blocks."""
+        assert job.pages is not None
+        length = len(job.keys)
+        for index in range(job.start // self.block, length // self.block):
+            if job.stopping or not self._fetch(names.block(index), self._parts_of_block(job.pages, index), job):
+                return
+            end = (index + 1) * self.block
+            job.end = end if end < length or not self.has_ends else job.end
+        if self.has_ends and not job.stopping and self._fetch(names.end(length), self._parts_of_end(job.pages), job):
+            job.end = length
+
+    def _write(self, job: Write, names: PrefixNames) -> None:
+        assert job.pages is not None
+        count = len(job.keys) // self.block
+        entries = [names.block(i) for i in range(count)]
+        there = self._ask("written", partial(self.store.contains, entries))
+        for index in (i for i, has in enumerate(there) if not has):
+            if job.stopping:
+                return
+            self._put(entries[index], self._parts_of_block(job.pages, index), job)
+            job.num_tokens += self.block
+        if job.has_end:
+            name = names.end(len(job.keys))
+            if not job.stopping and not self._ask("written", partial(self.store.contains, [name]))[0]:
+                self._put(name, self._parts_of_end(job.pages), job)
+                job.num_tokens += len(job.keys) - count * self.block
+        if job.num_bytes:  # the beginning of a chain is to stay longest
+            self._ask("written", partial(self.store.contains, entries))
+
+    def _remove(self, job: Removal, names: PrefixNames) -> None:
+        blocks = [names.block(i) for i in range(len(job.keys) // self.block)]
+        ends = [names.end(d) for d in range(self.page_size, len(job.keys) + 1, self.page_size)] if self.has_ends else []
+        for name in (*blocks, *ends):
+            self.store.delete(name)
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def _parts_of_block(self, pages: PrefixPages, index: int) -> list[Pages]:
+        """Pages of each pool."""
+        count = self.block // self.page_size
+        return [pages.tokens[index * count : (index + 1) * count]]
+
+    def _parts_of_end(self, pages: PrefixPages) -> list[Pages]:
+        first = len(pages.keys) // self.block * (self.block // self.page_size)
+        parts = [pages.tokens[first:], *pages.windows]
+        if len(self.pools) > 1 + self.num_windows:
+            parts.append(np.array([pages.state], np.int64))
+        return parts
+
+    def _size(self, parts: Sequence[Pages]) -> int:
+        return sum(len(part) * pool.page_bytes for part, pool in zip(parts, self.pools, strict=False))
+
+    def _put(self, name: str, parts: Sequence[Pages], job: Write) -> None:
+        entry = new_entry(self._size(parts))
+        content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:]
+        for part, pool in zip(parts, self.pools, strict=False):
+            if not len(part):
+                continue
+            assert part.all(), "a page that is not in main memory cannot be stored"
+            size = len(part) * pool.page_bytes
+            torch.index_select(pool.host, 0, torch.from_numpy(part - 1), out=content[:size].view(len(part), -1))
+            content = content[size:]
+        seal(name, entry)
+        self._ask("written", partial(self.store.write, name, entry))
+        job.num_bytes += len(entry)
+
+    def _fetch(self, name: str, parts: Sequence[Pages], job: Read) -> bool:
+        """Returns whether the entry was there and right; then its pages are in main memory."""
+        data = self._ask("read", partial(self.store.read, name))
+        if data is None:
+            return False
+        entry = data if isinstance(data, bytearray) else bytearray(data)
+        size = self._size(parts)
+        what = problem(name, entry, size)
+        if what is not None:
+            self.num_corrupt += 1
+            self._warn("corrupt", f"An entry of the store of cached prefixes {what}, and is removed: {name}")
+            self._ask("written", partial(self.store.delete, name))
+            return False
+        content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:]
+        for part, pool in zip(parts, self.pools, strict=False):
+            wanted = np.flatnonzero(part)
+            rows = content[: len(part) * pool.page_bytes].view(len(part), pool.page_bytes)
+            content = content[len(part) * pool.page_bytes :]
+            if len(wanted):
+                pool.host.index_copy_(0, torch.from_numpy(part[wanted] - 1), rows[torch.from_numpy(wanted)])
+        job.num_bytes += len(entry)
+        return True
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, purpose: str, call: Callable[[], T]) -> T:
+        """Calls the store, unless it has failed at this lately. Raises StoreFailed."""
+        if time.monotonic() < self._off_until[purpose]:
+            raise StoreFailed
+        try:
+            return call()
+        except Exception as error:  # a store may raise anything
+            self.num_failures += 1
+            self._off_until[purpose] = time.monotonic() + RETRY_S
+            self._warn(
+                purpose,
+                f"The store of cached prefixes cannot be {purpose} ({error!r}); it is tried again every {RETRY_S:g} s,"
+                " without further warnings",
+            )
+            raise StoreFailed from error
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Once of each kind."""
+        with self._lock:
+            is_new = kind not in self._warned
+            self._warned.add(kind)
+        if is_new:
+            logger.warning("%s", text)

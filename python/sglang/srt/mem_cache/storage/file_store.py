@@ -1,0 +1,200 @@
+"""Entries as files of a directory, which servers may share, at once and one after the other.
+
+`DIRECTORY/ab/abcd..` is the entry `abcd..`. Files are written beside and renamed; a crash leaves nothing but temporary
+files, which go when they are old. The time of the last use is a file's modification time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.environ import envs, parse_bytes
+from sglang.srt.errors import UserError
+
+GIB = 1 << 30
+DEFAULT_FREE_BYTES = 10 * GIB
+"""What stays free on the file system where nothing is said, or a tenth of it, if that is less."""
+STALE_S = 600.0
+"""Age from which a temporary file was left by a crash."""
+USE_STEP_NS = 1000
+"""Between the times of use of entries that are used together, so that their order is known."""
+_NAME = re.compile(r"[0-9a-z]{65}")
+_TEMPORARY = ".tmp-"
+
+
+class FileStore:
+    """Implements PrefixStore."""
+
+    def __init__(
+        self, directory: Path, max_bytes: int | None = None, min_free: int | None = None, keep_ratio: float = 0.9
+    ) -> None:
+        """max_bytes: of all files in the directory; None: no limit. min_free: bytes that stay free on the file system;
+        None: DEFAULT_FREE_BYTES. keep_ratio: share of `max_bytes` that an eviction leaves. Raises UserError."""
+        self.directory, self.max_bytes, self.keep_ratio = directory, max_bytes, keep_ratio
+        self._prepare()
+        if min_free is None:
+            min_free = min(DEFAULT_FREE_BYTES, shutil.disk_usage(directory).total // 10)
+        self.min_free = min_free
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._unchecked = max_bytes or 0
+        """Bytes written since the directory was measured; at first as if everything were new."""
+        self._measured = 0
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> FileStore:
+        """Keys of the extra configuration go before environment variables. Raises UserError."""
+        known = {"storage_dir", "max_size", "min_free_space", "eviction_ratio"}
+        if unknown := sorted(options.keys() - known):
+            raise UserError(
+                f"--hicache-storage-backend-extra-config: {', '.join(unknown)} means nothing to the backend file; it"
+                f" reads {', '.join(sorted(known))}."
+            )
+        directory = options.get("storage_dir")
+        ratio = options.get("eviction_ratio", envs.SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO)
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+            raise UserError(f"--hicache-storage-backend-extra-config: eviction_ratio must be in (0, 1]; got {ratio!r}.")
+        max_bytes = _size(options, "max_size", envs.SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE)
+        return cls(
+            envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR if directory is None else Path(str(directory)).expanduser(),
+            max_bytes or None,
+            _size(options, "min_free_space", envs.SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE),
+            float(ratio),
+        )
+
+    def _prepare(self) -> None:
+        where = f"the directory of cached prefixes, {self.directory},"
+        advice = "Name another one by SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR, or remove --hicache-storage-backend."
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.listdir(self.directory)
+            owner = self.directory.stat().st_uid
+        except OSError as error:
+            raise UserError(f"{where} cannot be used: {error}. {advice}") from None
+        temporary = Path(tempfile.gettempdir()).resolve()
+        if self.directory.resolve().parent == temporary and owner != os.getuid():
+            raise UserError(
+                f"{where} belongs to another user of this machine, who could change what it holds. {advice}"
+            )
+
+    # --- PrefixStore --------------------------------------------------------------------------------------------------
+
+    def contains(self, names: Sequence[str]) -> list[bool]:
+        now, there = time.time_ns(), []
+        for index, name in enumerate(names):
+            there.append(self._touch(self._path(name), now - index * USE_STEP_NS))
+        return there
+
+    @staticmethod
+    def _touch(path: Path, used_at: int) -> bool:
+        try:
+            os.utime(path, ns=(used_at, used_at))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a directory that may only be read
+            return path.exists()
+        return True
+
+    def read(self, name: str) -> bytearray | None:
+        try:
+            with open(self._path(name), "rb", buffering=0) as file:
+                data = bytearray(os.fstat(file.fileno()).st_size)
+                count = 0
+                while count < len(data) and (more := file.readinto(memoryview(data)[count:])):
+                    count += more
+        except FileNotFoundError:
+            return None
+        del data[count:]
+        return data
+
+    def write(self, name: str, data: bytearray) -> None:
+        self._make_room(len(data))
+        path = self._path(name)
+        temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}-{name[:16]}")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with open(temporary, "xb", buffering=0) as file:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._path(name).unlink()
+
+    def _path(self, name: str) -> Path:
+        assert _NAME.fullmatch(name), "a name of an entry is no path"
+        return self.directory / name[1:3] / name
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, size: int) -> None:
+        """Evicts entries, the least recently used first, until `size` bytes fit. Raises OSError if they do not."""
+        with self._lock:
+            self._unchecked += size
+            over = self.max_bytes is not None and self._measured + self._unchecked > self.max_bytes
+            free = shutil.disk_usage(self.directory).free - self.min_free - size
+            if not over and free >= 0:
+                return
+            self._evict(size, -free)
+            if self.max_bytes is not None and self._measured + size > self.max_bytes:
+                raise OSError(f"an entry of {size:,} bytes does not fit into {self.max_bytes:,} bytes")
+            if shutil.disk_usage(self.directory).free < self.min_free + size:
+                raise OSError(f"fewer than {self.min_free:,} bytes would stay free on the file system")
+            self._unchecked = size
+
+    def _evict(self, size: int, missing: int) -> None:
+        """Others write and delete here, too, so the directory is measured anew. missing: bytes to free at least."""
+        files = sorted(self._files())
+        self._measured = sum(length for _, length, _ in files)
+        most = self._measured - max(missing, 0)
+        if self.max_bytes is not None and self._measured + size > self.max_bytes:
+            most = min(most, int(self.keep_ratio * self.max_bytes) - size)
+        for _, length, path in files:
+            if self._measured <= most:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            self._measured -= length
+
+    def _files(self) -> Iterator[tuple[int, int, str]]:
+        """Last use in ns, size and path of every entry. What was left by a crash goes; what is not ours stays."""
+        for folder in os.scandir(self.directory):
+            if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in os.scandir(folder.path):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                    if entry.name.startswith(_TEMPORARY) and time.time() - status.st_mtime > STALE_S:
+                        os.unlink(entry.path)
+                    elif _NAME.fullmatch(entry.name):
+                        yield status.st_mtime_ns, status.st_size, entry.path
+                except FileNotFoundError:  # another server was faster
+                    continue
+
+
+def _size(options: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    value = options.get(key)
+    if value is None:
+        return default
+    try:
+        size = parse_bytes(str(value))
+    except ValueError as error:
+        raise UserError(f"--hicache-storage-backend-extra-config: {key}: {error}; got {value!r}.") from None
+    return size

@@ -1,0 +1,76 @@
+"""Stores of cached prefixes beyond main memory, and the interface that another one implements.
+
+A store is a map from names to bytes that may lose entries at any time. `python -m sglang.launch_server
+--hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"module_path": "my.module", "class_name":
+"MyStore"}'` imports one; the remaining keys of the configuration are what its constructor gets.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sglang.srt.configs.storage_backend import StorageConfig
+from sglang.srt.errors import UserError
+from sglang.srt.mem_cache.storage.file_store import FileStore
+
+METHODS = ("contains", "read", "write", "delete")
+
+
+class PrefixStore(Protocol):
+    """All methods are called from several threads at once, never from the scheduler's. They may raise any exception:
+    the server then does without the store for a while. It checks what it reads, so that a store need not.
+
+    Names are of 65 characters, each a letter or a digit. All ranks of a server, and all servers that share a store, may
+    read and write at once; an entry of one name always has the same meaning, so the last writer wins.
+    """
+
+    def contains(self, names: Sequence[str]) -> list[bool]:
+        """Returns which entries exist, and counts as a use of these. Where entries are evicted, those at the beginning
+        of `names` should stay longest: the others are useless without them."""
+
+    def read(self, name: str) -> bytes | bytearray | None:
+        """Returns an entry as it was written; None if there is none."""
+
+    def write(self, name: str, data: bytearray) -> None:
+        """Stores an entry, wholly or not at all. Raises an exception if that is not possible."""
+
+    def delete(self, name: str) -> None:
+        """Removes an entry, if there is one."""
+
+
+def create_store(config: StorageConfig) -> PrefixStore:
+    """Creates the store that the flags name. Raises UserError if they are wrong or it cannot be used."""
+    if config.backend == "file":
+        return FileStore.from_options(config.options)
+    return _import_store(dict(config.options))
+
+
+def _import_store(options: dict[str, Any]) -> PrefixStore:
+    flag = "--hicache-storage-backend dynamic"
+    module, name = options.pop("module_path", None), options.pop("class_name", None)
+    options.pop("backend_name", None)
+    options.pop("interface_v1", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise UserError(
+            f'{flag} needs --hicache-storage-backend-extra-config \'{{"module_path": "package.module", "class_name":'
+            ' "Class"}\'.'
+        )
+    try:
+        store_class = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{flag}: {module}.{name} cannot be imported: {error}.") from None
+    missing = [method for method in METHODS if not callable(getattr(store_class, method, None))]
+    if missing:
+        raise UserError(
+            f"{flag}: {module}.{name} has no {', '.join(missing)}. Its methods are those of"
+            " sglang.srt.mem_cache.storage.store.PrefixStore; SGLang's HiCacheStorage is another interface."
+        )
+    try:
+        store: PrefixStore = store_class(options)
+    except UserError:
+        raise
+    except Exception as error:  # of somebody else's code: the server does not start
+        raise UserError(f"{flag}: {module}.{name} cannot be created: {error!r}.") from error
+    return store

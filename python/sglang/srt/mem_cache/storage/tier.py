@@ -1,0 +1,347 @@
+"""Cached prefixes in a store beyond main memory: when they are written there, and read again. Host side only.
+
+A prefix is written when it has been copied to main memory. A request that enters the queue is looked up; what the store
+has of it is read to main memory while it waits, and loaded from there. Ranks decide alike: they agree in each step on
+what their threads have done, and the least that one of them has read is what all have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sglang.srt.configs.storage_backend import StorageConfig
+from sglang.srt.mem_cache.cache_tier import (
+    Arrival,
+    CachedPrefix,
+    CacheTier,
+    CopyState,
+    Departure,
+    common_length,
+    namespace_of,
+    pages_of,
+    resumable_end,
+)
+from sglang.srt.mem_cache.radix_node import Keys, Node
+from sglang.srt.mem_cache.storage.engine import Lookup, PrefixPages, Read, Removal, StorageEngine, StorageJob, Write
+
+MOST_PREFETCHES = 16
+"""Look-ups and reads at a time; other requests are looked up when one has ended."""
+MOST_OFFERS = 1024
+"""Prefixes that wait to be written; beyond that the oldest is given up."""
+MOST_REMOVALS = 64
+GRACE_S = 0.25
+"""Time that a job gets to end when it has been stopped. Beyond it no request waits for the job."""
+IN_TIME, OVERDUE, GIVEN_UP = 0, 1, 2
+
+
+class StoredRequest(Protocol):
+    rid: str
+    namespace: str | None
+    looked_up: bool
+    """Whether the store was asked for its prefix, since it entered the queue."""
+    num_stored: int
+    """Tokens that were read from the store for it."""
+
+    @property
+    def finish(self) -> object:
+        """None until it has ended."""
+
+    def cache_keys(self, length: int) -> Keys: ...
+
+    def matchable_len(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """A look-up, and the read that follows it."""
+
+    job: Lookup | Read
+    reqs: list[StoredRequest]
+    """Requests that wait for it."""
+    deadline: float
+    least: int
+    """Tokens that these have without it."""
+    arrival: Arrival | None = None
+    """Of a read: its room in main memory."""
+    stopped: float = 0.0
+
+    def stop(self) -> None:
+        if not self.job.stopping:
+            self.job.stopping, self.stopped = True, time.monotonic()
+
+    def lateness(self, waits_forever: bool) -> int:
+        now = time.monotonic()
+        if self.job.stopping:
+            return GIVEN_UP if now > self.stopped + GRACE_S else IN_TIME
+        return OVERDUE if now > self.deadline and not waits_forever else IN_TIME
+
+    @property
+    def progress(self) -> int:
+        return self.job.end
+
+
+@dataclass(slots=True, eq=False)
+class Backup:
+    """A write under way."""
+
+    job: Write
+    departure: Departure
+
+
+@dataclass(slots=True)
+class StorageCounts:
+    """Totals since the start."""
+
+    read_tokens: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    unfulfilled_tokens: int = 0
+    """Tokens that a look-up had found and that were not read: in time, or at all."""
+    written_tokens: int = 0
+    written_bytes: int = 0
+    written_seconds: float = 0.0
+    dropped_tokens: int = 0
+    """Tokens that were to be written and were not."""
+
+
+class StorageTier:
+    """The store beside a tier in main memory."""
+
+    def __init__(
+        self,
+        config: StorageConfig,
+        engine: StorageEngine,
+        device: CacheTier,
+        host: CacheTier,
+        agree: Callable[[Sequence[int]], list[int]],
+    ) -> None:
+        """agree: the least of the ranks' values at each position."""
+        self.config, self.engine, self.counts = config, engine, StorageCounts()
+        self._device, self._host, self._agree = device, host, agree
+        self._prefetches: list[Prefetch] = []
+        self._awaited: dict[str, Prefetch] = {}
+        """By the id of a request that waits for it."""
+        self._offers: dict[Node, None] = {}
+        """Nodes of main memory's tree whose prefixes are to be written, the oldest first."""
+        self._backup: Backup | None = None
+        self._removals: list[Removal] = []
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def look_up(self, req: StoredRequest) -> None:
+        """A request has entered the queue: is more of its prefix in the store?"""
+        if req.looked_up or self._removals:
+            return
+        page = self._host.page_size
+        keys = req.cache_keys(req.matchable_len() // page * page)
+        host, device = self._host.prefix(keys, req.namespace), self._device.prefix(keys, req.namespace)
+        least = resumable_end(host, device, 0) + self.config.prefetch_threshold - 1
+        if len(keys) <= least:
+            req.looked_up = True
+            return
+        for prefetch in self._prefetches:
+            job = prefetch.job
+            if job.namespace == req.namespace and common_length(job.keys, keys) > least and not job.stopping:
+                self._wait_for(prefetch, req)
+                return
+        if len(self._prefetches) >= MOST_PREFETCHES:
+            return
+        start = host.length // self.engine.block * self.engine.block
+        lookup = Lookup(keys, req.namespace, start=start, least=least)
+        prefetch = Prefetch(lookup, [], time.monotonic() + self.config.timeout_base, least)
+        self._prefetches.append(prefetch)
+        self._wait_for(prefetch, req)
+        self.engine.submit(lookup)
+
+    def _wait_for(self, prefetch: Prefetch, req: StoredRequest) -> None:
+        req.looked_up = True
+        prefetch.reqs.append(req)
+        self._awaited[req.rid] = prefetch
+
+    def waits(self, req: StoredRequest) -> bool:
+        """Returns whether a request that could enter the next step waits for the store instead."""
+        self.look_up(req)
+        prefetch = self._awaited.get(req.rid)
+        if prefetch is None:
+            return False
+        if self.config.prefetch_policy == "best_effort":
+            prefetch.stop()
+        return True
+
+    def _let_go(self, prefetch: Prefetch) -> None:
+        """Nobody waits for it any longer."""
+        for req in prefetch.reqs:
+            self._awaited.pop(req.rid, None)
+        prefetch.reqs.clear()
+
+    def _end_prefetch(self, prefetch: Prefetch, end: int) -> None:
+        """A job has ended on all ranks, and on each of them it has got to `end` at least."""
+        job = prefetch.job
+        if isinstance(job, Read):
+            self._end_read(prefetch, job, end)
+        elif end > prefetch.least and not job.stopping and self._begin_read(prefetch, job, end):
+            return
+        self._prefetches.remove(prefetch)
+        self._let_go(prefetch)
+
+    def _begin_read(self, prefetch: Prefetch, lookup: Lookup, end: int) -> bool:
+        """Returns whether there is room in main memory for what the store has."""
+        keys = lookup.keys[:end]
+        host = self._host.prefix(keys, lookup.namespace)
+        if host.length // self.engine.block * self.engine.block < lookup.start:
+            return False  # what main memory had is gone
+        arrival = Arrival.begin(host, keys, lookup.namespace)
+        pages = self._reserve(arrival, host)
+        if pages is None:
+            arrival.end(0)
+            return False
+        read = Read(keys, lookup.namespace, pages=pages, start=arrival.had)
+        prefetch.job, prefetch.arrival = read, arrival
+        prefetch.deadline += self.config.timeout(end - arrival.had) - self.config.timeout_base
+        self.engine.submit(read)
+        return True
+
+    def _reserve(self, arrival: Arrival, host: CachedPrefix) -> PrefixPages | None:
+        """States and windows first, as in transfers."""
+        end, page = len(arrival.keys), self._host.page_size
+        windows = []
+        if self._host.checkpoints is not None and host.state_at(end) is None and not arrival.take_row():
+            return None
+        for window in self._host.windows:
+            first = int(window.first_kept(np.array([end], np.int32))[0])
+            here = host.window(window.index, first, end)
+            arrival.keep_window(window, here)
+            if not arrival.take_window(window, first, here == 0):
+                return None
+            windows.append(pages_of(arrival.windows[-1][first:], page))
+        if not arrival.take_tokens():
+            return None
+        tokens = np.concatenate((np.zeros(arrival.had // page, np.int64), pages_of(arrival.slots, page)))
+        return PrefixPages(arrival.keys, arrival.namespace, tokens, windows, arrival.row)
+
+    def _end_read(self, prefetch: Prefetch, job: Read, end: int) -> None:
+        arrival, counts = prefetch.arrival, self.counts
+        assert arrival is not None
+        num_tokens = max(0, end - arrival.had)
+        arrival.end(end)
+        counts.read_tokens += num_tokens
+        counts.read_bytes += job.num_bytes
+        counts.read_seconds += time.monotonic() - job.begun
+        counts.unfulfilled_tokens += len(job.keys) - arrival.had - num_tokens
+        for req in prefetch.reqs:
+            req.num_stored = num_tokens
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def offer(self, node: Node) -> None:
+        """Main memory has a new prefix, up to the node."""
+        if not node.depth:
+            return
+        self._offers[node] = None
+        if len(self._offers) > MOST_OFFERS:
+            self._drop(next(iter(self._offers)))
+
+    def _drop(self, node: Node) -> None:
+        del self._offers[node]
+        self.counts.dropped_tokens += node.key.size
+
+    def launch(self) -> None:
+        """Begins to write what was offered first, if nothing is written at the moment."""
+        if self._backup is not None or not self._offers:
+            return
+        if not self._agree([int(self.engine.writes)])[0]:
+            for node in list(self._offers):
+                self._drop(node)
+            return
+        node = next(iter(self._offers))
+        if node.parent is None:
+            self._drop(node)
+            return
+        del self._offers[node]
+        path = CachedPrefix(self._host, self._host.tree.path(node)[::-1])
+        self._backup = self._begin_write(path)
+        self.engine.submit(self._backup.job)
+
+    def _begin_write(self, path: CachedPrefix) -> Backup:
+        keys, page, end = np.concatenate([n.key for n in path.nodes]), self._host.page_size, path.length
+        departure, windows, has_end = Departure.begin(path), [], self.engine.has_ends
+        for window in self._host.windows:
+            first = int(window.first_kept(np.array([end], np.int32))[0])
+            slots = path.window(window.index, first, end)
+            has_end = has_end and bool(slots.all())
+            departure.keep_window(window, slots)
+            windows.append(pages_of(slots, page))
+        if self._host.checkpoints is not None:
+            node = path.state_at(end)
+            has_end = has_end and node is not None and departure.keep_state(node)
+        pages = PrefixPages(keys, namespace_of(path.nodes), pages_of(path.slots(0, end), page), windows, departure.row)
+        return Backup(Write(keys, pages.namespace, pages=pages, has_end=has_end), departure)
+
+    def _end_write(self, backup: Backup) -> None:
+        job, counts = backup.job, self.counts
+        backup.departure.end()
+        counts.written_tokens += job.num_tokens
+        counts.written_bytes += job.num_bytes
+        counts.written_seconds += time.monotonic() - job.begun
+
+    def remove(self, keys: Keys, namespace: str | None) -> None:
+        """These tokens' entries must not be read again. Until they are removed nothing is looked up."""
+        self.drain()
+        removal = Removal(keys, namespace)
+        self._removals.append(removal)
+        self.engine.submit(removal)
+        while len(self._removals) > MOST_REMOVALS:
+            self.wait()
+            self.settle()
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._prefetches or self._backup or self._offers or self._removals)
+
+    def settle(self) -> None:
+        """Ends the jobs that have ended on every rank. A collective while there are any."""
+        prefetches, backup, removals = list(self._prefetches), self._backup, list(self._removals)
+        others: list[StorageJob] = [*removals, *([] if backup is None else [backup.job])]
+        if not prefetches and not others:
+            return
+        forever = self.config.prefetch_policy == "wait_complete"
+        values = [v for p in prefetches for v in (p.job.state, p.progress, p.lateness(forever))]
+        agreed = self._agree([*values, *(job.state for job in others)])
+        for index, prefetch in enumerate(prefetches):
+            self._settle_prefetch(prefetch, *agreed[3 * index : 3 * index + 3])
+        states = agreed[3 * len(prefetches) :]
+        self._removals = [job for job, state in zip(removals, states, strict=False) if state == CopyState.UNDER_WAY]
+        if backup is not None and states[-1] != CopyState.UNDER_WAY:
+            self._backup = None
+            self._end_write(backup)
+
+    def _settle_prefetch(self, prefetch: Prefetch, state: int, end: int, lateness: int) -> None:
+        if lateness == OVERDUE or all(req.finish is not None for req in prefetch.reqs):
+            prefetch.stop()
+        if lateness == GIVEN_UP:
+            self._let_go(prefetch)
+        if state != CopyState.UNDER_WAY:
+            self._end_prefetch(prefetch, end)
+
+    def drain(self) -> None:
+        """Stops all jobs and waits for their ends."""
+        self._offers.clear()
+        while self._prefetches or self._backup is not None:
+            for prefetch in self._prefetches:
+                prefetch.stop()
+            if self._backup is not None:
+                self._backup.job.stopping = True
+            self.wait()
+            self.settle()
+
+    @staticmethod
+    def wait() -> None:
+        """Sleeps a moment."""
+        time.sleep(0.0005)
