@@ -168,7 +168,7 @@ def missing(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]
 
 def rows_without_tile(ledger: Ledger) -> Iterator[str]:
     """Table rows that leave an architecture without any tile that fits."""
-    dtypes = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+    dtypes = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     for row in tiles.ROWS:
         for head_dim, v_head_dim in row.head_dims:
             for kv_dtype in dtypes:

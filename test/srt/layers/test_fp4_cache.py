@@ -6,13 +6,13 @@ import interpreter
 import pytest
 import torch
 
+from sglang.srt.kernels.tiles import _qkv, _split
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, plan_decode
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.triton_ops import rope_store
-from sglang.srt.kernels.tiles import _qkv, _split
 from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 DEVICE = interpreter.DEVICE

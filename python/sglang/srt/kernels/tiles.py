@@ -235,4 +235,6 @@ def attention_tiles(
 
 def fp4_head_dims() -> tuple[tuple[int, int], ...]:
     """(head_dim, v_head_dim) that have tiles for four-bit keys and values."""
-    return tuple(dims for row in ROWS if row.op == "decode_attention" and row.kv_bytes == _FP4 for dims in row.head_dims)
+    return tuple(
+        dims for row in ROWS if row.op == "decode_attention" and row.kv_bytes == _FP4 for dims in row.head_dims
+    )

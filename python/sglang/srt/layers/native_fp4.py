@@ -1,7 +1,7 @@
 """Rows of four-bit keys and values in plain torch: the CPU's form, and the definition that kernels are tested against.
 
-A row of D numbers is D / 2 bytes of e2m1 codes, the even column in the low bits, and D / 16 bytes of e4m3 scales, one for
-16 columns: the element and block format of NVFP4. The stored value is code * scale * tensor scale.
+A row of D numbers is D / 2 bytes of e2m1 codes, the even column in the low bits, and D / 16 bytes of e4m3 scales, one
+for 16 columns: the element and block format of NVFP4. The stored value is code * scale * tensor scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rows of four-bit keys and values: how kernels make them and read them.
 
-A row of D numbers is D / 2 bytes of e2m1 codes, the even column in the low bits, and D / 16 bytes of e4m3 scales, one for
-16 columns (the element and block format of NVFP4). All is uint8 and integer arithmetic, so that GPUs without the e4m3
-type serve it, too.
+A row of D numbers is D / 2 bytes of e2m1 codes, the even column in the low bits, and D / 16 bytes of e4m3 scales, one
+for 16 columns (the element and block format of NVFP4). All is uint8 and integer arithmetic, so that GPUs without the
+e4m3 type serve it, too.
 
 Reference: `native_fp4.quantize_fp4_rows` and `dequantize_fp4_rows`.
 """
@@ -78,9 +78,9 @@ def load_fp4(
     DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Rows of DIM stored values -> their even and their odd columns, each [N, GROUP_BLOCK * 8] of DTYPE, divided by LIFT.
-    Exact: a product of an e2m1 and an e4m3 number has six significant bits. Rows that are not `keep` (if MASKED), and
-    columns from DIM on, are zeros."""
+    """Rows of DIM stored values -> their even and their odd columns, each [N, GROUP_BLOCK * 8] of DTYPE, divided by
+    LIFT. Exact: a product of an e2m1 and an e4m3 number has six significant bits. Rows that are not `keep` (if MASKED),
+    and columns from DIM on, are zeros."""
     group = tl.arange(0, GROUP_BLOCK)
     byte = tl.arange(0, 8)
     at = codes + code_rows[:, None, None] + (group[:, None] * 8 + byte[None, :])[None, :, :]

@@ -281,8 +281,8 @@ def qk_norm_rope_store(
     caches [slots, Hkv, D] with contiguous slots -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of qkv. Without
     v_cache there is no v in qkv, and that of the result has no elements.
 
-    A cache of one-byte elements must be typed float8_e4m3fn or float8_e5m2: raw uint8 would not say how to convert. With
-    group scales [slots, Hkv, D / 16] uint8 the caches are codes [slots, Hkv, D / 2] uint8, as `fp4_rows` says.
+    A cache of one-byte elements must be typed float8_e4m3fn or float8_e5m2: raw uint8 would not say how to convert.
+    With group scales [slots, Hkv, D / 16] uint8 the caches are codes [slots, Hkv, D / 2] uint8, as `fp4_rows` says.
     """
     if k_group_scales is not None and v_cache is not None and v_group_scales is not None:
         _store_fp4_rows(

@@ -1,8 +1,8 @@
 """Attention of one new token of each sequence over a paged cache of four-bit keys and values (`fp4_rows`).
 
-The work is cut and put together as in `decode_attention`, with its plan and its workspace. Codes lie in pairs, so a tile
-of keys is two, of the even and of the odd columns: queries are loaded the same way, scores are the sum of two products,
-and outputs have two accumulators. No element changes its place.
+The work is cut and put together as in `decode_attention`, with its plan and its workspace. Codes lie in pairs, so a
+tile of keys is two, of the even and of the odd columns: queries are loaded the same way, scores are the sum of two
+products, and outputs have two accumulators. No element changes its place.
 
 Reference: `reference_decode` in test/srt/layers/attention/reference.py, over the dequantized cache.
 """
@@ -34,9 +34,10 @@ def load_pairs(base, row_offsets, row_ok, HALF: tl.constexpr, LIMIT: tl.constexp
 
 @triton.jit
 def attend_fp4(
-    even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base, slots, keep, visible,
-    k_stride, k_scale_stride, v_stride, v_scale_stride, scale, cap, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
+    even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base, slots, keep,
+    visible, k_stride, k_scale_stride, v_stride, v_scale_stride, scale, cap, HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step with the keys at cache slots `slots` [N]: those that are `keep` [N] are read, those that
     are `visible` [M, N] or [1, N] count. Without MASKED all are both."""

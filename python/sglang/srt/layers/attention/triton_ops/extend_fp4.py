@@ -16,7 +16,7 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import attend_fp4, load_pairs
-from sglang.srt.layers.attention.triton_ops.extend_attention import _attend, extend_attention_fwd
+from sglang.srt.layers.attention.triton_ops.extend_attention import _attend
 from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block
 
 
@@ -174,14 +174,8 @@ def extend_fp4_fwd(
     has_prefix: bool = True,
 ) -> None:
     """As `extend_attention_fwd`, over k_cache [S, Hkv, D/2] and v_cache [S, Hkv, Dv/2] uint8 with group scales
-    [S, Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16. Without prefixes nothing of
-    the cache is read, and `extend_attention_fwd` serves itself."""
-    if not has_prefix:
-        extend_attention_fwd(
-            q, k, v, o, k, v, req_to_token, req_pool_indices, prefix_lens, start_loc, scale=scale, tile=tile,
-            causal=causal, sliding_window=sliding_window, logit_cap=logit_cap, sinks=sinks, has_prefix=False,
-        )  # fmt: skip
-        return
+    [S, Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16."""
+    del has_prefix  # prefix_lens say so, too
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]
     if num_tokens == 0:
