@@ -6,7 +6,8 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.kernels.tiles import _qkv, _split
+from sglang.srt.hardware.arch import arch_by_name, current_arch
+from sglang.srt.kernels.tiles import AttentionTile, attention_tiles, fp4_head_dims
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, plan_decode
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
@@ -19,6 +20,8 @@ DEVICE = interpreter.DEVICE
 BOUND = 2e-3
 """The error of attention over the dequantized cache: dequantizing is exact, so it is that of 16 bits."""
 
+LAYERS: tuple[dict[str, float], ...] = ({}, {"window": 33}, {"window": 7, "sinks": 1, "logit_cap": 20.0}, {"sinks": 1})
+
 
 def stored(p: Problem) -> tuple[dict[str, torch.Tensor], Problem]:
     """The problem's caches as codes and scales; what they are dequantized to takes their place in the problem."""
@@ -28,33 +31,73 @@ def stored(p: Problem) -> tuple[dict[str, torch.Tensor], Problem]:
     return {"k_cache": k, "v_cache": v, "k_group_scales": ks, "v_group_scales": vs}, p
 
 
+def tile_of(op: str, dims: tuple[int, int]) -> AttentionTile:
+    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    return attention_tiles(op, *dims, "fp4_e2m1", arch.features)[0]
+
+
 @interpreter.kernel_test
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128)], ids=str)
-def test_decode(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dims", fp4_head_dims(), ids=str)
+@pytest.mark.parametrize("features", LAYERS, ids=str)
+def test_decode(dims: tuple[int, int], features: dict[str, float]) -> None:
+    if features and dims != (64, 64):
+        pytest.skip("features do not depend on the head dim")
     lens = [0, 99, 31, 130]
     caches, p = stored(Problem(lens, [1] * 4, 6, 2, *dims, device=DEVICE, k_scale=0.5, v_scale=2.0))
-    tile = _split(16, 32, 4, 3, 2)
+    tile, sinks = tile_of("decode_attention", dims), torch.linspace(-2, 3, 6, device=DEVICE)
     out = torch.full((4, 6, dims[1]), float("nan"), device=DEVICE)
     workspace = DecodeWorkspace.allocate(7, 6, 2, dims[1], 8, tile, DEVICE)
     plan_decode(p.prefix + 1, workspace, tile)
     decode_fp4_fwd(
         p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=p.prefix + 1,
-        workspace=workspace, scale=dims[0] ** -0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, **caches,
+        workspace=workspace, scale=dims[0] ** -0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale,
+        sliding_window=int(features.get("window", 0)), logit_cap=features.get("logit_cap", 0.0),
+        sinks=sinks if "sinks" in features else None, **caches,
     )  # fmt: skip
-    assert relative_error(out, reference_decode(p, dims[0] ** -0.5)) < BOUND
+    want = reference_decode(
+        p, dims[0] ** -0.5, int(features.get("window", 0)), features.get("logit_cap", 0.0),
+        sinks if "sinks" in features else None,
+    )  # fmt: skip
+    assert relative_error(out, want) < BOUND
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128)], ids=str)
-def test_extend(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dims", fp4_head_dims(), ids=str)
+@pytest.mark.parametrize("features", [*LAYERS, {"window": 33, "both_ways": 1}], ids=str)
+def test_extend(dims: tuple[int, int], features: dict[str, float]) -> None:
+    if features and dims != (64, 64):
+        pytest.skip("features do not depend on the head dim")
     caches, p = stored(Problem([0, 37, 70, 64], [40, 5, 1, 32], 6, 2, *dims, device=DEVICE, k_scale=0.5, v_scale=2.0))
+    sinks, causal = torch.linspace(-2, 3, 6, device=DEVICE), "both_ways" not in features
     out = torch.full((78, 6, dims[1]), float("nan"), device=DEVICE)
     extend_fp4_fwd(
         p.q, p.k, p.v, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, prefix_lens=p.prefix,
-        start_loc=p.start_loc, scale=dims[0] ** -0.5, tile=_qkv(64, 32, 4, 2), k_scale=p.k_scale, v_scale=p.v_scale,
-        **caches,
+        start_loc=p.start_loc, scale=dims[0] ** -0.5, tile=tile_of("extend_attention", dims), k_scale=p.k_scale,
+        v_scale=p.v_scale, causal=causal, sliding_window=int(features.get("window", 0)),
+        logit_cap=features.get("logit_cap", 0.0), sinks=sinks if "sinks" in features else None, **caches,
     )  # fmt: skip
-    assert relative_error(out, reference_extend(p, dims[0] ** -0.5)) < BOUND
+    want = reference_extend(
+        p, dims[0] ** -0.5, causal, int(features.get("window", 0)), features.get("logit_cap", 0.0),
+        sinks if "sinks" in features else None,
+    )  # fmt: skip
+    assert relative_error(out, want) < BOUND
+
+
+def test_the_definition() -> None:
+    """Scales are the largest magnitude over 6 in e4m3; codes are to nearest, ties to the even code."""
+    x = torch.zeros(1, 32)
+    x[0, :8] = torch.tensor([6.0, -0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    x[0, 16] = 1e-4
+    codes, scales = quantize_fp4_rows(x, 1.0)
+    assert scales.view(torch.float8_e4m3fn).tolist() == [[1.0, 0.0]]
+    assert dequantize_fp4_rows(codes, scales, 1.0)[0, :8].tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    assert not dequantize_fp4_rows(codes, scales, 1.0)[0, 16:].any()
+    large = torch.full((1, 16), 1e5)
+    assert dequantize_fp4_rows(*quantize_fp4_rows(large, 1.0), 1.0).tolist() == [[6.0 * 448.0] * 16]
+    torch.manual_seed(0)
+    values = torch.randn(64, 256)
+    error = dequantize_fp4_rows(*quantize_fp4_rows(values, 0.01), 0.01) - values
+    assert error.norm() / values.norm() < 0.1
 
 
 @interpreter.kernel_test

@@ -197,16 +197,14 @@ ROWS: tuple[TileRow, ...] = (
     TileRow("latent_prompt_attention", ((256, 256),), _HALF, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
     # Four-bit keys and values are widened in registers. Sizes are predictions: shared memory and registers are on
     # record, times are not measured.
-    TileRow("extend_attention", ((64, 64),), _FP4, (_qkv(64, 64, 8, 2), _qkv(64, 32, 4, 2))),
+    TileRow("extend_attention", ((64, 64),), _FP4, (_qkv(64, 32, 4, 2), _qkv(32, 32, 8, 2))),
     TileRow("extend_attention", ((128, 128),), _FP4, (_qkv(64, 32, 8, 2), _qkv(32, 32, 8, 2))),
-    TileRow("extend_attention", ((192, 128), (256, 256)), _FP4, (_qkv(32, 32, 8, 2), _qkv(32, 16, 8, 2))),
-    TileRow("extend_attention", ((512, 512),), _FP4, (_qkv(32, 16, 8, 2), _qkv(16, 16, 8, 2))),
+    TileRow("extend_attention", ((256, 256),), _FP4, (_qkv(32, 32, 8, 2), _qkv(32, 16, 8, 2))),
+    TileRow("extend_attention", ((512, 512),), _FP4, (_qkv(16, 16, 8, 2), _qkv(16, 16, 4, 2))),
     TileRow(
         "decode_attention", ((64, 64), (128, 128)), _FP4, (_split(16, 64, 4, 2, 3), _split(16, 32, 4, 2, 4)),
     ),
-    TileRow(
-        "decode_attention", ((192, 128), (256, 256)), _FP4, (_split(16, 32, 4, 2, 3), _split(16, 16, 4, 2, 3)),
-    ),
+    TileRow("decode_attention", ((256, 256),), _FP4, (_split(16, 32, 4, 2, 3), _split(16, 16, 4, 2, 3))),
     TileRow("decode_attention", ((512, 512),), _FP4, (_split(16, 32, 8, 2, 2), _split(16, 16, 4, 2, 2))),
 )  # fmt: skip
 
