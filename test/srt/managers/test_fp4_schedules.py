@@ -1,5 +1,5 @@
 """Random schedules with four-bit keys and values: every request gets the tokens that it gets alone, whatever chunks its
-prompt comes in, which prefix it finds, who is sent back to the queue, which guesses stand, and where its prefix was kept."""
+prompt comes in, which prefix it finds, who is sent back to the queue, which guesses stand, and where its prefix was."""
 
 from __future__ import annotations
 
