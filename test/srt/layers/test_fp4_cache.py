@@ -101,8 +101,7 @@ def test_the_definition() -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("heads", [1, 4, 8])
-@pytest.mark.parametrize("dim, rot", [(64, 64), (80, 80), (128, 64)])
+@pytest.mark.parametrize(("heads", "dim", "rot"), [(1, 64, 64), (8, 64, 64), (4, 80, 80), (8, 128, 64)])
 def test_store_equals_the_definition(heads: int, dim: int, rot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys as they are returned, and values, are in the cache as the definition has them, to the last bit: groups of
     zeros, of numbers too small for a scale, and of numbers beyond the largest scale, too."""

@@ -34,7 +34,7 @@ def play(world: World, guesses: str, page: int, count: int) -> None:
 )
 def test_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) -> None:
     world = World(name, tmp_path, options=FP4)
-    play(world, guesses, page, 3)
+    play(world, guesses, page, 1)
     _, runner = world.runner(page, guesses)
     (kinds,) = {tuple(sorted(store.group_scales())) for store in runner.model.caches if store.name == "kv"}
     assert kinds == ("k_group_scales", "v_group_scales")
@@ -54,7 +54,7 @@ def test_prefixes_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Scales travel with the codes."""
     monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
     with short_pauses():
-        seen = host_schedules(HostWorld("mistral_windows", tmp_path, options=HOST), "none", 4, range(3))
+        seen = host_schedules(HostWorld("mistral_windows", tmp_path, options=HOST), "none", 4, range(2))
     assert seen["loaded"] and seen["saved"], seen
 
 
