@@ -211,7 +211,7 @@ def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str,
 
 def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
     mixer, tp = layer.mixer, serving.tp_size
-    item = value_bytes(serving.kv_dtype)
+    item = math.ceil(value_bytes(serving.kv_dtype))  # the model has no four-bit kernels: as FP8, at most
     if isinstance(mixer, GQA):
         heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
         dims = (mixer.head_dim, mixer.v_head_dim)

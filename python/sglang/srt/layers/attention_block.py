@@ -144,7 +144,7 @@ class GQAttention:
 
     def _stored(self, x: Rows, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q [T, Hq, D], k and v [T, Hkv, D], which are in the cache, and the output's gates."""
-        cache = self.cache
+        cache, scales = self.cache, self.cache.group_scales()
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
         qkv = gates = self.qkv(x)
         if self.whole_norm is not None:
@@ -169,7 +169,8 @@ class GQAttention:
             out_cache_loc=batch.slots_of(cache).out_cache_loc,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
-            **cache.group_scales(),
+            k_group_scales=scales.get("k_group_scales"),
+            v_group_scales=scales.get("v_group_scales"),
         )
         return q, k, v, gates
 
