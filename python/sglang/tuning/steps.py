@@ -6,6 +6,7 @@ total(rows).seconds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
