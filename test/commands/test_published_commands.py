@@ -19,7 +19,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
 
 COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
-NOT_YET = re.compile(r"--(enable-multi-layer-eagle|kv-cache-dtype nvfp4|(reasoning|tool-call)-parser muse)")
+NOT_YET = re.compile(r"--kv-cache-dtype nvfp4")
 """What is refused by name as long as it does not exist."""
 NOT_SERVED = ("k3",)
 """Of models that are not implemented."""
@@ -119,6 +119,17 @@ def test_a_published_command_starts_or_says_why_not(
         for flag in later:
             assert flag in error or "--speculative-algorithm" in error, f"{flag} is not named: {error}"
         assert "Unknown option" not in error
+
+
+def test_drafts_by_depth_start_with_the_published_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of MiMo-V2, of whose quantized checkpoint no config is here: the model in 16 bits takes the other flags."""
+    row = COMMANDS["rk-mimo25"]
+    config = json.loads((Path(published.__file__).parent / "published" / row["config"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    flags = row["flags"].replace("--quantization modelopt_mixed", "")
+    assert explain.main(["--arch", row["gpu"], "--model-path", str(tmp_path), *shlex.split(flags)]) == 0
+    printed = capsys.readouterr().out
+    assert "MTP (MiMoV2FlashForCausalLM): 3 layers" in printed and "3 (kv) for the last 130 tokens" in printed
 
 
 @pytest.mark.parametrize("name", [name for name, row in COMMANDS.items() if row["config"] == "-"])

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 MEASURED = "\n".join(path.read_text() for path in sorted((ROOT / "benchmark" / "results").glob("2*.md")))
 NOT_YET = {
-    "drafts of several MTP layers": "Other drafts",
+    "drafts of the kind UNO": "Other drafts",
     "LoRA": "LoRA",
     "a prefix cache in files": "Cache in files or elsewhere",
     "prefill and decode on different servers": "Prefill and decode apart",

@@ -52,6 +52,7 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("tool_call_parser", "poolside_v1"): "glm45",
     ("tool_call_parser", "spark25"): "glm45",
     ("tool_call_parser", "mimo"): "qwen3_coder",
+    ("tool_call_parser", "muse_glimmer"): "muse",
     ("tool_call_parser", "nanbeige"): "qwen3_coder",
     ("tool_call_parser", "step3p5"): "qwen3_coder",
     ("tool_call_parser", "trinity"): "qwen25",
@@ -68,6 +69,7 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("reasoning_parser", "ling3"): "glm45",
     ("reasoning_parser", "mimo"): "qwen3",
     ("reasoning_parser", "minicpm5"): "qwen3",
+    ("reasoning_parser", "muse_glimmer"): "muse",
     ("reasoning_parser", "nanbeige"): "qwen3",
     ("reasoning_parser", "nemotron_3"): "qwen3",
     ("reasoning_parser", "poolside_v1"): "qwen3",
@@ -154,7 +156,7 @@ class RefusedValues:
 _NOT_READ = (
     "sm120-sglang does not read the format {{}} yet; {} auto chooses by the chat template among those that it reads"
 )
-_FORMATS_NOT_READ = frozenset("beam cohere_command4 inkling k2_horizon kimi_k3 muse response_template".split())
+_FORMATS_NOT_READ = frozenset("beam cohere_command4 inkling k2_horizon kimi_k3 response_template".split())
 _OTHER_DRAFTERS = frozenset({"UNO"})
 REFUSED_VALUES: Mapping[str, RefusedValues] = {
     "speculative_algorithm": RefusedValues(

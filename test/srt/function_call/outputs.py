@@ -194,6 +194,19 @@ def _harmony(call: Call) -> str:
     )
 
 
+def _muse(call: Call) -> str:
+    values = "".join(f'<atem:parameter name="{key}">{_raw(value)}</atem:parameter>\n' for key, value in call[1].items())
+    return (
+        f'<|start|>assistant to={call[0]}<|message|><atem:function_calls>\n<atem:invoke name="{call[0]}">\n'
+        f"{values}</atem:invoke>\n</atem:function_calls><|eom|>"
+    )
+
+
+def _muse_message(before: str, calls: str, after: str) -> str:
+    first = f"<|start|>assistant to=user<|message|>{before}<|eom|>" if before else ""
+    return first + calls + (f"<|start|>assistant to=user<|message|>{after}<|eot|>" if after else "")
+
+
 @dataclass(frozen=True)
 class Writer:
     """`calls`: a row of calls. `message`: text, calls, text. `markers`: what must not be seen in the text."""
@@ -301,6 +314,7 @@ WRITERS: dict[str, Writer] = {
         lambda calls: f"<|python_start|>{_pythonic(calls)}<|python_end|>", ("<|python_start|>", "<|python_end|>")
     ),
     "gpt-oss": Writer(_each(_harmony), ("<|start|>", "<|channel|>", "<|message|>", "<|call|>"), _harmony_message),
+    "muse": Writer(_each(_muse), ("<|start|>", "<|message|>", "<|eom|>", "<atem:", "</atem:"), _muse_message),
 }  # fmt: skip
 
 BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
@@ -316,9 +330,12 @@ BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
         f" to=functions.{name}<|channel|>commentary json<|message|>{_json(values)}<|call|><|start|>assistant"
         for name, values in calls
     ).removesuffix("<|start|>assistant"),
+    "muse": lambda calls: "".join(map(_muse, calls)).removeprefix("<|start|>assistant").replace("<|eom|>", "<|eot|>"),
     "mistral": lambda calls: "[TOOL_CALLS] " + _json([{"name": name, "arguments": values} for name, values in calls]),
 }
 """Other forms of the same calls."""
+MESSAGE_FORMATS = ("gpt-oss", "muse")
+"""Formats whose outputs are rows of messages."""
 
 
 def writable(name: str, call: Call) -> Call:

@@ -14,7 +14,7 @@ from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, Event, Reas
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.reader import Markers
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
-from srt.function_call.outputs import TOOLS, WRITERS, random_call, random_output, random_text
+from srt.function_call.outputs import MESSAGE_FORMATS, TOOLS, WRITERS, random_call, random_output, random_text
 
 OUTPUTS_PER_FORMAT = 300
 PAIRS_PER_FORMAT = 2000
@@ -24,8 +24,8 @@ _DELTAS = (TextDelta, ReasoningDelta, ArgumentsDelta)
 
 
 def new_parser(calls: str, reasoning: str | None = None, **options: bool) -> OutputParser:
-    if calls == "gpt-oss":
-        reasoning = "gpt-oss"
+    if calls in MESSAGE_FORMATS:
+        reasoning = calls
     return OutputParser(
         calls=TOOL_CALL_FORMATS[calls],
         tools=TOOLS,
@@ -111,7 +111,7 @@ def _is_prefix(events: list[Event], whole: list[Event]) -> bool:
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("options", [{}, {"separate": False}, {"whole_thoughts": True}])
-@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "gpt-oss"])
+@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name not in MESSAGE_FORMATS])
 def test_reasoning_in_random_pieces(name: str, options: dict[str, bool], inside: bool) -> None:
     rng = random.Random(name)
     form = REASONING_FORMATS[name]
@@ -139,7 +139,7 @@ def test_nonsense_made_of_the_formats_own_pieces(name: str) -> None:
             assert run(new_parser(name), parts) == whole, parts
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "gpt-oss"])
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in MESSAGE_FORMATS])
 def test_nothing_is_lost(name: str) -> None:
     """Text and the calls' sources are the output, but for white space and the section's end."""
     rng = random.Random(name)

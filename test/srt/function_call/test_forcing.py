@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import xgrammar
 
-from sglang.srt.function_call.forcing import FORCED_CALLS, after_thoughts, answer_format, final_channel
+from sglang.srt.function_call.forcing import FORCED_CALLS, after_thoughts, answer_format, as_message
+from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.parser import parse
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
-from srt.function_call.outputs import WRITERS
+from srt.function_call.outputs import MESSAGE_FORMATS, WRITERS
 from srt.function_call.test_chunking import new_parser
 
 SCHEMA = {
@@ -47,7 +48,7 @@ WEATHER = ("get_weather", {"city": "東京 5", "days": 3})
 
 
 def test_which_formats_can_be_forced() -> None:
-    without = {"gemma4", "gigachat35", "hunyuan-opensource", "lfm2", "minicpm5", "pythonic", "step3"}
+    without = {"gemma4", "gigachat35", "hunyuan-opensource", "lfm2", "minicpm5", "muse", "pythonic", "step3"}
     assert set(FORCED_CALLS) == set(TOOL_CALL_FORMATS) - without
 
 
@@ -73,7 +74,7 @@ def test_strict_calls_among_text(name: str) -> None:
     assert not accepts(form, written(name, ("get_weather", {"city": "x", "days": "many"})))
 
 
-@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "gpt-oss"])
+@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name not in MESSAGE_FORMATS])
 def test_the_grammar_begins_after_thoughts(name: str) -> None:
     reasoning = REASONING_FORMATS[name]
     begin, end = reasoning.markers
@@ -113,13 +114,21 @@ def test_harmony_thinks_before_a_forced_call() -> None:
     assert output.reasoning == "well" and [call.name for call in output.calls] == ["get_weather"]
 
 
-def test_harmony_answers_in_the_final_channel() -> None:
-    answer = answer_format("json_schema", {"type": "integer"})
-    assert answer is not None
-    form = after_thoughts(final_channel(answer), REASONING_FORMATS["gpt-oss"], "<|start|>assistant")
-    text = "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>final<|message|>5"
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt-oss", "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>final<|message|>5"),
+        ("muse", " to=self<|message|>well<|eom|><|start|>assistant to=user<|message|>5"),
+    ],
+)
+def test_a_constrained_answer_is_a_message(name: str, text: str) -> None:
+    answer, messages = answer_format("json_schema", {"type": "integer"}), REASONING_FORMATS[name]
+    assert answer is not None and isinstance(messages, MessageFormat)
+    form = after_thoughts(as_message(answer, messages), messages, "<|start|>assistant")
     assert accepts(form, text) and not accepts(form, "5")
-    assert parse(new_parser("gpt-oss"), text).text == "5"
+    assert accepts(form, text.partition("<|start|>assistant")[2]), "without thoughts"
+    output = parse(new_parser(name), text)
+    assert output.text == "5" and output.reasoning == "well"
 
 
 def test_grammars_as_parts_of_a_structural_tag() -> None:

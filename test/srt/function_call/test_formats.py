@@ -11,7 +11,16 @@ import pytest
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, ParsedOutput, TextDelta
 from sglang.srt.function_call.parser import OutputParser, parse
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
-from srt.function_call.outputs import BARE_WRITERS, TOOLS, WRITERS, Call, random_call, random_text, writable
+from srt.function_call.outputs import (
+    BARE_WRITERS,
+    MESSAGE_FORMATS,
+    TOOLS,
+    WRITERS,
+    Call,
+    random_call,
+    random_text,
+    writable,
+)
 from srt.function_call.test_chunking import new_parser
 
 WEATHER: Call = ("get_weather", {"city": "Zürich", "days": 3})
@@ -51,7 +60,7 @@ def test_other_forms_of_the_same_calls(name: str) -> None:
     rng = random.Random(name)
     for _ in range(200):
         calls = [WEATHER, random_call(rng)]
-        before = "" if name == "gpt-oss" else "\n"
+        before = "" if name in MESSAGE_FORMATS else "\n"
         assert calls_of(read(name, before + BARE_WRITERS[name](calls))) == calls
     if name in ("llama3", "pythonic"):
         assert read(name, "Well: " + BARE_WRITERS[name]([WEATHER])).calls == []
@@ -72,7 +81,7 @@ def test_function_that_the_request_does_not_offer(name: str) -> None:
     text = WRITERS[name].calls([("unknown", {"a": 1})])
     output = read(name, text)
     assert output.calls == [] and "unknown" in output.text
-    if name != "gpt-oss":
+    if name not in MESSAGE_FORMATS:
         assert output.text == text
     both = WRITERS[name].calls([("unknown", {"a": 1}), WEATHER])
     if name not in ("llama3", "pythonic"):
@@ -90,7 +99,7 @@ def test_no_part_of_a_marker_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_without_tools_everything_is_text(name: str) -> None:
-    if name == "gpt-oss":
+    if name in MESSAGE_FORMATS:
         return
     text = WRITERS[name].message(" so: ", WRITERS[name].calls([WEATHER]), "\n")
     parser = OutputParser(calls=TOOL_CALL_FORMATS[name], tools={})
@@ -169,7 +178,7 @@ def test_values_become_what_the_schema_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in REASONING_FORMATS if name not in ("gpt-oss", "minimax-append-think")]
+    "name", [name for name in REASONING_FORMATS if name not in (*MESSAGE_FORMATS, "minimax-append-think")]
 )
 def test_thoughts(name: str) -> None:
     form = REASONING_FORMATS[name]
@@ -212,6 +221,27 @@ def test_harmony() -> None:
     assert calls_of(output) == [("get_weather", {"city": "x"})]
     thoughtful = parse(OutputParser(calls=TOOL_CALL_FORMATS["gpt-oss"], tools=TOOLS), text)
     assert thoughtful.reasoning == "" and thoughtful.text == "firstsecondLooking."
+
+
+def test_muse() -> None:
+    text = (
+        " to=self<|message|>first<|eom|><|start|>assistant to=self<|message|>second<|eom|>"
+        '<|start|>assistant to=self<|message|><atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke><|eom|>'
+        '<|start|>assistant to=get_weather<|message|>\n<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        '<atem:parameter name="city"> a <b> </atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+        '</atem:invoke>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls><|eom|>'
+        '<|start|>assistant to=user<|message|>Say <atem:invoke name="now"></atem:invoke>.<|eot|>'
+    )
+    output = read("muse", text)
+    assert output.reasoning.split("\n")[:2] == ["first", "second"] and '<atem:invoke name="now">' in output.reasoning
+    assert calls_of(output) == [("get_weather", {"city": " a <b> ", "days": 3}), ("now", {})]
+    assert output.text == 'Say <atem:invoke name="now"></atem:invoke>.'
+    cut = '<|start|>assistant to=get_weather<|message|><atem:invoke name="get_weather"><atem:parameter name="city">a'
+    for end in ("", "<|eom|>", "<|eot|>"):
+        output = read("muse", f"{cut}{end}<|start|>assistant to=user<|message|>done")
+        assert output.calls == [] and output.text == cut + "done", "a call that breaks off is text, and ends there"
+    assert read("muse", "plain text").text == "plain text"
+    assert read("muse", "<|start|>assistant<|message|>no recipient<|eot|>").text == "no recipient"
 
 
 def test_whole_thoughts() -> None:

@@ -68,7 +68,7 @@ class FakeSamplingTable:
 class FakeRunner:
     tokens_per_step = 1
     tokens_ahead = 0
-    reads_next_token = False
+    next_tokens_read = 0
     media = None
 
     def __init__(

@@ -27,7 +27,7 @@ class KnownTexts:
     """Implements Drafter."""
 
     captures = ()
-    reads_next_token = False
+    next_tokens_read = 0
     caches = ()
 
     def __init__(self, num_tokens: int, spoil_every: int = 0, tokens_ahead: int = 0) -> None:

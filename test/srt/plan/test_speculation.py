@@ -131,7 +131,6 @@ def test_what_else_is_resolved() -> None:
             "contradict each other: the second asks for 6 tokens",
         ),
         ("--speculative-dspark-block-size 5", "nothing drafts without --speculative-algorithm"),
-        ("--speculative-algorithm EAGLE --enable-multi-layer-eagle", "take --speculative-algorithm NEXTN, EAGLE3 or"),
         ("--speculative-algorithm FASTER", "must be one of NGRAM, STANDALONE"),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 1", "must be at least 2"),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 65", "must be at most 64"),

@@ -19,6 +19,7 @@ from sglang.srt.speculative.drafter import DraftStep
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run
 from srt.models import test_dflash_drafts as dflash_drafts
 from srt.models import test_dspark_drafts as dspark_drafts
+from srt.models.depth_drafts import build_depths
 from srt.models.draft_references import DFlash, DSpark, Eagle3, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
@@ -47,6 +48,10 @@ def mtp(folder: Path) -> Pair:
     return Pair(folder, {"speculative_algorithm": "NEXTN"}, build("glm4_moe", folder))
 
 
+def by_depth(folder: Path, name: str) -> Pair:
+    return Pair(folder, {"speculative_algorithm": "NEXTN"}, build_depths(name, folder))
+
+
 def dflash(folder: Path) -> Pair:
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
     tensors = dflash_drafts.weights()
@@ -71,6 +76,8 @@ def v4(folder: Path, dspark: bool) -> Pair:
 PAIRS: dict[str, Callable[[Path], Pair]] = {
     "eagle3": eagle3,
     "mtp": mtp,
+    "mimo_v2": functools.partial(by_depth, name="mimo_v2"),
+    "step3p7": functools.partial(by_depth, name="step3p7"),
     "dflash": dflash,
     **{f"dspark_{kind}": functools.partial(dspark, markov_head_type=kind) for kind in dspark_drafts.KINDS},
     "v4_mtp": functools.partial(v4, dspark=False),
@@ -129,6 +136,11 @@ class Proposals:
     [
         ("eagle3", {"chunked_prefill_size": 16, "page_size": 8}),
         ("mtp", {}),
+        ("mimo_v2", {"chunked_prefill_size": 16}),
+        ("step3p7", {"chunked_prefill_size": 16, "page_size": 8}),
+        # Chunks shorter than the last depth lags.
+        pytest.param("mimo_v2", {"chunked_prefill_size": 1}, marks=pytest.mark.thorough),
+        pytest.param("step3p7", {"chunked_prefill_size": 2}, marks=pytest.mark.thorough),
         ("dflash", {"chunked_prefill_size": 16, "page_size": 8}),
         pytest.param("dspark_vanilla", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
         pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),

@@ -28,16 +28,17 @@ from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import assert_clean, request
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models import test_dflash_drafts, test_dspark_drafts, test_eagle3_drafts, test_mtp_drafts, test_other_drafts
+from srt.models.depth_drafts import DEPTH_FORMS, build_depths
 from srt.models.harness import VOCAB, save_tiny
 from srt.models.v4_drafts import save_v4
 
 NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
 MODELS = (
-    "qwen3", "qwen3_moe", "qwen3_windows", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
-    "qwen3_next", "nemotron_h", "minimax_m3",
+    "qwen3", "qwen3_moe", "qwen3_windows", "mimo_v2", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
+    "qwen3_next", "nemotron_h", "minimax_m3", "step3p7",
 )  # fmt: skip
-"""Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, and
-blocks."""
+"""Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, blocks, and
+windows of other heads with a draft layer for each depth."""
 PAGES = {"deepseek_v4": 16, "minimax_m3": 4}
 """Sizes of pages that hold what these models cache or read as one."""
 LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
@@ -73,7 +74,7 @@ def own_layers(name: str, target: Path, folder: Path) -> dict[str, Any]:
     if name == "deepseek_v4":
         save_v4(target, dspark=False, name=name)
         return {"speculative_algorithm": "NEXTN"}
-    test_mtp_drafts.build(name, target)
+    (build_depths if name in DEPTH_FORMS else test_mtp_drafts.build)(name, target)
     return {"speculative_algorithm": "NEXTN"}
 
 
@@ -97,13 +98,14 @@ def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
 
 ONE_STREAM = tuple(name for name in MODELS if name != "deepseek_v4")
 """Of several streams no EAGLE head reads the hidden states."""
+OWN_LAYERS = tuple(name for name in MODELS if name in (*test_mtp_drafts.FORMS, *DEPTH_FORMS, "deepseek_v4"))
 Builder = Callable[[str, Path, Path], dict[str, Any]]
 DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "NGRAM": (no_weights, MODELS),
     "STANDALONE": (small_model, MODELS),
     "EAGLE": (eagle, ONE_STREAM),
     "EAGLE3": (eagle3, ONE_STREAM),
-    "NEXTN": (own_layers, (*(name for name in MODELS if name in test_mtp_drafts.FORMS), "deepseek_v4")),
+    "NEXTN": (own_layers, OWN_LAYERS),
     "DFLASH": (dflash, MODELS),
     "DSPARK": (dspark, MODELS),
 }

@@ -10,8 +10,8 @@ from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_call import MAX_THOUGHTS
 from sglang.srt.entrypoints.openai.chat_output import GRAMMARS, constrained_answer
 from sglang.srt.entrypoints.openai.serving import OpenAIService
-from sglang.srt.function_call.forcing import after_thoughts, final_channel
-from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.forcing import after_thoughts, as_message
+from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.sampling.grammar_names import made_of
@@ -29,13 +29,13 @@ def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
     changed = [_behind_thoughts(params, reasoning) for params in many]
     call.sampling_params = changed if isinstance(given, list) else changed[0]
     begin, end = (service.tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.around_thoughts)
-    call.thinking = ThinkingBudget(MAX_THOUGHTS, begin, end, inside=not isinstance(reasoning, Harmony))
+    call.thinking = ThinkingBudget(MAX_THOUGHTS, begin, end, inside=not isinstance(reasoning, MessageFormat))
     call.counts_thoughts = True
     if any(after is not before for after, before in zip(changed, many, strict=True)):
         call.thinking_share = service.manager.args.constrained_thinking_share
 
 
-def _behind_thoughts(params: Any, reasoning: ReasoningFormat | Harmony) -> Any:
+def _behind_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
     """Sampling parameters whose grammar begins behind the thoughts; unchanged if they have none, or are none."""
     kinds = [name for name in GRAMMARS if isinstance(params, dict) and isinstance(params.get(name), str)]
     if len(kinds) != 1:
@@ -43,8 +43,9 @@ def _behind_thoughts(params: Any, reasoning: ReasoningFormat | Harmony) -> Any:
     answer = constrained_answer(kinds[0], params[kinds[0]])
     if answer is None:
         raise bad_request("require_reasoning needs a structural_tag with a format", param="require_reasoning")
-    is_harmony = isinstance(reasoning, Harmony)
-    begun = "" if isinstance(reasoning, Harmony) else reasoning.begin
-    tag = after_thoughts(final_channel(answer) if is_harmony else answer, reasoning, begun)
+    if isinstance(reasoning, MessageFormat):
+        tag = after_thoughts(as_message(answer, reasoning), reasoning, "")
+    else:
+        tag = after_thoughts(answer, reasoning, reasoning.begin)
     rest = {name: value for name, value in params.items() if name != kinds[0]}
     return {**rest, "structural_tag": msgspec.json.encode(made_of(kinds[0], tag)).decode()}

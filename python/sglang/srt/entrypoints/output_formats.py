@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest, SeparateReasoningRequest
 from sglang.srt.function_call.detection import reasoning_format, tool_call_format
 from sglang.srt.function_call.events import Event, ParsedOutput, collect
-from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.model_formats import ModelFormats, has_hidden, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.registry import OTHER_TAGS, REASONING_FORMATS, TOOL_CALL_FORMATS
@@ -81,7 +81,7 @@ async def separate_reasoning(
     """The answer of `/separate_reasoning`. Raises ApiError 400 for a format that is not known."""
     name = _name("reasoning_parser", body.reasoning_parser, formats.reasoning_name, REASONING_FORMATS)
     form = REASONING_FORMATS[name]
-    inside = not isinstance(form, Harmony) and form.inside
+    inside = not isinstance(form, MessageFormat) and form.inside
     parsed = await _parse(manager, OutputParser(reasoning=form, inside=inside), body.text)
     return {"reasoning_text": parsed.reasoning, "text": parsed.text}
 

@@ -22,6 +22,7 @@ _BY_ARCHITECTURE: Mapping[str, tuple[str, str | None]] = {
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseekv4", "deepseek-v4"),
     "GptOssForCausalLM": ("gpt-oss", "gpt-oss"),
+    "MuseGlimmerForConditionalGeneration": ("muse", "muse"),
 }
 """Models whose conversations are not written with a template, or not with their own."""
 

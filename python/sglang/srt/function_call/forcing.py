@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.constrained.grammar import MAX_WHITESPACE
-from sglang.srt.function_call.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START, Harmony
+from sglang.srt.function_call.harmony import CHANNEL, CONSTRAIN, MESSAGE
+from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
 
 Format = dict[str, Any]
@@ -153,23 +154,24 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     ),
 }
 """Formats whose calls can be forced. The grammar library has no form for the arguments of gemma4, gigachat35,
-hunyuan-opensource, lfm2, minicpm5, pythonic and step3."""
+hunyuan-opensource, lfm2, minicpm5, muse, pythonic and step3."""
 
 
-def may_think(reasoning: ReasoningFormat | Harmony | None, prompt: str) -> bool:
+def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> bool:
     """Returns whether an output that follows `prompt` may begin with thoughts."""
     if isinstance(reasoning, ReasoningFormat):
         return reasoning.starts_inside(prompt) or not prompt.rstrip().endswith(reasoning.end)
     return reasoning is not None
 
 
-def after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, prompt: str) -> Format:
+def after_thoughts(answer: Format, reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> Format:
     """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end."""
     if reasoning is None or not may_think(reasoning, prompt):
         return answer
     any_text = {"type": "any_text"}
-    if isinstance(reasoning, Harmony):
-        thoughts = _tag(f"{CHANNEL}{ANALYSIS}{MESSAGE}", any_text, f"{END}{START}assistant")
+    if isinstance(reasoning, MessageFormat):
+        begin, end = reasoning.around_thoughts
+        thoughts = _tag(begin, any_text, end + reasoning.next_message)
         return _sequence({"type": "optional", "content": thoughts}, answer)
     if reasoning.starts_inside(prompt):
         return _sequence(_tag("", any_text, reasoning.end), _SPACE, answer)
@@ -180,9 +182,9 @@ def after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, 
 _SPACE = {"type": "regex", "pattern": "\\n{0,2}"}
 
 
-def final_channel(answer: Format) -> Format:
-    """A constrained answer as a message of Harmony."""
-    return _sequence(_constant(f"{CHANNEL}{FINAL}{MESSAGE}"), answer)
+def as_message(answer: Format, messages: MessageFormat) -> Format:
+    """A constrained answer as a message of such a format."""
+    return _sequence(_constant(messages.answer_header), answer)
 
 
 def answer_format(kind: str, source: Any) -> Format | None:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from sglang.srt.function_call.json_text import read_value
+from sglang.srt.function_call.messages import Bodies, MessageFormat
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Steps
 
@@ -28,7 +29,6 @@ _RECIPIENT_FIRST = Markers(_TO)
 """The markers of an output that continues `<|start|>assistant` by addressing a function."""
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _FUNCTIONS = "functions."
-_BETWEEN_THOUGHTS = "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,13 @@ class _Header:
     recipient: str | None
 
 
-class Harmony:
-    """Both a call format and a reasoning format."""
-
+class Harmony(MessageFormat):
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
-    inside = True
     around_thoughts = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
+    next_message = f"{START}assistant"
+    answer_header = f"{CHANNEL}{FINAL}{MESSAGE}"
 
     def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
-        """A whole output. separate: whether thoughts are kept apart from the text."""
         messages = _Messages(reader, output, separate)
         reader.mark()
         if (yield from reader.one_of(_RECIPIENT_FIRST)) is None:
@@ -65,8 +63,7 @@ class _Messages:
     def __init__(self, reader: Reader, output: Output, separate: bool) -> None:
         self._reader = reader
         self._output = output
-        self._separate = separate
-        self._num_thoughts = 0
+        self._bodies = Bodies(reader, output, separate, _END, _ANY)
 
     def read(self, marker: str) -> Steps[None]:
         """A message from behind `marker` on, at which the mark is."""
@@ -80,20 +77,7 @@ class _Messages:
             return
         output.succeed()
         if header.recipient is None:
-            yield from self._body(header.channel == ANALYSIS)
-
-    def _body(self, is_thought: bool) -> Steps[None]:
-        reader, output = self._reader, self._output
-        output.in_reasoning = is_thought
-        if is_thought and self._separate:
-            output.reasoning(_BETWEEN_THOUGHTS if self._num_thoughts else "")
-            self._num_thoughts += 1
-            yield from reader.until(_ANY, output.reasoning)
-        else:
-            yield from reader.until(_ANY, output.text)
-        yield from reader.one_of(_END)
-        if is_thought:
-            output.end_reasoning()
+            yield from self._bodies.read(header.channel == ANALYSIS)
 
 
 def _header(reader: Reader, marker: str) -> Steps[_Header]:

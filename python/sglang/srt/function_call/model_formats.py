@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.function_call.call_format import CallFormat
-from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.registry import NUMBERED_IDS, REASONING_FORMATS, SHORT_ID, TOOL_CALL_FORMATS
 
@@ -24,11 +24,11 @@ class ModelFormats:
     hidden_markers: bool = False
 
     @property
-    def calls(self) -> CallFormat | Harmony | None:
+    def calls(self) -> CallFormat | MessageFormat | None:
         return None if self.calls_name is None else TOOL_CALL_FORMATS[self.calls_name]
 
     @property
-    def reasoning(self) -> ReasoningFormat | Harmony | None:
+    def reasoning(self) -> ReasoningFormat | MessageFormat | None:
         return None if self.reasoning_name is None else REASONING_FORMATS[self.reasoning_name]
 
     def counted_id(self, name: str, number: int) -> str:
@@ -36,8 +36,9 @@ class ModelFormats:
         return f"functions.{name}:{number}" if self.calls_name in NUMBERED_IDS else f"call{number:0{SHORT_ID - 4}}"
 
     @property
-    def is_harmony(self) -> bool:
-        return isinstance(self.calls, Harmony) or isinstance(self.reasoning, Harmony)
+    def messages(self) -> MessageFormat | None:
+        """Returns the format of the messages that an output consists of; None: it is one text."""
+        return next((form for form in (self.calls, self.reasoning) if isinstance(form, MessageFormat)), None)
 
     @property
     def markers(self) -> tuple[str, ...]:

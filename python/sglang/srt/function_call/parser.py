@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.events import Event, ParsedOutput, collect
-from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.output import Output
 from sglang.srt.function_call.reader import Reader, Steps
 from sglang.srt.function_call.reasoning import ReasoningFormat
@@ -33,9 +33,9 @@ class OutputParser:
     def __init__(
         self,
         *,
-        calls: CallFormat | Harmony | None = None,
+        calls: CallFormat | MessageFormat | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
-        reasoning: ReasoningFormat | Harmony | None = None,
+        reasoning: ReasoningFormat | MessageFormat | None = None,
         inside: bool = False,
         separate: bool = True,
         whole_thoughts: bool = False,
@@ -74,16 +74,16 @@ class OutputParser:
     def _read(self) -> Steps[None]:
         reader, output = self._reader, self._output
         yield
-        if isinstance(self._calls, Harmony) or isinstance(self._reasoning, Harmony):
-            harmony = self._calls if isinstance(self._calls, Harmony) else self._reasoning
-            assert isinstance(harmony, Harmony)
-            yield from harmony.read(reader, output, self._separate and isinstance(self._reasoning, Harmony))
+        messages = next((form for form in (self._calls, self._reasoning) if isinstance(form, MessageFormat)), None)
+        if messages is not None:
+            yield from messages.read(reader, output, self._separate and isinstance(self._reasoning, MessageFormat))
         else:
-            calls = self._calls if output.tools else None
-            if self._reasoning is not None:
-                yield from self._reasoning.read(reader, output, self._inside, self._separate, calls)
+            calls = self._calls if output.tools and isinstance(self._calls, CallFormat) else None
+            reasoning = self._reasoning if isinstance(self._reasoning, ReasoningFormat) else None
+            if reasoning is not None:
+                yield from reasoning.read(reader, output, self._inside, self._separate, calls)
             if calls is not None:
-                thoughts = self._reasoning if output.num_calls and self._separate else None
+                thoughts = reasoning if output.num_calls and self._separate else None
                 yield from calls.read(reader, output, thoughts.end if thoughts is not None else "")
             else:
                 output.flush_space()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang.srt.function_call.call_format import CallFormat
-from sglang.srt.function_call.harmony import HARMONY, Harmony
+from sglang.srt.function_call.harmony import HARMONY
 from sglang.srt.function_call.json_calls import (
     NamedArguments,
     array_or_named,
@@ -15,6 +15,8 @@ from sglang.srt.function_call.json_calls import (
     calls_in_brackets,
 )
 from sglang.srt.function_call.keyed_text import keyed_call
+from sglang.srt.function_call.messages import MessageFormat
+from sglang.srt.function_call.muse import MUSE
 from sglang.srt.function_call.nested_tags import TAG, nested_tags
 from sglang.srt.function_call.pythonic import pythonic_calls
 from sglang.srt.function_call.reasoning import ReasoningFormat
@@ -181,7 +183,7 @@ _MISTRAL = CallFormat(
     grammar=array_or_named(NamedArguments(name=r"\s*([^\s\[\]]+?)\s*(?:\[CALL_ID\].*)?", arguments="[ARGS]")),
 )
 
-TOOL_CALL_FORMATS: Mapping[str, CallFormat | Harmony] = {
+TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
     "apertus2509": CallFormat(begin=("<|tools_prefix|>",), grammar=calls_by_key("<|tools_suffix|>")),
     "deepseekv3": _DEEPSEEK_V3,
     "deepseekv31": _DEEPSEEK_V31,
@@ -209,6 +211,7 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | Harmony] = {
     "minimax-m2": _invoke("minimax:tool_call"),
     "minimax-m3": _MINIMAX_M3,
     "mistral": _MISTRAL,
+    "muse": MUSE,
     "pythonic": CallFormat(begin=("<|python_start|>",), bare="[", grammar=pythonic_calls),
     "qwen25": _HERMES,
     "qwen3_coder": _QWEN3_CODER,
@@ -224,7 +227,7 @@ _THINK = ReasoningFormat()
 _THINK_OR_CALL = ReasoningFormat(calls_end=True)
 _THINK_INSIDE = ReasoningFormat(inside=True)
 
-REASONING_FORMATS: Mapping[str, ReasoningFormat | Harmony] = {
+REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = {
     "apertus2509": ReasoningFormat(begin="<|inner_prefix|>", end="<|inner_suffix|>", calls_end=True),
     "deepseek-r1": _THINK_INSIDE,
     "deepseek-v3": _THINK,
@@ -240,6 +243,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat | Harmony] = {
     "minimax-append-think": ReasoningFormat(inside=True, in_text=True),
     "minimax-m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", lone_end=True),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]"),
+    "muse": MUSE,
     "qwen3": _THINK_OR_CALL,
     "qwen3-thinking": ReasoningFormat(inside=True, calls_end=True),
 }

@@ -229,7 +229,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
         only_full_heads, flashinfer_head_dims, _HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares"),
+        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer"),
     )  # fmt: skip
     return (
         KernelSpec(

@@ -72,13 +72,13 @@ class KVTable:
     device up to date by `take_update`; but a decode step enters its new slots of this table itself.
     """
 
-    def __init__(self, sizes: PoolSizes, prefix_caching: bool = True, reads_next_token: bool = False) -> None:
-        """reads_next_token: an entry depends on the token behind it, too, as those of drafts do."""
+    def __init__(self, sizes: PoolSizes, prefix_caching: bool = True, next_tokens_read: int = 0) -> None:
+        """next_tokens_read: an entry depends on so many tokens behind it, too, as those of drafts do."""
         self.sizes = sizes
         self.page_size = sizes.page_size
         # What follows the last token of a match may differ. Where states end a match there is no earlier end; a draft
-        # then reads one entry of another token, which may cost it a guess.
-        self._reads_next_token = reads_next_token and not sizes.has_states
+        # then reads some entries of other tokens, which may cost it a guess.
+        self._next_tokens_read = 0 if sizes.has_states else next_tokens_read
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.allocator = TokenAllocator(sizes.tokens, sizes.page_size)
         self.windows = tuple(WindowTable(i, sizes) for i in range(len(sizes.windows)))
@@ -158,8 +158,9 @@ class KVTable:
         """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little. Lock its
         node before anything is evicted."""
         result = self.tree.match_prefix(req.cache_keys(req.matchable_len()), req.namespace, req.node)
-        if self._reads_next_token and result.length:
-            result = self.tree.match_prefix(req.cache_keys(result.length - 1), req.namespace)
+        if self._next_tokens_read and result.length:
+            whole = max(0, result.length - self._next_tokens_read)
+            result = self.tree.match_prefix(req.cache_keys(whole), req.namespace)
         req.node = result.node
         return result
 

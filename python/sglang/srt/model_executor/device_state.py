@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -232,6 +232,42 @@ class DeviceState:
         batch = ForwardBatch(ids, positions, token_slots, decode=decode, turned_by=self._turned_by(positions, slots))
         batch.metadata = self.attention.metadata(batch, in_graph)
         return batch
+
+    def lagging_batch(
+        self, batch: ForwardBatch, ids: torch.Tensor, row_slots: torch.Tensor, lag: torch.Tensor, in_graph: bool
+    ) -> ForwardBatch:
+        """Builds a batch for a drafter, as `speculative.drafter.BuildLagging` describes, of the step's `batch`."""
+        positions = (batch.positions - lag[row_slots]).clamp(min=0)
+        out_cache_loc = self.req_to_token[0][row_slots, positions].to(torch.int64)
+        token_slots = self._token_slots(out_cache_loc, row_slots, positions)
+        lagging = ForwardBatch(ids, positions, token_slots, num_valid_tokens=batch.num_valid_tokens)
+        if batch.decode is not None:
+            rows = batch.decode
+            decode_slots = tuple(TokenSlots(part.req_to_token, part.out_cache_loc[: len(rows)]) for part in token_slots)
+            seq_lens = (rows.seq_lens - lag[rows.req_pool_indices]).clamp(min=1)
+            lagging.decode = DecodeRows(rows.req_pool_indices, seq_lens, decode_slots, rows.seq_lens_cpu)
+            if not in_graph and self.attention.decode_plans_on_host:
+                lagging.decode.seq_lens_cpu = seq_lens.tolist()
+        if batch.extend is not None:
+            lagging.extend = self._lagging_rows(batch.extend, lag, token_slots, in_graph)
+        lagging.metadata = self.attention.metadata(lagging, in_graph)
+        return lagging
+
+    def _lagging_rows(
+        self, rows: ExtendRows, lag: torch.Tensor, token_slots: tuple[TokenSlots, ...], in_graph: bool
+    ) -> ExtendRows:
+        """The lengths on the host stay, as bounds, unless attention plans by them."""
+        back = lag[rows.req_pool_indices]
+        lagging = replace(
+            rows,
+            seq_lens=rows.seq_lens - back,
+            prefix_lens=(rows.prefix_lens - back).clamp(min=0),
+            token_slots=token_slots,
+            images=None,
+        )
+        if not in_graph and self.attention.extend_plans_on_host:
+            lagging.prefix_lens_cpu, lagging.seq_lens_cpu = lagging.prefix_lens.tolist(), lagging.seq_lens.tolist()
+        return lagging
 
     def _extend_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """Prompts behind the requests that decode, for which the arrays of tokens hold what the host knows."""

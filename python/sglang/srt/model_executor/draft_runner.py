@@ -104,9 +104,10 @@ class DraftRunner:
         build_block = partial(self.state.block_batch, in_graph=in_graph)
         build_queries = partial(self.state.query_batch, in_graph=in_graph)
         batch = output.batch
+        build_lagging = partial(self.state.lagging_batch, batch, in_graph=in_graph)
         return DraftStep(
             batch, next_ids, output.hidden, batch.captured, last_rows, slots, lens, tokens, ends,
-            self._draw, build, build_block, build_queries,
+            self._draw, build, build_block, build_queries, build_lagging,
         )  # fmt: skip
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -145,9 +145,9 @@ class ModelRunner:
         return 0 if self.drafter is None else self.drafter.tokens_ahead
 
     @property
-    def reads_next_token(self) -> bool:
-        """Returns whether a cache entry depends on the token behind it."""
-        return self.drafter is not None and self.drafter.reads_next_token
+    def next_tokens_read(self) -> int:
+        """Returns on how many tokens behind it a cache entry depends."""
+        return 0 if self.drafter is None else self.drafter.next_tokens_read
 
     def step_times(self) -> dict[tuple[int, int], float]:
         """(requests, tokens of each) -> milliseconds of a step with its guesses, as far as such steps are graphs; alike

@@ -18,6 +18,7 @@ from sglang.srt.layers.parameter import FLOATS, Init, Param, Part
 from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.depth_draft import DepthDraft
 from sglang.srt.models.draft_model import DraftModel, build_draft
 from sglang.srt.models.draft_parts import Loadable
 from sglang.srt.models.vision.create_encoder import create_encoder
@@ -86,7 +87,7 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
     return tower
 
 
-def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel:
+def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
     """Builds the planned draft with its weights; those of a model that drafts for itself are in the target's
     checkpoint, of which nothing is read twice. The ranks of the last stage call it. Raises UserError as `filled_model`
     does."""
@@ -97,7 +98,7 @@ def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel:
     return draft
 
 
-def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel:
+def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
     """Builds the draft as `load_draft` does, but keeps in `params` the tensors that the checkpoint's became."""
     assert plan.draft is not None
     start, num_bytes = time.perf_counter(), 0

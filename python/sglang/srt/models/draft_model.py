@@ -24,10 +24,11 @@ from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.residual import FFN, SumStream
 from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
+from sglang.srt.models.depth_draft import DepthDraft
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.models.frozen_draft import FrozenDraft
 from sglang.srt.models.stream_draft import StreamDraft
-from sglang.srt.plan.drafts.description import Block, ByStream, Concatenated, Frozen, Projected, Streamed
+from sglang.srt.plan.drafts.description import Block, ByDepth, ByStream, Concatenated, Frozen, Projected, Streamed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -229,7 +230,7 @@ class StandaloneDraft:
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-def build_draft(plan: Plan, target: CausalLM) -> DraftModel:
+def build_draft(plan: Plan, target: CausalLM) -> DraftModel | DepthDraft:
     """Builds the planned draft, whose weights are still to be filled, as a part of the target's last stage."""
     assert plan.draft is not None
     form = plan.draft.description.form
@@ -239,6 +240,8 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel:
         return ProjectedDraft(DraftParts(plan, target), form)
     if isinstance(form, ByStream):
         return ByStreamDraft(DraftParts(plan, target), form)
+    if isinstance(form, ByDepth):
+        return DepthDraft(DraftParts(plan, target), form)
     if isinstance(form, Streamed):
         return StreamDraft(DraftParts(plan, target), form)
     if isinstance(form, Block):

@@ -46,7 +46,8 @@ class HeadDims:
 class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
-    `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
+    `window` 0: over the whole request; `kept_longer`: tokens more than a window that the cache keeps (drafts whose rows
+    lag behind the request). `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
     > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "unit" for one without
     weights, "whole" for one over all of q and one over all of k; `value_norm`: over each head of v too, without
     weights; `value_scale` multiplies v. With `values_from_keys` k_proj makes both: v is k before its norm.
@@ -66,6 +67,7 @@ class GQA:
     rope: RopeSpec | None
     scale: float = 0.0
     window: int = 0
+    kept_longer: int = 0
     qk_norm: str = ""
     fp32_norms: bool = False
     qkv_bias: bool = False
@@ -148,6 +150,7 @@ class GQA:
             "sliding_window": self.window > 0,
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
+            "kept_longer": self.window > 0 and self.kept_longer > 0,
         }
         traits = [name for name, here in present.items() if here]
         traits += [self.among_recurrent] if self.among_recurrent else []
@@ -166,7 +169,7 @@ class GQA:
         if not self.caches_tokens:
             return ()
         heads = self.shares(serving.tp_size).padded_kv_heads
-        lifetime = Window(self.window) if self.window else FULL
+        lifetime = Window(self.window + self.kept_longer) if self.window else FULL
         cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
         token_ranks = self.token_ranks(serving.tp_size, serving.dcp_size)
         if token_ranks > 1:

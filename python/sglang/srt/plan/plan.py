@@ -87,6 +87,7 @@ class Plan:
     merge_method: str = ALL_TO_ALL  # of ranks that share out the tokens of caches
     token_rows: int = 1  # as Sizes.token_rows
     captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
+    next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, in whatever stage the draft is
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
@@ -313,6 +314,7 @@ def make_plan(
         merge_method=args.dcp_comm_backend,
         token_rows=sizes.token_rows,
         captures=draft.description.captures if draft is not None else (),
+        next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
         capture_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),

@@ -40,6 +40,8 @@ class WeightMap:
     model: Mapping[str, str]
     layer: Mapping[str, str]
     layer_prefix: str = "model.layers.{layer}."
+    first_layer: int = 0
+    """Number that checkpoints give the first layer."""
     ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
     aliases: tuple[tuple[str, str], ...] = CACHE_SCALE_ALIASES
     """Pairs of name endings: those of some checkpoints, and those that the others have in their place."""
@@ -66,7 +68,7 @@ class WeightMap:
     def layer_module(self, layer: int, module: str, part: str = "", expert: int = 0) -> str:
         """Returns the checkpoint's name of the module in a layer that holds this part of ours ("attn.qkv",
         "moe.w13")."""
-        template = self.layer_prefix.format(layer=layer) + self.layer[module]
+        template = self.layer_prefix.format(layer=self.first_layer + layer) + self.layer[module]
         return template.format(part=self._part(part), own=part, expert=expert).removesuffix(".")
 
     def _part(self, part: str) -> str:

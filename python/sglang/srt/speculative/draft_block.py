@@ -24,7 +24,7 @@ from sglang.srt.speculative.drafter import DraftStep
 class DraftBlock:
     """Guesses a block of tokens with a draft model. Implements Drafter."""
 
-    reads_next_token = False
+    next_tokens_read = 0
 
     def __init__(self, model: BlockDraft, num_tokens: int, max_requests: int) -> None:
         """max_requests: of a step, as the memory of logits is planned."""

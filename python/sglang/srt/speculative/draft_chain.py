@@ -27,7 +27,7 @@ class DraftChain:
         self.model, self.num_tokens = model, num_tokens
         self.captures, self.caches = model.captures, tuple(model.caches)
         self.tokens_ahead = num_tokens - (2 if model.shifted else 1)  # the last guess has no row
-        self.reads_next_token = model.shifted
+        self.next_tokens_read = int(model.shifted)
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         pass

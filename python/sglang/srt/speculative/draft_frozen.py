@@ -24,7 +24,7 @@ class DraftFrozen:
 
     captures: tuple[int, ...] = ()
     caches: tuple[CacheStore, ...] = ()
-    reads_next_token = True
+    next_tokens_read = 1
 
     def __init__(self, model: FrozenDraft, num_tokens: int) -> None:
         self.model, self.num_tokens = model, num_tokens

@@ -45,6 +45,14 @@ class BuildBlock(Protocol):
         of the batch stands for the whole block of a request."""
 
 
+class BuildLagging(Protocol):
+    """Makes the batch of a step once more, for layers that compute each request's rows at earlier positions."""
+
+    def __call__(self, ids: torch.Tensor, row_slots: torch.Tensor, lag: torch.Tensor) -> ForwardBatch:
+        """Makes the batch of as many rows. ids [T] int64; row_slots [T] int64: the request slot of each row; lag
+        [request slots + 1] int32: how many positions further back the rows of each request lie."""
+
+
 class BuildQueries(Protocol):
     """Makes the batch of a row of each of R requests that only reads the caches."""
 
@@ -74,6 +82,7 @@ class DraftStep:
     build_batch: BuildBatch
     build_block: BuildBlock
     build_queries: BuildQueries
+    build_lagging: BuildLagging
 
 
 class Drafter(Protocol):
@@ -86,8 +95,8 @@ class Drafter(Protocol):
     tokens_ahead: int
     """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own; 0:
     none."""
-    reads_next_token: bool
-    """True if the drafter's keys and values of a position depend on the token behind it, too."""
+    next_tokens_read: int
+    """Number of tokens behind a position on which the drafter's keys and values of it depend, too."""
 
     caches: tuple[CacheStore, ...]
     """Caches of the drafter's layers, which the pools fill in."""
@@ -106,7 +115,7 @@ class DrafterElsewhere:
 
     num_tokens: int
     tokens_ahead: int
-    reads_next_token: bool
+    next_tokens_read: int
     captures: tuple[int, ...] = ()
     caches: tuple[CacheStore, ...] = ()
 

@@ -30,7 +30,7 @@ class NgramDrafter:
 
     captures: tuple[int, ...] = ()
     tokens_ahead = 0
-    reads_next_token = False
+    next_tokens_read = 0
     caches: tuple[CacheStore, ...] = ()
 
     def __init__(

@@ -17,10 +17,10 @@ from sglang.srt.function_call.forcing import (
     Format,
     after_thoughts,
     answer_format,
-    final_channel,
+    as_message,
     may_think,
 )
-from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.reasoning import ReasoningFormat
@@ -57,17 +57,17 @@ class ChatFormats:
     @property
     def parses(self) -> bool:
         """Returns whether outputs are more than text."""
-        return bool(self.tools) or self._formats.reasoning is not None or isinstance(self._formats.calls, Harmony)
+        return bool(self.tools) or self._formats.reasoning is not None or isinstance(self._formats.calls, MessageFormat)
 
     @property
     def counts_reasoning(self) -> bool:
         return self._formats.reasoning is not None
 
     def thinking_budget(self, tokenizer: Tokenizer, num_tokens: int) -> ThinkingBudget | None:
-        """A limit for the thoughts of an output. None for a model without any, and for Harmony's unless the answer is
-        constrained: a free one may think again."""
+        """A limit for the thoughts of an output. None for a model without any, and for one that writes messages unless
+        the answer is constrained: a free one may think again."""
         reasoning = self._formats.reasoning
-        if reasoning is None or (isinstance(reasoning, Harmony) and not self.thinks_first):
+        if reasoning is None or (isinstance(reasoning, MessageFormat) and not self.thinks_first):
             return None
         begin, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.around_thoughts)
         return ThinkingBudget(num_tokens, begin, end, self._inside)
@@ -101,8 +101,8 @@ class ChatFormats:
         answer = None
         if given is not None and (self.tools or self._formats.reasoning is not None):
             answer = constrained_answer(given, params[given])
-            if answer is not None and self._formats.is_harmony:
-                answer = final_channel(answer)
+            if answer is not None and self._formats.messages is not None:
+                answer = as_message(answer, self._formats.messages)
         if self._forces_call:
             if given is not None:
                 raise bad_request(

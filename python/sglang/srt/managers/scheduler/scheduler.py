@@ -77,7 +77,7 @@ class Scheduler:
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
         caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
-        self.kv = KVTable(self.plan.pool_sizes, caches_prefixes, runner.reads_next_token)
+        self.kv = KVTable(self.plan.pool_sizes, caches_prefixes, runner.next_tokens_read)
         self.host_tier: HostTier | None = None
         """Cached prefixes in main memory."""
         if caches_prefixes and self.plan.host_cache is not None and runner.copies is not None:

@@ -33,7 +33,7 @@ _STACKED = ("gate_up_proj", "down_proj")
 class DraftConfig:
     """The configuration of a draft. `kind`: MTP or one of `configs.speculative.ALGORITHMS`. `values`: the text part of
     config.json, which for MTP in the target's checkpoint is the target's. `dummy`: no weights are read.
-    `keep_shared_apart`: as in `describe_model`."""
+    `keep_shared_apart`: as in `describe_model`. `num_guesses`: the most that a step verifies."""
 
     kind: str
     model_path: str
@@ -42,6 +42,7 @@ class DraftConfig:
     in_target: bool = False
     dummy: bool = False
     keep_shared_apart: str = ""
+    num_guesses: int = 0
 
     @property
     def source(self) -> str:
@@ -50,7 +51,7 @@ class DraftConfig:
     def reader(self) -> ConfigReader:
         return ConfigReader(self.values, self.source)
 
-    def stored(self, names: WeightMap, at: str = "") -> Mapping[str, str] | None:
+    def stored(self, names: WeightMap, at: str | tuple[str, ...] = "") -> Mapping[str, str] | None:
         """Returns the types of the checkpoint's tensors below `at`, by their canonical names; None: there are no
         weights to look at. Raises UserError for damaged files."""
         if self.dummy:
@@ -83,6 +84,7 @@ def read_draft_config(
             quantization=_asked(flag, _as_stored(model.quantization), model.model_path),
             in_target=True,
             dummy=dummy,
+            num_guesses=settings.num_steps,
         )
     config = read_config(folder)
     return DraftConfig(
@@ -91,6 +93,7 @@ def read_draft_config(
         values=select_text_config(config),
         quantization=_asked(flag, detect(config, folder), str(folder)),
         dummy=dummy,
+        num_guesses=settings.num_steps,
     )
 
 

@@ -79,6 +79,28 @@ class ByStream:
 
 
 @dataclass(frozen=True, slots=True)
+class ByDepth:
+    """A draft of several layers for multi-token prediction (arXiv 2412.19437, section 2.2), each with a projection and
+    norms of its own: that of depth d guesses the token d + 2 positions behind a row, from the token before it and
+    features of the row. Features are the target's residual stream behind its last layer; with `chained` those of the
+    depths behind the first are the stream behind the layer before. `wide_norms`: weights of norms are kept in fp32.
+    """
+
+    depths: int
+    chained: bool = False
+    wide_norms: bool = False
+
+    num_captures = 1
+    final_norm = False  # each depth has one
+    reads_streams = False
+
+    def weights(self, hidden_size: int) -> Weights:
+        norms = Elements(3 * hidden_size, "float32" if self.wide_norms else None)
+        one = (Matrix("fc", ("",), hidden_size, 2 * hidden_size, quantized=False), norms)
+        return one * self.depths
+
+
+@dataclass(frozen=True, slots=True)
 class Streamed:
     """A draft of layers for multi-token prediction in a model with gated residual streams (Qwen3.8-Flash-Next).
     Features are the target's `streams`, as they are before they become one: normed as one vector, then projected one by
@@ -202,7 +224,7 @@ class Separate:
         return ()
 
 
-Form = Concatenated | Projected | ByStream | Streamed | Block | Frozen | Separate
+Form = Concatenated | Projected | ByStream | ByDepth | Streamed | Block | Frozen | Separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +235,8 @@ class DraftDescription:
     `first_layer`: the draft's caches are numbered from there, behind the layers of the target, whose vocabulary has
     `vocab_size` tokens. `captures`: the target layers whose outputs it reads. `head_size`: rows of an output head of
     its own, 0: the target's. `reduced`: these rows stand for the tokens that a table in the checkpoint (d2t) names.
-    `own_embedding`: it does not take the target's. `at`: where the tensors begin, in the target's checkpoint.
+    `own_embedding`: it does not take the target's. `at`: the beginnings of the tensors' names in the target's
+    checkpoint.
     """
 
     kind: str
@@ -225,11 +248,23 @@ class DraftDescription:
     head_size: int = 0
     reduced: bool = False
     own_embedding: bool = False
-    at: str = ""
+    at: str | tuple[str, ...] = ""
 
     @property
     def separate(self) -> bool:
         return isinstance(self.form, Separate)
+
+    @property
+    def next_tokens_read(self) -> int:
+        """Number of tokens behind a position on which the draft's keys and values of it depend, too."""
+        if isinstance(self.form, ByDepth):
+            return self.form.depths
+        return 0 if isinstance(self.form, Block | Separate) else 1
+
+    @property
+    def tails(self) -> int:
+        """Rows of features that are kept for each request from step to step."""
+        return self.form.depths - 1 if isinstance(self.form, ByDepth) else 0
 
     @property
     def rows_a_request(self) -> int:

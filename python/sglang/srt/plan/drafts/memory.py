@@ -32,11 +32,12 @@ def with_draft_memory(
     draft_activations = activation_bytes(model, dtype, most_rows, ranks)
     logit_rows = max(sizes.max_running_requests, description.rows_a_request)
     targets = activation_bytes(target, dtype, sizes.tokens_per_step, sizes.ranks)
+    tails = description.tails * (sizes.max_running_requests + 1) * target.hidden_size * item
     stages = sizes.ranks.pp_size + 3 if sizes.ranks.pp_size > 1 else 0
     handed_on = stages * sizes.tokens_per_step * len(description.captures) * target.hidden_size * item
     return replace(
         fixed,
-        activations=fixed.activations + rows + max(0, draft_activations - targets) + handed_on,
+        activations=fixed.activations + rows + tails + max(0, draft_activations - targets) + handed_on,
         logits=fixed.logits + logit_rows * description.vocab_size * 4 * _LOGITS_COPIES,
         graphs=fixed.graphs + draft_graph_bytes(len(model.layers), draft.asked.num_tokens, sizes),
         rotary=fixed.rotary + rotary_bytes(model, sizes.context_len),

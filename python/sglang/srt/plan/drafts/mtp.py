@@ -11,14 +11,13 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.config_layers import block_kinds
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig, stored_wide
 from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected, Streamed
+from sglang.srt.plan.drafts.mtp_by_depth import OTHERS, check_target, describe_by_depth
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
 from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import WeightMap
-
-OTHERS = "Give an EAGLE3 head with --speculative-draft-model-path, or draft with NGRAM."
 
 _ONE_LAYER: Mapping[str, Any] = {
     "num_hidden_layers": 1,
@@ -46,6 +45,8 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
             f" {OTHERS}"
         )
     form = family.mtp
+    if form.depths:
+        return describe_by_depth(config, target, family, form)
     if keys.values.get(BUNDLED_SIZE) is not None:
         raise UserError(
             f"{keys.source}: {BUNDLED_SIZE} says that the model's draft layers are those of DSpark; take"
@@ -63,7 +64,7 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
         )
     family = replace(family, names=names, expert_form=_expert_form(family, stored), pooled_index=False)
     model = describe_as(family, keys, stored_wide(config.quantization, stored), config.keep_shared_apart)
-    _check_target(model, target, keys.source)
+    check_target(model, target, keys.source)
     return DraftDescription(
         kind=MTP,
         model=replace(model, vocab_size=target.vocab_size, tie_embeddings=False, first_stage=False, last_stage=False),
@@ -138,14 +139,3 @@ def _expert_form(family: Family, stored: Mapping[str, str] | None) -> str:
     if stored is None or family.expert_form not in ("", "stacked"):
         return family.expert_form
     return "stacked" if any(name.endswith("experts.gate_up_proj") for name in stored) else ""
-
-
-def _check_target(model: ModelDescription, target: ModelDescription, source: str) -> None:
-    if model.unsupported:
-        raise UserError("\n".join(model.unsupported))
-    for what, theirs, ours in (
-        ("hidden_size", model.hidden_size, target.hidden_size),
-        ("vocab_size", model.vocab_size, target.vocab_size),
-    ):
-        if theirs != ours:
-            raise UserError(f"{source}: {what} is {theirs}, and the model's {ours}. {OTHERS}")

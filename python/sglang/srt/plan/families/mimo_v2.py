@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import MIMO_V2_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -30,4 +31,5 @@ MIMO_V2 = Family(
     o_bias=False,
     has_experts=True,
     router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
+    mtp=MIMO_V2_MTP,
 )

@@ -18,6 +18,10 @@ class MtpForm:
     keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
     values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`; `by_stream`,
     `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `unread`: names of tensors that are not used.
+
+    `depths` > 0: the form is `drafts.description.ByDepth` of so many layers, unless the config says how many; `names`
+    and `copies` are then below each layer, and layers have a window. `chained`: as there; `layer_names`: names in these
+    layers that differ from those in the model's.
     """
 
     at: str = ""
@@ -32,6 +36,9 @@ class MtpForm:
     by_stream: bool = False
     streamed: bool = False
     unread: tuple[str, ...] = ()
+    depths: int = 0
+    chained: bool = False
+    layer_names: Mapping[str, str] = field(default_factory=dict)
 
 
 EH_PROJ = MtpForm(
@@ -87,6 +94,25 @@ V4_MTP = MtpForm(
     by_stream=True,
 )
 """DeepSeek-V4 before its editions of July 2026, which bring a DSpark draft instead."""
+MIMO_V2_MTP = MtpForm(
+    at="model.mtp.layers.",
+    names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "final_layernorm"},
+    depths=3,
+    layer_names={"mlp_norm": "pre_mlp_layernorm"},
+)
+"""MiMo-V2. Published configs do not say how many layers there are."""
+STEP_MTP = MtpForm(
+    names={
+        "fc": "eh_proj",
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "norm": "transformer.shared_head.norm",
+    },
+    copies=("transformer.shared_head.output.", "embed_tokens."),
+    depths=3,
+    chained=True,
+)
+"""Step-3.5 and 3.7: layers behind the last one."""
 QWEN4_MTP = MtpForm(
     at="mtp.",
     layer="layers.{layer}.",

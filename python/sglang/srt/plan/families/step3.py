@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import STEP_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -55,6 +56,7 @@ STEP3P5 = Family(
     has_experts=True,
     router=Router(0, "sigmoid", correction="router_bias", exact_logits=True),
     expert_form="by_matrix",
+    mtp=STEP_MTP,
 )
 STEP3P7 = replace(
     STEP3P5,

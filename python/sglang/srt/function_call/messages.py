@@ -1,0 +1,48 @@
+"""Formats in which an output is a row of messages, each with a header that says what it is and whom it addresses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from sglang.srt.function_call.output import Output
+from sglang.srt.function_call.reader import Markers, Reader, Steps
+
+_BETWEEN_THOUGHTS = "\n"
+
+
+class MessageFormat(ABC):
+    """Both a call format and a reasoning format. `markers`: texts that the parser must see; `around_thoughts`: what
+    stands around thoughts; `next_message`: what the model writes between the end of a message and the header of the
+    next one; `answer_header`: the header of the answer."""
+
+    markers: tuple[str, ...]
+    around_thoughts: tuple[str, str]
+    next_message: str
+    answer_header: str
+
+    @abstractmethod
+    def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
+        """Reads a whole output. separate: whether thoughts are kept apart from the text."""
+
+
+class Bodies:
+    """The bodies of messages that are no calls. `ends`: markers that end one; `edges`: these, and those that begin the
+    next message without any."""
+
+    def __init__(self, reader: Reader, output: Output, separate: bool, ends: Markers, edges: Markers) -> None:
+        self._reader, self._output, self._separate = reader, output, separate
+        self._ends, self._edges = ends, edges
+        self._num_thoughts = 0
+
+    def read(self, is_thought: bool) -> Steps[None]:
+        reader, output = self._reader, self._output
+        output.in_reasoning = is_thought
+        if is_thought and self._separate:
+            output.reasoning(_BETWEEN_THOUGHTS if self._num_thoughts else "")
+            self._num_thoughts += 1
+            yield from reader.until(self._edges, output.reasoning)
+        else:
+            yield from reader.until(self._edges, output.text)
+        yield from reader.one_of(self._ends)
+        if is_thought:
+            output.end_reasoning()

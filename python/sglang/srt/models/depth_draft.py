@@ -1,0 +1,59 @@
+"""A draft of several layers for multi-token prediction, one for each depth; see `plan.drafts.description.ByDepth`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.models.draft_parts import DraftParts, Loadable
+from sglang.srt.plan.drafts.description import ByDepth
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class DepthDraft:
+    """Features and states are residual streams [T, H], before any final norm."""
+
+    def __init__(self, parts: DraftParts, form: ByDepth) -> None:
+        self.parts, self.chained = parts, form.chained
+        self.captures, self.caches = parts.draft.captures, parts.caches
+        self.hidden_size, self.dtype = parts.model.hidden_size, parts.scope.dtype
+        self.depths = [Depth(parts, i) for i in range(form.depths)]
+
+    def loadables(self) -> list[tuple[Loadable, str]]:
+        return self.parts.loadables()
+
+    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the features [T, H] of the first depth, made of the target's step."""
+        (stream,) = captured
+        return stream
+
+    def compute(self, depth: int, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
+        """Returns the stream [T, H] behind the layer of a depth; features [T, H] stay as they are."""
+        return self.depths[depth](batch, features)
+
+    def logits(self, depth: int, state: torch.Tensor) -> torch.Tensor:
+        """Returns logits, [R, H] -> [R, V] fp32 on every rank."""
+        return self.parts.head(self.depths[depth].norm(state, None)[0])
+
+
+class Depth:
+    """The layer of one depth, with what stands before and behind it."""
+
+    def __init__(self, parts: DraftParts, i: int) -> None:
+        self.parts = parts
+        self.norms = (parts.norm(f"embedding_norm.{i}"), parts.norm(f"hidden_norm.{i}"))
+        self.fc = parts.projection(2 * parts.model.hidden_size, name=f"fc.{i}")
+        self.layer = parts.layer(i)
+        self.norm = parts.norm(f"norm.{i}")
+
+    def __call__(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
+        embedding_norm, hidden_norm = self.norms
+        embedded = embedding_norm(self.parts.embedding(batch.input_ids), None)[0]
+        joined = torch.cat((embedded, hidden_norm(features, None)[0]), dim=-1)
+        stream = self.parts.residual.begin(self.fc(joined))
+        self.layer(stream, batch)
+        return stream.summed()

@@ -1,0 +1,148 @@
+"""Layers for multi-token prediction of which each guesses at a depth of its own (MiMo-V2, Step)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.config import MTP, DraftConfig, stored_wide
+from sglang.srt.plan.drafts.description import ByDepth, DraftDescription
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import MtpForm
+from sglang.srt.plan.layer_spec import LayerSpec
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.model_description import ModelDescription, describe_as
+from sglang.srt.plan.weight_names import WeightMap
+
+OTHERS = "Give an EAGLE3 head with --speculative-draft-model-path, or draft with NGRAM."
+_BY_LAYER = ("swiglu_limits", "swiglu_limits_shared")
+"""Keys with an entry for each layer, those of drafts behind the others."""
+
+
+def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Family, form: MtpForm) -> DraftDescription:
+    """Describes as many of the layers as there are guesses. Raises UserError where the checkpoint has fewer, naming the
+    flag."""
+    keys = config.reader()
+    depths = _depths(config, target, form)
+    if config.num_guesses > depths:
+        raise UserError(
+            f"{keys.source}: the model drafts with {depths} layer{'s' * (depths > 1)}, one for each guess of a step,"
+            f" and {config.num_guesses} guesses are asked for. Pass --speculative-num-steps {depths} or fewer."
+        )
+    first, used = len(target.layers), config.num_guesses
+    names = _names(form, family, target, depths, used)
+    stored = config.stored(names, _beginnings(form, target, depths))
+    keys = ConfigReader(
+        {**keys.values, **_layers(keys, first, used), "architectures": [target.architecture]}, keys.source
+    )
+    quantization = stored_wide(config.quantization, stored)
+    model = describe_as(replace(family, names=names), keys, quantization, config.keep_shared_apart)
+    check_target(model, target, keys.source)
+    layers = tuple(_lagging(layer, used - 1) for layer in model.layers)
+    return DraftDescription(
+        kind=MTP,
+        model=replace(
+            model,
+            layers=layers,
+            vocab_size=target.vocab_size,
+            tie_embeddings=False,
+            first_stage=False,
+            last_stage=False,
+        ),
+        form=ByDepth(used, form.chained, family.zero_centred_norms),
+        first_layer=first,
+        vocab_size=target.vocab_size,
+        captures=(first - 1,),
+        at=_beginnings(form, target, used),
+    )
+
+
+def check_target(model: ModelDescription, target: ModelDescription, source: str) -> None:
+    """Raises UserError where draft layers do not go with the target."""
+    if model.unsupported:
+        raise UserError("\n".join(model.unsupported))
+    for what, theirs, ours in (
+        ("hidden_size", model.hidden_size, target.hidden_size),
+        ("vocab_size", model.vocab_size, target.vocab_size),
+    ):
+        if theirs != ours:
+            raise UserError(f"{source}: {what} is {theirs}, and the model's {ours}. {OTHERS}")
+
+
+def _depths(config: DraftConfig, target: ModelDescription, form: MtpForm) -> int:
+    """Returns how many layers there are: as many as the checkpoint has; without weights as its config says, or as are
+    published. Raises UserError for a checkpoint with none, or with others than those that follow one another."""
+    keys = config.reader()
+    stated = next((keys.count(key) for key in form.counts if keys.values.get(key) is not None), form.depths)
+    most = _beginnings(form, target, max(stated, form.depths))
+    at = form.at or most
+    stored = config.stored(target.names, at)
+    if stored is None:
+        if not stated:
+            raise UserError(f"{keys.source}: {form.counts[0]} is 0: no layer drafts. {OTHERS}")
+        return stated
+    numbers = sorted(_numbers(stored, form.at or target.names.layer_prefix.partition("{layer}")[0]))
+    first = 0 if form.at else len(target.layers)
+    if not numbers:
+        where = form.at or f"{most[0]} and behind"
+        raise UserError(
+            f"{config.model_path} has no tensors at {where}: it has no layers for multi-token prediction, which some"
+            f" exports leave out. {OTHERS}"
+        )
+    if numbers != list(range(first, first + len(numbers))):
+        listed = ", ".join(map(str, numbers))
+        raise UserError(f"{config.model_path} has the draft layers {listed}, but not all from {first} on. {OTHERS}")
+    return len(numbers)
+
+
+def _numbers(stored: Collection[str], at: str) -> set[int]:
+    matches = (re.match(rf"{re.escape(at)}(\d+)\.", name) for name in stored)
+    return {int(match[1]) for match in matches if match is not None}
+
+
+def _beginnings(form: MtpForm, target: ModelDescription, depths: int) -> tuple[str, ...]:
+    """Returns where the names of each depth's tensors begin."""
+    if form.at:
+        return tuple(f"{form.at}{i}." for i in range(depths))
+    return tuple(target.names.layer_prefix.format(layer=len(target.layers) + i) for i in range(depths))
+
+
+def _names(form: MtpForm, family: Family, target: ModelDescription, depths: int, used: int) -> WeightMap:
+    places = _beginnings(form, target, depths)
+    model = {f"{ours}.{i}": places[i] + name for i in range(used) for ours, name in form.names.items()}
+    return replace(
+        target.names,
+        model={**model, "embed": target.names.model["embed"], "lm_head": target.names.model["lm_head"]},
+        layer={**family.names.layer, **form.layer_names},
+        layer_prefix=f"{form.at}{{layer}}." if form.at else target.names.layer_prefix,
+        first_layer=0 if form.at else len(target.layers),
+        behind=(),
+        unread=(*(place + copy for place in places for copy in form.copies), *places[used:]),
+    )
+
+
+def _layers(keys: ConfigReader, first: int, used: int) -> Mapping[str, Any]:
+    """Returns the keys of the config as they apply to the draft's layers: windows, and no experts."""
+    listed = {key: keys.default(key, list, []) for key in _BY_LAYER}
+    limits = {key: (values[first : first + used] + [0.0] * used)[:used] for key, values in listed.items() if values}
+    return {
+        **limits,
+        "num_hidden_layers": used,
+        "layer_types": ["sliding_attention"] * used,
+        "mlp_layer_types": ["dense"] * used,
+        "moe_layer_freq": None,
+        "moe_layers_enum": None,
+        "hybrid_layer_pattern": None,
+        "per_layer_config": None,
+    }
+
+
+def _lagging(layer: LayerSpec, tokens: int) -> LayerSpec:
+    """Returns the layer with a cache that keeps `tokens` more than its window: rows of the last depth lag so far behind
+    the request, whose windows leave what no row of the target sees."""
+    assert isinstance(layer.mixer, GQA), "families with such drafts have attention of this kind"
+    return replace(layer, mixer=replace(layer.mixer, kept_longer=tokens))

@@ -1,0 +1,134 @@
+"""Models with a draft layer for each depth, written as MiMo-V2 and Step publish them, and what they guess: whole
+sequences in transformers' layers, no cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .draft_references import Target
+from .harness import SIZES, TINY, hf_model
+
+Tensors = dict[str, Tensor]
+HIDDEN, DEPTHS = SIZES["hidden_size"], 3
+
+
+@dataclass(frozen=True)
+class ByDepthForm:
+    """`at`: where the names of depth {i} begin, {layer} being its number behind the target's layers; `norm`: the name
+    of its last norm; `renamed`: pieces of names in transformers' layers, and those in place of them. `lists`: keys of
+    the config with an entry for each layer, and the one of a draft's; `keys`: others."""
+
+    at: str
+    norm: str
+    renamed: Mapping[str, str]
+    lists: Mapping[str, Any]
+    keys: Mapping[str, Any]
+    chained: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+DEPTH_FORMS = {
+    "mimo_v2": ByDepthForm(
+        "model.mtp.layers.{i}.",
+        "final_layernorm",
+        {"post_attention_layernorm": "pre_mlp_layernorm"},
+        {"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
+        {},
+    ),
+    "step3p7": ByDepthForm(
+        "model.layers.{layer}.",
+        "transformer.shared_head.norm",
+        {},
+        {"layer_types": "sliding_attention", "mlp_layer_types": "dense", "rope_theta": 1e4}
+        | {"partial_rotary_factors": 1.0, "swiglu_limits": 0.0, "swiglu_limits_shared": 0.0},
+        {"num_nextn_predict_layers": DEPTHS},
+        chained=True,
+        ignored=("transformer.shared_head.output.weight",),
+    ),
+}
+
+
+@dataclass
+class DepthReference:
+    """Guesses of one layer after the other. Layer d computes row i of token i + 1 + d and of features i: the target's
+    stream behind its last layer, or chained that of the layer before."""
+
+    w: Tensors
+    target: Target
+    layers: Sequence[Any]
+    prefixes: Sequence[str]
+    norm_name: str
+    chained: bool
+
+    @torch.inference_mode()
+    def __call__(self, tokens: list[int], count: int) -> Tensor:
+        streams, _ = self.target.streams(tokens[:-1])
+        features, known, given = streams[-1], list(tokens), []
+        for depth in range(count):
+            state = self._rows(depth, known[1 + depth :], features)
+            given.append(self.target.logits(self._norm(self._named(depth, self.norm_name), state[-1])))
+            known.append(int(given[-1].argmax()))
+            features = state if self.chained else features
+        return torch.stack(given)
+
+    def _rows(self, depth: int, ids: Sequence[int], features: Tensor) -> Tensor:
+        embedded = self._norm(self._named(depth, "enorm"), self.target.embedded(ids))
+        joined = torch.cat((embedded, self._norm(self._named(depth, "hnorm"), features)), dim=-1)
+        x = (joined @ self._named(depth, "eh_proj").T)[None]
+        decoder = self.target.model.get_decoder()
+        row = torch.arange(len(ids))
+        seen = (row[:, None] >= row) & (row[:, None] - row < decoder.config.sliding_window)
+        mask = torch.zeros(len(ids), len(ids)).masked_fill(~seen, -torch.inf)[None, None]
+        turned = decoder.rotary_emb(x, row[None], "sliding_attention")
+        out = self.layers[depth](x, attention_mask=mask, position_ids=row[None], position_embeddings=turned)
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    def _named(self, depth: int, name: str) -> Tensor:
+        return self.w[f"{self.prefixes[depth]}{name}.weight"]
+
+    def _norm(self, weight: Tensor, rows: Tensor) -> Tensor:
+        centre = 1.0 if self.chained else 0.0  # Step stores weights of norms minus 1
+        eps = self.target.model.get_decoder().config.rms_norm_eps
+        return rows * (rows.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (weight + centre)
+
+
+def build_depths(name: str, folder: Path) -> DepthReference:
+    """A model with the draft's layers behind its own, split into a target and its draft; written to `folder`."""
+    form, changes = DEPTH_FORMS[name], TINY[name][1]
+    total = changes["num_hidden_layers"]
+    more: dict[str, Any] = {
+        key: [*changes[key], *[value] * DEPTHS] for key, value in form.lists.items() if key in changes
+    }
+    whole, target = hf_model(name, num_hidden_layers=total + DEPTHS, **more), hf_model(name)
+    target.load_state_dict({k: v for k, v in whole.state_dict().items() if k in target.state_dict()})
+    whole.save_pretrained(folder / "whole")
+    target.save_pretrained(folder)
+    tensors, stored = load_file(folder / "whole" / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(6)
+    prefixes = [form.at.format(i=i, layer=total + i) for i in range(DEPTHS)]
+    for i, prefix in enumerate(prefixes):
+        for key, tensor in tensors.items():
+            if f".layers.{total + i}." in key:
+                short = key.split(f".layers.{total + i}.")[1]
+                for piece, published in form.renamed.items():
+                    short = short.replace(piece, published)
+                stored[prefix + short] = tensor
+        stored[f"{prefix}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.15
+        for norm in ("enorm", "hnorm", form.norm):
+            weight = torch.rand(HIDDEN, generator=generator) + (-0.5 if form.chained else 0.5)
+            stored[f"{prefix}{norm}.weight"] = weight
+        stored |= {prefix + copy: torch.zeros(SIZES["vocab_size"], HIDDEN) for copy in form.ignored}  # never read
+    save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config).update(form.keys)
+    (folder / "config.json").write_text(json.dumps(config))
+    layers = whole.get_decoder().layers[total:]
+    return DepthReference(stored, Target(target), layers, prefixes, form.norm, form.chained)
