@@ -67,7 +67,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     ),
     "Models and weights": (
         Feature("Quantization of weights", "--quantization", "`--quantization`"),
-        Feature("FP8 KV cache", "--kv-cache-dtype", "`--kv-cache-dtype`"),
+        Feature("FP8 and FP4 KV cache", "--kv-cache-dtype", "`--kv-cache-dtype`"),
         Feature("LoRA adapters", "--enable-lora", "`--enable-lora`"),
         Feature("Images and video", "--limit-mm-data-per-request", "`--limit-mm-per-prompt`"),
         Feature("Weights of a running server", "/update_weights_from_disk", "`--weight-transfer-config`"),

@@ -32,6 +32,7 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import describe_capacity
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
+from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
@@ -84,7 +85,7 @@ class Explanation:
         draft, serving = self.draft, self.serving
         assert draft is not None
         features = self.arch.features if self.arch.device == "cuda" else None
-        size = draft.weight_bytes(serving.dtype, serving.kv_dtype.startswith("fp8"), features)
+        size = draft.weight_bytes(serving.dtype, has_tensor_scales(serving.kv_dtype), features)
         cost = cache_cost(cache_groups(draft.description.model, serving))
         return {**draft.describe(), "weight_bytes": size, "bytes_per_token": math.ceil(cost.bytes_per_token)}
 

@@ -95,6 +95,8 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm90", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 16, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "160x160/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "192x192/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/fp4_e2m1/", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "256x256/bfloat16/fp4_e2m1/", 36, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "288x256/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "linear", "tiles/mxfp8", 8, "two registers under one of the two Triton versions"),
     AcceptedSpill("sm90", "decode_attention", "72x72/", 64, _UNALIGNED_HEADS),
@@ -168,7 +170,7 @@ def missing(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]
 
 def rows_without_tile(ledger: Ledger) -> Iterator[str]:
     """Table rows that leave an architecture without any tile that fits."""
-    dtypes = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+    dtypes = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     for row in tiles.ROWS:
         for head_dim, v_head_dim in row.head_dims:
             for kv_dtype in dtypes:

@@ -28,6 +28,8 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("dtype", "fp32"): "float32",
     ("kv_cache_dtype", "bfloat16"): "bf16",
     ("kv_cache_dtype", "fp8"): "fp8_e4m3",
+    ("kv_cache_dtype", "nvfp4"): "fp4_e2m1",
+    ("kv_cache_dtype", "fp4"): "fp4_e2m1",
     ("quantization", "compressed_tensors"): "compressed-tensors",
     ("attention_backend", "torch"): "torch_native",
     ("prefill_attention_backend", "torch"): "torch_native",
@@ -78,11 +80,10 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
 """(field, value) -> our name of the same thing."""
 
 
-_NO_4_BIT_CACHE = "There is no KV cache in 4 bits yet; fp8_e4m3 is the smallest."
 _NVFP4 = "Checkpoints in NVFP4 are detected: leave the flag out, or write modelopt_fp4 for one of ModelOpt."
 VALUE_HINTS: Mapping[tuple[str, str], str] = {
-    **{("kv_cache_dtype", value): _NO_4_BIT_CACHE for value in ("nvfp4", "fp4", "fp4_e2m1", "fp4_mx_block16")},
-    ("kv_cache_dtype", "nvfp4_ds_mla"): _NO_4_BIT_CACHE,
+    ("kv_cache_dtype", "fp4_mx_block16"): "Write fp4_e2m1: four bits with an e4m3 scale for 16 of them.",
+    ("kv_cache_dtype", "nvfp4_ds_mla"): "Latents have no cache in 4 bits; fp8_e4m3 is the smallest.",
     ("kv_cache_dtype", "fp8_ds_mla"): "Write fp8_e4m3: how a model lays it out is its own affair.",
     ("kv_cache_dtype", "mxfp8"): "Write fp8_e4m3.",
     ("quantization", "nvfp4"): _NVFP4,

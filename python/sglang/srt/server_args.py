@@ -118,7 +118,7 @@ class ServerArgs:
     )
     no_ple_offload_embedding: bool = option(False, MEMORY, "Keep tables of n-grams in GPU memory in any case.")
     kv_cache_dtype: str = option(
-        "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
+        "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     )
     device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
     random_seed: int | None = option(

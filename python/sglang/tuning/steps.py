@@ -6,6 +6,7 @@ total(rows).seconds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
 from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, Serving
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
@@ -211,7 +212,7 @@ def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str,
 
 def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
     mixer, tp = layer.mixer, serving.tp_size
-    item = KV_DTYPE_BYTES[serving.kv_dtype]
+    item = math.ceil(value_bytes(serving.kv_dtype))  # the model has no four-bit kernels: as FP8, at most
     if isinstance(mixer, GQA):
         heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
         dims = (mixer.head_dim, mixer.v_head_dim)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import get_args
+from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
@@ -21,7 +21,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import band_of
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.tables import MIXED_ROWS
-from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
@@ -29,7 +29,9 @@ from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
@@ -98,6 +100,8 @@ from .published import LAYOUTS, accepted_layouts, described
 
 BF16 = torch.bfloat16
 CACHES = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+FP4 = "fp4_e2m1"
+CACHE_NAMES = ("k_cache", "v_cache")
 SEEING_THEMSELVES = ("Gemma4ForConditionalGeneration",)
 """Models whose images see themselves both ways in layers with a window."""
 OWN_FORMAT_OF_BIASES = "mxfp4"
@@ -285,14 +289,17 @@ def _whole_norm(shape: AttentionShape) -> None:
 def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     weight = empty(dim, dtype=torch.float32 if mixer.fp32_norms else BF16) if mixer.qk_norm == "head" else None
-    for dtype in CACHES:
-        k, v = (empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
-        for tokens in (1, 100, 300):
-            rope_store.qk_norm_rope_store(
-                empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
-                empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim, k, v,
-                empty(tokens, dtype=torch.int64), interleaved=mixer.interleaved,
-            )  # fmt: skip
+    caches = [
+        {name: empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for name in CACHE_NAMES} for dtype in CACHES
+    ]
+    if (dim, dim) in fp4_head_dims():
+        caches.append(fp4_caches(shape))
+    for stored, tokens in itertools.product(caches, (1, 100, 300)):
+        rope_store.qk_norm_rope_store(
+            empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
+            empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim,
+            out_cache_loc=empty(tokens, dtype=torch.int64), interleaved=mixer.interleaved, **stored,
+        )  # fmt: skip
 
 
 def _attention(
@@ -307,6 +314,8 @@ def _attention(
     heads, kv_heads, dim, v_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim
     sink = empty(heads, dtype=torch.float32) if sinks else None
     layer = {"logit_cap": cap, "sinks": sink, "sliding_window": window}
+    if not latent:
+        _fp4_attention(shape, layer, arch)
     for dtype in CACHES:
         k_cache = empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype])
         # Tensors without memory begin at the address 0: one that is no part of the keys begins behind it.
@@ -336,9 +345,38 @@ def _attention(
             )  # fmt: skip
 
 
+def fp4_caches(shape: AttentionShape) -> dict[str, torch.Tensor]:
+    """Codes and scales of keys and values, as arguments of kernels."""
+    sizes = {"k_cache": shape.head_dim // 2, "v_cache": shape.v_head_dim // 2}
+    sizes |= {"k_group_scales": shape.head_dim // 16, "v_group_scales": shape.v_head_dim // 16}
+    return {name: empty(SLOTS, shape.num_kv_heads, size, dtype=torch.uint8) for name, size in sizes.items()}
+
+
+def _fp4_attention(shape: AttentionShape, layer: dict[str, Any], arch: ArchTraits, causal: bool = True) -> None:
+    heads, kv_heads, dim, v_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim
+    widths = [heads * dim, kv_heads * dim, kv_heads * v_dim]
+    parts = empty(100, sum(widths)).split(widths, -1)
+    q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip(parts, (dim, dim, v_dim), strict=True))
+    if not causal:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    caches, lens = fp4_caches(shape), empty(8, dtype=torch.int32)
+    rows = {"req_to_token": empty(REQUESTS + 1, CONTEXT, dtype=torch.int32), "scale": 0.1, **layer, **caches}
+    rows["req_pool_indices"] = empty(8, dtype=torch.int64)
+    for tile in attention_tiles("extend_attention", dim, v_dim, FP4, arch.features):
+        extend_fp4_fwd(
+            q, k, v, empty(100, heads, v_dim), prefix_lens=lens, start_loc=empty(9, dtype=torch.int32), tile=tile,
+            causal=causal, **rows,
+        )  # fmt: skip
+    for tile in attention_tiles("decode_attention", dim, v_dim, FP4, arch.features) if causal else ():
+        workspace = DecodeWorkspace.allocate(64, heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
+        plan_decode(lens, workspace, tile)
+        decode_fp4_fwd(q[:8], empty(8, heads, v_dim), seq_lens=lens, workspace=workspace, tile=tile, **rows)
+
+
 def _images_both_ways(shape: AttentionShape, window: int, arch: ArchTraits) -> None:
     """Rows of the step that are gathered, so that nothing lies between them."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    _fp4_attention(shape, {"sliding_window": window}, arch, causal=False)
     for dtype in CACHES:
         cache = [empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv"]
         q, k, v = (empty(100, count, dim) for count in (heads, kv_heads, kv_heads))

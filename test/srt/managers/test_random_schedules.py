@@ -39,7 +39,8 @@ COMBINATIONS = len(MODELS) * len(GUESSES) * len(PAGES)
 OUTPUT, TRUNK = 40, 64
 REQUESTS, POOL = 4, 176
 """Room for little more than one long request: they push each other's prefixes out, and each other back to the queue."""
-GARBAGE = 1e3
+GARBAGE, GARBAGE_BYTE = 1e3, 0x7E
+"""The byte is the largest e4m3 scale, and large codes, of four-bit keys and values."""
 MANY, PARTS = 1008, 12
 
 
@@ -122,7 +123,7 @@ class Schedule:
         self.scheduler.steps_ahead = max(self.random.randrange(4), world.ranks.pp_size - 1)
         for cache in runner.model.caches:
             for tensor in cache._tensors.values():
-                tensor.fill_(GARBAGE)
+                tensor.fill_(GARBAGE_BYTE if tensor.dtype == torch.uint8 else GARBAGE)
         self.collector = Collector()
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.seen: Counter[str] = Counter()

@@ -27,8 +27,10 @@ from sglang.srt.plan.attention_memory import (
     INDEX_LOGIT_BYTES,
     SPARSE_ROUNDS,
 )
+from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes
 from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
@@ -107,6 +109,35 @@ def test_fp8_doubles_the_tokens(build: Any) -> None:
     half = build(kv_cache_dtype="fp8_e4m3")
     assert half.kv_cache_dtype == "fp8_e4m3"
     assert half.max_total_num_tokens == pytest.approx(2 * build().max_total_num_tokens, rel=1e-3)
+
+
+def test_fp4_has_a_scale_for_16_values(build: Any) -> None:
+    """0.5625 bytes a value, of 2: 3.56 times the tokens."""
+    quarter = build(kv_cache_dtype="fp4_e2m1")
+    assert quarter.kv_cache_dtype == "fp4_e2m1"
+    assert quarter.max_total_num_tokens == pytest.approx(2 / 0.5625 * build().max_total_num_tokens, rel=1e-3)
+    kernels = {
+        op: quarter.choices[op].spec.name for op in ("decode_attention", "extend_attention", "qk_norm_rope_store")
+    }
+    assert set(kernels.values()) == {"triton"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags", "why"),
+    [
+        ("deepseek_v3", {}, {"tp_size": 8}, "latents (MLA)"),
+        ("deepseek_v32", {}, {"tp_size": 8}, "latents (MLA)"),
+        ("minimax_m3_nvfp4", {}, {"tp_size": 4}, "an indexer selects by blocks"),
+        ("qwen3", {"head_dim": 72}, {}, "heads of 72 dims are no multiple of 16"),
+        ("glm47", {"num_key_value_heads": 2}, {"tp_size": 8, "dcp_size": 4}, "ranks share out their tokens"),
+    ],
+)
+def test_caches_that_have_no_four_bits(name: str, changes: dict[str, Any], flags: dict[str, Any], why: str) -> None:
+    config = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
+    serving = Serving("bfloat16", "fp4_e2m1", **flags)
+    with pytest.raises(UserError, match=re.escape(why)) as refusal:
+        cache_groups(describe_model(config, None), serving)
+    assert "--kv-cache-dtype fp8_e4m3 or bf16 works" in str(refusal.value)
 
 
 def test_tensor_parallel_shares(build: Any) -> None:

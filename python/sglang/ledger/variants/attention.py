@@ -19,17 +19,20 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     plan_constants,
     plan_kernel,
 )
+from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_kernel
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_kernel
+from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_kernel
 from sglang.srt.layers.attention.triton_ops.latent_decode import latent_decode_kernel
 from sglang.srt.layers.attention.triton_ops.latent_prompt import (
     gather_constants,
     gather_latents_kernel,
     latent_prompt_kernel,
 )
+from sglang.srt.layers.triton_ops.fp4_rows import group_block
 
 OPS = ("extend_attention", "decode_attention", "prefill_attention", "latent_prompt_attention")
 
-KV_DTYPES: dict[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}
+KV_DTYPES: dict[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5", "fp4_e2m1": "*u8"}
 """float16 needs what bfloat16 needs; a uint8 pool is viewed as one of the float8 types before the launch."""
 
 _POINTERS = {
@@ -84,6 +87,18 @@ FORM_RULES = {
         free=frozenset({"GROUP"}),
         at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),
         counts=frozenset({"num_heads", "num_head_tiles", "window", "stride_rt"}),
+        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
+    ),
+    "decode_fp4.decode_fp4_kernel": FormRule(
+        free=frozenset({"GROUP"}),
+        at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),
+        counts=frozenset({"num_heads", "num_head_tiles", "window", "stride_rt"}),
+        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
+    ),
+    "extend_fp4.extend_fp4_kernel": FormRule(
+        free=frozenset({"GROUP"}),
+        at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),
+        counts=frozenset({"num_seqs", "num_blocks", "num_kv_heads", "window", "stride_rt"}),
         absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
     ),
     "latent_decode.latent_decode_kernel": FormRule(counts=frozenset({"num_heads", "num_head_tiles", "stride_rt"})),
@@ -143,7 +158,7 @@ def _gathers() -> Iterator[Variant]:
     launch = gather_constants(tiles.MLA_LATENT[1], tiles.MLA_LATENT[0] - tiles.MLA_LATENT[1])
     tile = {"num_warps": launch.pop("num_warps"), "num_stages": 3}
     constexprs = launch | {"NOPE": 128}
-    for kv_dtype in KV_DTYPES:
+    for kv_dtype in ("bfloat16", "fp8_e4m3", "fp8_e5m2"):
         signature = {name: _type_of(name, kv_dtype, constexprs) for name in gather_latents_kernel.arg_names}
         signature |= {"cache_ptr": KV_DTYPES[kv_dtype], "slots_ptr": "*i64", "latent_ptr": "*bf16"}
         multiples = ("cache_ptr", "slots_ptr", "latent_ptr", "k_ptr", "slot_stride", "key_stride")
@@ -186,7 +201,7 @@ def _of_tile(
     op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.AttentionTile, default: bool
 ) -> Iterator[Variant]:
     flags = list(_FLAGS[op].items())
-    if _kernel(op, head_dims) is latent_decode_kernel:  # in which the format of the cache is a constant
+    if _kernel(op, head_dims, kv_dtype) is latent_decode_kernel:  # in which the format of the cache is a constant
         flags = flags[:1]
     elif not default and op != "latent_prompt_attention":  # what a launch carries over changes shared memory
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
@@ -200,7 +215,9 @@ def _of_tile(
             yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
 
 
-def _kernel(op: str, head_dims: tuple[int, int]) -> Any:
+def _kernel(op: str, head_dims: tuple[int, int], kv_dtype: str) -> Any:
+    if kv_dtype == "fp4_e2m1":
+        return decode_fp4_kernel if op == "decode_attention" else extend_fp4_kernel
     if op == "decode_attention":
         return latent_decode_kernel if head_dims == tiles.MLA_LATENT else decode_kernel
     return latent_prompt_kernel if op == "latent_prompt_attention" else extend_kernel
@@ -216,7 +233,7 @@ def describe(
     default: bool = True,
 ) -> Variant:
     """The launch of `op` with one tile, in the table or not (negative tests, searches for new tiles)."""
-    fn = _kernel(op, head_dims)
+    fn = _kernel(op, head_dims, kv_dtype)
     constexprs = _shape_constexprs(head_dims, kv_dtype, tile, "BLOCK_M" if "BLOCK_M" in tile else "BLOCK_H")
     constexprs = {name: value for name, value in constexprs.items() if name in fn.arg_names}
     if "PDL" in fn.arg_names:
@@ -225,7 +242,8 @@ def describe(
         if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
             constexprs[name] = name in flags
     if op == "extend_attention":
-        constexprs |= {"CAUSAL": flags_name != "window_both_ways", "HAS_PREFIX": True}
+        constexprs["CAUSAL"] = flags_name != "window_both_ways"
+        constexprs |= {"HAS_PREFIX": True} if "HAS_PREFIX" in fn.arg_names else {}
     signature = {name: _type_of(name, kv_dtype, constexprs) for name in fn.arg_names}
     divisible = _multiples(fn, signature, head_dims)
     shape = f"{head_dims[0]}x{head_dims[1]}"
@@ -251,6 +269,8 @@ def _shape_constexprs(
         "ROPE": head_dim - v_head_dim,
         "FP8": tiles.KV_BYTES[kv_dtype] == 1,
         "E5M2": kv_dtype == "fp8_e5m2",
+        "BLOCK_G": group_block(head_dim),
+        "BLOCK_GV": group_block(v_head_dim),
     }
     return shape | {rows: tile[rows], "V_IN_K": latent}
 
@@ -262,6 +282,8 @@ def _type_of(name: str, kv_dtype: str, constexprs: dict[str, Any]) -> str:
         return _POINTERS[name]
     if name in _INT64_POINTERS:
         return "*i64"
+    if name in ("k_scales_ptr", "v_scales_ptr"):
+        return "*u8"
     if name in ("k_cache_ptr", "v_cache_ptr"):
         return KV_DTYPES[kv_dtype]
     if name == "cache_ptr":  # float8 in pairs

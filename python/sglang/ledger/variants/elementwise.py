@@ -10,7 +10,7 @@ from typing import Any
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
-from sglang.srt.kernels.tiles import HEAD_DIMS
+from sglang.srt.kernels.tiles import HEAD_DIMS, fp4_head_dims
 from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,
@@ -91,6 +91,11 @@ FORM_RULES = {
     "ngram.copy_guesses_kernel": FormRule(at_most=frozenset({"SPLITS", "CORPUS"})),
     "activation.activation_kernel": FormRule(at_most=frozenset({"LIMIT"})),
     "rope_store.qk_norm_rope_store_kernel": FormRule(
+        free=frozenset({"Q_HEADS", "KV_HEADS"}),
+        at_most=frozenset({"NORM_Q", "NORM_K"}),
+        absent={"NORM_Q": ("q_weight",), "NORM_K": ("k_weight",)},
+    ),
+    "rope_store.qk_norm_rope_store_fp4_kernel": FormRule(
         free=frozenset({"Q_HEADS", "KV_HEADS"}),
         at_most=frozenset({"NORM_Q", "NORM_K"}),
         absent={"NORM_Q": ("q_weight",), "NORM_K": ("k_weight",)},
@@ -231,6 +236,34 @@ def _rope_store() -> Iterator[Variant]:
                 if (dim, rot) in FP32_NORM_SHAPES:
                     signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
                     yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
+    yield from _rope_store_fp4()
+
+
+def _rope_store_fp4() -> Iterator[Variant]:
+    """Into four-bit caches, for the heads whose attention has tiles for them."""
+    types = {"qkv": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16"}
+    types |= dict.fromkeys(("k_codes", "k_scales", "v_codes", "v_scales"), "*u8") | {"out_cache_loc": "*i64"}
+    types |= dict.fromkeys(("eps", "k_scale", "v_scale"), "fp32")
+    strides = ("row_stride", "k_codes_stride", "v_codes_stride")
+    types |= dict.fromkeys((*strides, "k_scales_stride", "v_scales_stride"), "i32")
+    served = {dim for dim, v_dim in fp4_head_dims() if dim == v_dim}
+    for dim, rot in (shape for shape in ROPE_SHAPES if shape[0] in served):
+        for heads in (1, 4, 8):
+            constants: dict[str, Any] = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot}
+            constants |= {"NORM_Q": True, "NORM_K": True, "INTERLEAVED": False}
+            variant = describe(
+                "qk_norm_rope_store",
+                f"{dim}r{rot}/fp4_e2m1/{heads}",
+                rope_store.qk_norm_rope_store_fp4_kernel,
+                types,
+                constants,
+                rope_store.fp4_constants(dim, rot, heads),
+                strides,
+            )
+            yield variant
+            if (dim, rot) in FP32_NORM_SHAPES:
+                signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
+                yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
 
 
 def _latent_store() -> Iterator[Variant]:

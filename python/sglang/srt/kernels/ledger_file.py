@@ -121,6 +121,7 @@ def _worst_of(measurements: list[Measurement]) -> TileRecord | None:
     )
 
 
+FP4_CACHE = "fp4_e2m1"
 _BLOCK_COLS = {"linear": 128, "fused_moe": 256}
 """Columns of weights that every block of the op divides."""
 
@@ -128,7 +129,9 @@ _BLOCK_COLS = {"linear": 128, "fused_moe": 256}
 def _launches(need: Need, pieces: Sequence[str]) -> bool:
     """Returns whether weights of the need's shapes can be launched as a row with these pieces of a key describes: with
     columns that no block divides ("ragged"), or rows and columns that 16 does not ("odd", "odd_rows"), and with its
-    biases."""
+    biases. Stores into four-bit caches have a kernel, and rows, of their own."""
+    if (FP4_CACHE in pieces) != (need.kv_dtype == FP4_CACHE and need.op == "qk_norm_rope_store"):
+        return False
     shapes, product = need.shapes, pieces[0]
     if not shapes:
         return True

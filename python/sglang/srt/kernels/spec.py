@@ -71,7 +71,7 @@ class Need:
         if self.head_dim:
             dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
             parts = [f"head dim {dims}", *parts, f"{self.kv_dtype} KV", f"page size {self.page_size}"]
-        elif self.kv_dtype.startswith("fp8"):
+        elif self.kv_dtype.startswith(("fp8", "fp4")):
             parts.append(f"{self.kv_dtype} KV")
         if any(self.heads):
             parts.append("{} / {} heads".format(*self.heads))

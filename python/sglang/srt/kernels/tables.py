@@ -95,6 +95,10 @@ def no_fp8_cache(need: Need, arch: ArchTraits) -> list[str]:
     return [f"no {need.kv_dtype} cache (--kv-cache-dtype bf16 works)"] if need.kv_dtype.startswith("fp8") else []
 
 
+def no_fp4_cache(need: Need, arch: ArchTraits) -> list[str]:
+    return ["no fp4_e2m1 cache (has fp8_e4m3, fp8_e5m2, 16 bits)"] if need.kv_dtype == "fp4_e2m1" else []
+
+
 def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
 
@@ -224,7 +228,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
-        only_full_heads, flashinfer_head_dims, _HALF, not_for_hybrids("flashinfer"),
+        only_full_heads, flashinfer_head_dims, _HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
         lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer"),
     )  # fmt: skip
     return (

@@ -27,7 +27,8 @@ MLA_LATENT = (576, 512)
 
 @dataclass(frozen=True, slots=True)
 class TileRow:
-    """Tiles of one op for the listed (head_dim, v_head_dim) and KV element sizes in bytes."""
+    """Tiles of one op for the listed (head_dim, v_head_dim) and KV element sizes in bytes; 0: four-bit keys and values,
+    with their scales."""
 
     op: str
     head_dims: tuple[tuple[int, int], ...]
@@ -66,6 +67,7 @@ def _scores(m: int, n: int, warps: int, stages: int, ctas_per_sm: int) -> Attent
 _HALF = (2,)
 _FP8 = (1,)
 _ANY = (1, 2)
+_FP4 = (0,)
 _NARROW = ((72, 72), (80, 80), (96, 96))
 _WIDEST = ((288, 256),)
 _LATENT = ((512, 512), MLA_LATENT)
@@ -193,6 +195,17 @@ ROWS: tuple[TileRow, ...] = (
         (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)},
     ),
     TileRow("latent_prompt_attention", ((256, 256),), _HALF, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+    # Four-bit keys and values are widened in registers. Sizes are predictions: shared memory and registers are on
+    # record, times are not measured.
+    TileRow("extend_attention", ((64, 64),), _FP4, (_qkv(64, 32, 4, 2), _qkv(32, 32, 8, 2))),
+    TileRow("extend_attention", ((128, 128),), _FP4, (_qkv(64, 32, 8, 2), _qkv(32, 32, 8, 2))),
+    TileRow("extend_attention", ((256, 256),), _FP4, (_qkv(32, 32, 8, 2), _qkv(32, 16, 8, 2))),
+    TileRow("extend_attention", ((512, 512),), _FP4, (_qkv(16, 16, 8, 2), _qkv(16, 16, 4, 2))),
+    TileRow(
+        "decode_attention", ((64, 64), (128, 128)), _FP4, (_split(16, 64, 4, 2, 3), _split(16, 32, 4, 2, 4)),
+    ),
+    TileRow("decode_attention", ((256, 256),), _FP4, (_split(16, 32, 4, 2, 3), _split(16, 16, 4, 2, 3))),
+    TileRow("decode_attention", ((512, 512),), _FP4, (_split(16, 32, 8, 2, 2), _split(16, 16, 4, 2, 2))),
 )  # fmt: skip
 
 
@@ -203,7 +216,8 @@ def find_row(op: str, head_dim: int, v_head_dim: int, kv_bytes: int) -> TileRow 
     return None
 
 
-KV_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+KV_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp4_e2m1": 0}
+"""Bytes of an element of keys and values, as rows have them."""
 
 
 def attention_tiles(
@@ -211,7 +225,14 @@ def attention_tiles(
 ) -> tuple[AttentionTile, ...]:
     """Candidate tiles, best first; empty if the kernels do not support the shape or the dtype. `group`: query heads
     that share a kv head, if known: blocks of more heads than that would be idle in part."""
-    row = find_row(op, head_dim, v_head_dim, KV_BYTES.get(kv_dtype, 0))
+    row = find_row(op, head_dim, v_head_dim, KV_BYTES.get(kv_dtype, -1))
     if row is None:
         return ()
     return tuple(tile for tile in row.candidates(features) if not group or tile.get("BLOCK_H", 0) <= max(16, group))
+
+
+def fp4_head_dims() -> tuple[tuple[int, int], ...]:
+    """(head_dim, v_head_dim) that have tiles for four-bit keys and values."""
+    return tuple(
+        dims for row in ROWS if row.op == "decode_attention" and row.kv_bytes == _FP4 for dims in row.head_dims
+    )

@@ -18,6 +18,7 @@ from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope, share_param
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey
@@ -96,7 +97,7 @@ class GQAttention:
         self.k_scale = self.v_scale = None
         self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
         self.cache_shared = spec.cache_shared
-        if scope.plan.kv_cache_dtype.startswith("fp8"):
+        if has_tensor_scales(scope.plan.kv_cache_dtype):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
         self.output_gate: OutputGateOp | None = None
@@ -143,7 +144,7 @@ class GQAttention:
 
     def _stored(self, x: Rows, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q [T, Hq, D], k and v [T, Hkv, D], which are in the cache, and the output's gates."""
-        cache = self.cache
+        cache, scales = self.cache, self.cache.group_scales()
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
         qkv = gates = self.qkv(x)
         if self.whole_norm is not None:
@@ -169,11 +170,13 @@ class GQAttention:
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             interleaved=self.interleaved,
+            k_group_scales=scales.get("k_group_scales"),
+            v_group_scales=scales.get("v_group_scales"),
         )
         return q, k, v, gates
 
     def _take_cache_scales(self) -> None:
-        """Reads the divisors of keys and values in an fp8 cache; they are 1 where the checkpoint does not give any.
+        """Reads the divisors of keys and values in a quantized cache; they are 1 where the checkpoint gives none.
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
+from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
 if TYPE_CHECKING:
@@ -136,14 +137,17 @@ def qk_norm_rope_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     interleaved: bool = False,
+    k_group_scales: torch.Tensor | None = None,
+    v_group_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm of each q and k head (when weights are given), rotary embedding, and the store of k and v into the pool.
 
     qkv [T, (Hq + Hkv) D + Hkv Dv], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then
     sines), weights [D], caches [slots, Hkv, D] and [slots, Hkv, Dv] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv].
-    Without v_cache there is no v, neither in qkv nor in what is returned (Dv 0).
+    Without v_cache there is no v, neither in qkv nor in what is returned (Dv 0). With group scales
+    [slots, Hkv, D / 16] and [slots, Hkv, Dv / 16] the caches are codes [slots, Hkv, D / 2] and [slots, Hkv, Dv / 2].
     """
-    v_head_dim = 0 if v_cache is None else v_cache.shape[-1]
+    v_head_dim = 0 if v_cache is None else v_cache.shape[-1] * (1 if v_group_scales is None else 2)
     parts = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_head_dim], dim=-1)
     q, k, v = (
         part.unflatten(-1, (heads, dim))
@@ -158,9 +162,9 @@ def qk_norm_rope_store(
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     q = apply_rope(q, cos, sin, interleaved).to(qkv.dtype)
     k = apply_rope(k, cos, sin, interleaved).to(qkv.dtype)
-    store_cache(k_cache, k, out_cache_loc, k_scale)
+    store_cache(k_cache, k, out_cache_loc, k_scale, k_group_scales)
     if v_cache is not None:
-        store_cache(v_cache, v, out_cache_loc, v_scale)
+        store_cache(v_cache, v, out_cache_loc, v_scale, v_group_scales)
     return q, k, v
 
 
@@ -268,12 +272,22 @@ def expanded_latent_attention(
         out[first:end] = (probs @ values).transpose(0, 1).to(out.dtype)
 
 
-def load_cache(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
-    """cache [slots, H, D] at loc [...] -> [..., H, D], times `scale` in fp32 when the cache is fp8."""
-    quantized = cache.element_size() == 1  # of which not every device can gather more than the bytes
-    rows = (cache.view(torch.uint8) if quantized else cache).flatten(1)
-    entries = rows.index_select(0, loc.flatten()).view(*loc.shape, *cache.shape[1:])
-    return entries.view(cache.dtype).float() * scale if quantized else entries
+def load_cache(
+    cache: torch.Tensor, loc: torch.Tensor, scale: float, group_scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """cache [slots, H, D] at loc [...] -> [..., H, D], times `scale` in fp32 when the cache is fp8. With group scales
+    [slots, H, D / 16] the cache is codes [slots, H, D / 2]."""
+    if group_scales is not None:
+        return dequantize_fp4_rows(_rows_at(cache, loc), _rows_at(group_scales, loc), scale)
+    if cache.element_size() > 1:
+        return _rows_at(cache, loc)
+    # Not every device can gather more of float8 than the bytes.
+    return _rows_at(cache.view(torch.uint8), loc).view(cache.dtype).float() * scale
+
+
+def _rows_at(cache: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
+    """cache [slots, ...] at loc [...] -> [..., ...]"""
+    return cache.flatten(1).index_select(0, loc.flatten()).view(*loc.shape, *cache.shape[1:])
 
 
 def qk_whole_norm(
@@ -298,8 +312,14 @@ def qk_whole_norm(
         part.copy_(part.float() * torch.rsqrt(squares / total + eps)[:, None] * weight.float())
 
 
-def store_cache(cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float) -> None:
-    """cache[loc] = x / scale, saturating when the cache is fp8. cache [slots, H, D], x [T, H, D], loc [T]."""
+def store_cache(
+    cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float, group_scales: torch.Tensor | None = None
+) -> None:
+    """cache[loc] = x / scale, saturating when the cache is fp8. cache [slots, H, D], x [T, H, D], loc [T]. With group
+    scales [slots, H, D / 16] the cache is codes [slots, H, D / 2]."""
+    if group_scales is not None:
+        cache[loc], group_scales[loc] = quantize_fp4_rows(x, scale)
+        return
     if cache.element_size() > 1:
         cache[loc] = x.to(cache.dtype)
         return

@@ -331,6 +331,8 @@ class QKNormRopeStoreOp(Protocol):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         interleaved: bool = False,
+        k_group_scales: torch.Tensor | None = None,
+        v_group_scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 

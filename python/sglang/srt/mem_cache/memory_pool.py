@@ -44,7 +44,7 @@ class CacheStore:
 
     @property
     def k(self) -> torch.Tensor:
-        """[entries, Hkv, D]"""
+        """[entries, Hkv, D]; of four-bit keys their codes [entries, Hkv, D / 2] uint8."""
         return self._tensors["k"]
 
     @property
@@ -56,6 +56,11 @@ class CacheStore:
     def quantized(self) -> bool:
         """Returns whether each entry has a scale."""
         return "scale" in self._tensors
+
+    def group_scales(self) -> dict[str, torch.Tensor]:
+        """Arguments of kernels beside `k` and `v`: the scales of four-bit keys and values, [entries, Hkv, D / 16].
+        Empty for other types."""
+        return {name: tensor for name, tensor in self._tensors.items() if name in ("k_group_scales", "v_group_scales")}
 
     def bind(self, tensors: dict[str, torch.Tensor], table: int) -> None:
         self._tensors, self.table = tensors, table

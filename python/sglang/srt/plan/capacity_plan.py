@@ -15,6 +15,7 @@ from sglang.srt.plan.drafts.gemma_assistant import check_stage
 from sglang.srt.plan.drafts.memory import with_draft_memory
 from sglang.srt.plan.host_cache import copy_bytes
 from sglang.srt.plan.host_tables import host_table_bytes, host_table_note
+from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.memory import (
     FixedMemory,
@@ -72,7 +73,7 @@ def stages_of(
     of_rank: RankWeights, serving: Serving, arch: ArchTraits, draft: DraftPlan | None = None
 ) -> tuple[Stage, ...]:
     """Cuts the model into the stages of a pipeline, the last of which has the draft."""
-    features, fp8_cache = arch.features if arch.device == "cuda" else None, serving.kv_dtype.startswith("fp8")
+    features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(serving.kv_dtype)
     behind = NOTHING_BEHIND
     if draft is not None:
         copies = of_rank.head.rows if serving.pp_size > 1 and not of_rank.model.tie_embeddings else 0

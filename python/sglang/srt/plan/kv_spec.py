@@ -8,6 +8,9 @@ from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 
 KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+FP4_KV = "fp4_e2m1"
+"""Four-bit keys and values: e2m1 codes, two to a byte, and an e4m3 scale for each FP4_GROUP of them in a head's row."""
+FP4_GROUP = 16
 STORED_BYTES: Mapping[str, int] = {**KV_DTYPE_BYTES, "uint8": 1, "int32": 4}
 """Bytes of an element of a cache's tensor; tensors of bytes hold entries of several types."""
 PACKED_LATENT_DIMS, PACKED_LATENT_BYTES = (576, 512), 656
@@ -21,6 +24,26 @@ def kv_cache_dtype(requested: str, model_dtype: str, quantization: QuantConfig |
     else the model's dtype. Raises UserError."""
     stated = quantization.kv_cache if quantization is not None else None
     name = stated or model_dtype if requested == "auto" else _SPELLINGS.get(requested, requested)
-    if name not in KV_DTYPE_BYTES:
-        raise UserError(f"--kv-cache-dtype {requested} is not known; use auto, {', '.join(KV_DTYPE_BYTES)}")
+    if name not in (*KV_DTYPE_BYTES, FP4_KV):
+        known = ", ".join((*KV_DTYPE_BYTES, FP4_KV))
+        raise UserError(f"--kv-cache-dtype {requested} is not known; use auto, {known}")
     return name
+
+
+def value_bytes(dtype: str) -> float:
+    """Returns the bytes of a key's or value's element, its share of a scale included."""
+    return 0.5 + 1 / FP4_GROUP if dtype == FP4_KV else KV_DTYPE_BYTES[dtype]
+
+
+def has_tensor_scales(dtype: str) -> bool:
+    """Returns whether keys and values are stored divided by the scales that a checkpoint may give for each layer."""
+    return dtype.startswith("fp8") or dtype == FP4_KV
+
+
+def refuse_fp4(dtype: str, what: str) -> None:
+    """Raises UserError where a layer cannot have its cache in four bits. `what`: its cache, and why."""
+    if dtype == FP4_KV:
+        raise UserError(
+            f"--kv-cache-dtype {FP4_KV} serves keys and values of grouped-query attention that every rank holds whole:"
+            f" {what}. --kv-cache-dtype fp8_e4m3 or bf16 works."
+        )

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.kv_spec import PACKED_LATENT_BYTES, STORED_BYTES
+from sglang.srt.plan.kv_spec import FP4_GROUP, FP4_KV, PACKED_LATENT_BYTES, STORED_BYTES, refuse_fp4
 from sglang.srt.plan.ranks import RankLayout
 
 
@@ -83,9 +83,22 @@ class CacheSpec:
 def key_value_cache(
     name: str, heads: int, head_dim: int, v_head_dim: int, dtype: str, lifetime: Lifetime = FULL
 ) -> CacheSpec:
-    """Returns a cache of keys [heads, head_dim] and values [heads, v_head_dim] of every token."""
+    """Returns a cache of keys [heads, head_dim] and values [heads, v_head_dim] of every token. Raises UserError for
+    heads that four-bit groups do not divide."""
+    if dtype == FP4_KV:
+        return _fp4_cache(name, heads, {"k": head_dim, "v": v_head_dim}, lifetime)
     tensors = (CacheTensor("k", (heads, head_dim), dtype), CacheTensor("v", (heads, v_head_dim), dtype))
     return CacheSpec(name, tensors, lifetime=lifetime)
+
+
+def _fp4_cache(name: str, heads: int, dims: dict[str, int], lifetime: Lifetime) -> CacheSpec:
+    tensors: list[CacheTensor] = []
+    for part, dim in dims.items():
+        if dim % FP4_GROUP:
+            refuse_fp4(FP4_KV, f"heads of {dim} dims are no multiple of {FP4_GROUP}, which share a scale")
+        tensors.append(CacheTensor(part, (heads, dim // 2), "uint8"))
+        tensors.append(CacheTensor(f"{part}_group_scales", (heads, dim // FP4_GROUP), "uint8"))
+    return CacheSpec(name, tuple(tensors), lifetime=lifetime)
 
 
 def latent_cache(

@@ -10,7 +10,7 @@ from fractions import Fraction
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, refuse_fp4
 from sglang.srt.plan.layer_spec import (
     FULL,
     AttentionShape,
@@ -173,8 +173,12 @@ class GQA:
         heads = self.shares(serving.tp_size).padded_kv_heads
         lifetime = Window(self.window + self.kept_longer) if self.window else FULL
         cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
+        token_ranks = self.token_ranks(serving.tp_size, serving.dcp_size)
+        if token_ranks > 1:
+            refuse_fp4(serving.kv_dtype, f"with --dcp-size {serving.dcp_size} ranks share out their tokens")
         if self.indexer is None:
-            return (shared_out(cache, self.token_ranks(serving.tp_size, serving.dcp_size)),)
+            return (shared_out(cache, token_ranks),)
+        refuse_fp4(serving.kv_dtype, "keys and values that an indexer selects by blocks have a byte an element")
         return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(serving))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
@@ -319,7 +323,7 @@ class MLA:
 
     def packed(self, kv_dtype: str) -> bool:
         """Returns whether entries are bytes of several types: those of sparse layers in a cache of float8 are."""
-        return self.sparse and KV_DTYPE_BYTES[kv_dtype] == 1
+        return self.sparse and kv_dtype.startswith("fp8")
 
     @property
     def latent_dim(self) -> int:
@@ -349,6 +353,7 @@ class MLA:
             yield serving.need("latent_pack_store", latent, ["mla"])
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        refuse_fp4(serving.kv_dtype, "latents (MLA) are keys and values of all heads, and have a byte an element")
         if self.packed(serving.kv_dtype):
             latent = packed_latent_cache("latent")
         else:

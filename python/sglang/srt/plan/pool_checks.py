@@ -8,6 +8,7 @@ from dataclasses import replace
 from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.capacity import Capacity, Trial
+from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import PerRequest, Serving
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
@@ -47,7 +48,7 @@ def flag_notes(args: ServerArgs, model: ModelDescription, capacity: Capacity) ->
     notes, tokens, page_size = [], capacity.max_total_num_tokens, capacity.sizes.page_size
     if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
         notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
-    if args.kv_cache_dtype.startswith("fp8") and not model.caches_in_fp8:
+    if has_tensor_scales(args.kv_cache_dtype) and not model.caches_in_fp8:
         notes.append(
             f"--kv-cache-dtype {args.kv_cache_dtype} has no effect: compressed entries and their window stay in 16 bits"
         )

@@ -14,6 +14,7 @@ from sglang.srt.cli_args import flag
 from sglang.srt.errors import UserError
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.defaults import SMALLER
+from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import LayoutProblem, larger_layouts
 from sglang.srt.plan.memory import GIB, DoesNotFit, Sizes
@@ -160,7 +161,7 @@ def _higher_fraction(planner: Planner, args: ServerArgs) -> Iterator[Change]:
 
 
 def _fp8_cache(args: ServerArgs, serving: Serving) -> Iterator[Change]:
-    if not serving.kv_dtype.startswith("fp8"):
+    if not has_tensor_scales(serving.kv_dtype):
         yield {"kv_cache_dtype": "fp8_e4m3"}
 
 

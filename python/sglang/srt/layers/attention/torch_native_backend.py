@@ -171,8 +171,10 @@ def attend(
 
 
 def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the cache slots `loc` [...], scaled back if the cache is fp8."""
-    return load_cache(cache.k, loc, cache.k_scale), load_cache(cache.v, loc, cache.v_scale)
+    """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the slots `loc` [...], scaled back if quantized."""
+    scales = cache.group_scales()
+    keys = load_cache(cache.k, loc, cache.k_scale, scales.get("k_group_scales"))
+    return keys, load_cache(cache.v, loc, cache.v_scale, scales.get("v_group_scales"))
 
 
 def _first_visible(position: int, layer: AttentionLayer) -> int:

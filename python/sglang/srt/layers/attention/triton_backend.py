@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     keep_all_pieces,
     plan_decode,
 )
+from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 
 if TYPE_CHECKING:
     from sglang.srt.kernels.launch import TileLadder
@@ -127,8 +130,9 @@ class TritonDecodeMetadata:
         builder, rows = self.builder, self.rows
         if tile is not builder.tile:
             builder.step_down(tile, rows.seq_lens)
-        cache = layer.cache
-        decode_attention_fwd(
+        cache, scales = layer.cache, layer.cache.group_scales()
+        attend: Callable[..., None] = decode_fp4_fwd if scales else decode_attention_fwd
+        attend(
             q,
             out,
             cache.k,
@@ -145,6 +149,7 @@ class TritonDecodeMetadata:
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             lse=lse,
+            **scales,
         )
 
 
@@ -171,9 +176,10 @@ class TritonExtendMetadata:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
-        rows, cache = self.rows, layer.cache
+        rows, cache, scales = self.rows, layer.cache, layer.cache.group_scales()
+        attend: Callable[..., None] = extend_fp4_fwd if scales else extend_attention_fwd
         self.ladder.run(
-            lambda tile: extend_attention_fwd(
+            lambda tile: attend(
                 q,
                 k,
                 v,
@@ -193,5 +199,6 @@ class TritonExtendMetadata:
                 v_scale=cache.v_scale,
                 has_prefix=self.has_prefix,
                 causal=self.causal,
+                **scales,
             )
         )

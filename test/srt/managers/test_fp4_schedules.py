@@ -1,0 +1,80 @@
+"""Random schedules with four-bit keys and values: every request gets the tokens that it gets alone, whatever chunks its
+prompt comes in, which prefix it finds, who is sent back to the queue, which guesses stand, and where its prefix was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.mem_cache import host_tier
+from sglang.srt.plan.ranks import RankLayout
+from srt.managers.test_host_tier import SHARED, HostWorld
+from srt.managers.test_host_tier import schedules as host_schedules
+from srt.managers.test_random_schedules import GUESSES, PAGES, Schedule, World, short_pauses
+from srt.models.harness import save_tiny
+
+FP4 = {"kv_cache_dtype": "fp4_e2m1"}
+HOST = {**FP4, "enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_write_policy": "write_through"}
+MODELS = ("qwen3", "mistral_windows", "gpt_oss", "qwen3_5", "nemotron_h", "qwen3_5_moe")
+"""Dense, windows, windows and sinks, gated delta, Mamba-2, experts."""
+
+
+def play(world: World, guesses: str, page: int, count: int) -> None:
+    world.prepare()
+    with short_pauses():
+        for seed in range(count):
+            Schedule(world, guesses, page, seed).run()
+
+
+@pytest.mark.parametrize(
+    ("name", "guesses", "page"), [("qwen3", "half-right", 1), ("gpt_oss", "none", 4), ("qwen3_5", "right", 16)]
+)
+def test_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) -> None:
+    world = World(name, tmp_path, options=FP4)
+    play(world, guesses, page, 1)
+    _, runner = world.runner(page, guesses)
+    (kinds,) = {tuple(sorted(store.group_scales())) for store in runner.model.caches if store.name == "kv"}
+    assert kinds == ("k_group_scales", "v_group_scales")
+
+
+@pytest.mark.slow
+@pytest.mark.schedules
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("guesses", GUESSES)
+@pytest.mark.parametrize("name", MODELS)
+def test_many_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) -> None:
+    play(World(name, tmp_path, options=FP4), guesses, page, 20)
+
+
+def test_prefixes_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales travel with the codes."""
+    monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
+    with short_pauses():
+        seen = host_schedules(HostWorld("mistral_windows", tmp_path, options=HOST), "none", 4, range(2))
+    assert seen["loaded"] and seen["saved"], seen
+
+
+def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, count: int) -> None:
+    with short_pauses():
+        world = World(name, folder, ranks, rank, FP4)
+        world.grow_tree()
+        for ids in world.prompts:
+            world.alone(ids)
+        for seed in range(count):
+            Schedule(world, guesses, page, seed).run()
+        parallel_state.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.schedules
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("guesses", ["none", "half-right"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
+@pytest.mark.parametrize("layout", SHARED)
+def test_several_ranks(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    mp.spawn(_rank, (name, tmp_path, SHARED[layout], guesses, 4, 10), nprocs=SHARED[layout].world_size)
