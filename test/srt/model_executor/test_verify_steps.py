@@ -110,7 +110,7 @@ def test_spoilt_guesses_change_nothing(params: dict[str, Any], options: dict[str
 
 
 @pytest.mark.parametrize("spoil_every", [0, 1, 3], ids=["right", "wrong", "half-right"])
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "nemotron_h", "kimi_linear"])
 def test_states_are_taken_back(name: str, spoil_every: int, tmp_path: Path) -> None:
     """Recurrent states go on by the tokens that stand, in graphs and without, also where a request goes on from a
     checkpoint."""

@@ -20,6 +20,7 @@ from sglang.srt.plan.config_blocks import (
     block_sparse_layers,
     pooled_sparse,
 )
+from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
 from sglang.srt.plan.config_sharing import (
     Override,
     enumerated,
@@ -29,7 +30,6 @@ from sglang.srt.plan.config_sharing import (
     with_limits,
     with_shared_caches,
 )
-from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
 from sglang.srt.plan.config_streams import ngram_embeddings, residual_streams
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared

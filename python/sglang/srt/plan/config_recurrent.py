@@ -1,4 +1,4 @@
-"""Reads layers with a recurrent state from the keys of a config.json: gated delta nets, Kimi delta attention, Mamba-2."""
+"""Reads layers with a recurrent state from a config.json: gated delta nets, Kimi delta attention, Mamba-2."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Kimi delta attention, chunked and of single tokens, against the recurrence in fp64: interpreted on a CPU and natively on
-a GPU."""
+"""Kimi delta attention, chunked and of single tokens, against the recurrence in fp64: interpreted on a CPU and natively
+on a GPU."""
 
 from __future__ import annotations
 
@@ -167,9 +167,7 @@ def test_equal_decays_of_all_channels_are_the_gated_delta_rule() -> None:
 @pytest.mark.parametrize("heads", [4, 32, 64])
 @pytest.mark.parametrize("decay", ["none", "some", "strong"])
 def test_published_shapes(kind: str, length: int, heads: int, decay: str) -> None:
-    given = problem(
-        kind, (length, 17), (5, 0), (heads, heads), (128, 128), torch.bfloat16, decay=decay, device="cuda"
-    )
+    given = problem(kind, (length, 17), (5, 0), (heads, heads), (128, 128), torch.bfloat16, decay=decay, device="cuda")
     out, states = given.extend(extend)
     expected_out, expected_states = judge(given)
     assert relative(out, expected_out) < 2e-2

@@ -24,8 +24,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def gates(
     rule: Rule, a: torch.Tensor, b: torch.Tensor | None, a_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a, b [.., H], a_log and dt_bias [H] -> (log of the decay, weight of the new value) [.., H]. With decays by channel
-    a is [.., H, K], dt_bias [H, K], and the first of the results [.., H, K]."""
+    """a, b [.., H], a_log and dt_bias [H] -> (log of the decay, weight of the new value) [.., H]. With decays by
+    channel a is [.., H, K], dt_bias [H, K], and the first of the results [.., H, K]."""
     if rule.by_channel:
         assert b is not None
         return channel_decay(rule, a, a_log, dt_bias), _wide(b).sigmoid()
@@ -56,8 +56,8 @@ def recurrence(
     beta: torch.Tensor,
     skip: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: state [.., H, K, V], q and k [.., Hk, K], v [.., H, V], log_decay [.., H] or by channel [.., H, K], beta
-    [.., H] -> (output [.., H, V], the state after it)."""
+    """One token: state [.., H, K, V], q and k [.., Hk, K], v [.., H, V], log_decay [.., H] or by channel [.., H, K],
+    beta [.., H] -> (output [.., H, V], the state after it)."""
     group = v.shape[-2] // k.shape[-2]
     q, k = (_wide(x).repeat_interleave(group, dim=-2) for x in (q, k))
     v = _wide(v)

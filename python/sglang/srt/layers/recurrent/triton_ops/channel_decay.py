@@ -1,6 +1,7 @@
 """Kimi delta attention: sums of the log decays of each channel since the start of a chunk.
 
-    g = -exp(a_log) * softplus(a + dt_bias)        or, with a lower bound,  lower_bound * sigmoid(exp(a_log) * (a + dt_bias))
+    -exp(a_log) * softplus(a + dt_bias)                   of a token, or with a lower bound
+    lower_bound * sigmoid(exp(a_log) * (a + dt_bias))
 
 Reference: `native.channel_decay`.
 """

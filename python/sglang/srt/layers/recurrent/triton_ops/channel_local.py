@@ -1,15 +1,15 @@
 """Kimi delta attention: what a chunk of tokens needs without knowing the state before it.
 
-With g the sums of each channel's log decays since the chunk's start (`channel_decay`), and rows i, columns j of a chunk:
+With g the sums of each channel's log decays since the chunk's start (`channel_decay`), rows i and columns j of a chunk:
 
     scores[i, j] = scale * sum_c q_ic k_jc exp(g_ic - g_jc)          for j <= i, else 0
     pairs[i, j]  = beta_i * sum_c k_ic k_jc exp(g_ic - g_jc)         for j < i, else 0
     u = (1 + pairs)^-1 (beta * v)        w = (1 + pairs)^-1 (beta * exp(g) * k)
 
 so that with the state S before the chunk the new values are u - w S (arXiv 2510.26692). exp(g_i) and exp(-g_j) apart
-would overflow where channels forget fast. So a program takes 16 rows: for the columns before them both factors are taken
-relative to the first of the rows, where neither exceeds 1, and they are a product of matrices; the 16 columns of the
-rows themselves are summed channel by channel.
+would overflow where channels forget fast. So a program takes 16 rows: for the columns before them both factors are
+taken relative to the first of the rows, where neither exceeds 1, and they are a product of matrices; the 16 columns of
+the rows themselves are summed channel by channel.
 
 Reference: the recurrence itself, `native.recurrence`.
 """
@@ -60,7 +60,7 @@ def channel_pairs_kernel(
     before = tl.load(decay + (begin * heads + head) * K + cols, mask=col_ok, other=0.0)
     faded = tl.exp(tl.minimum(g - before[None, :], 0.0))  # 1 behind the sequence, where there is no g
     faded_queries, faded_keys = queries * faded, keys * faded
-    for other in range(0, part):
+    for other in range(part):
         others = (start + chunk + other * ROWS + row).to(tl.int64)
         ok = col_ok[None, :]
         early = tl.load(k + others[:, None] * token_stride + head * K + cols[None, :], mask=ok, other=0.0)
@@ -73,7 +73,7 @@ def channel_pairs_kernel(
 
     own_scores = tl.zeros([ROWS, ROWS], dtype=tl.float32)
     own_pairs = tl.zeros([ROWS, ROWS], dtype=tl.float32)
-    for column in range(0, ROWS):
+    for column in range(ROWS):
         ok = col_ok & (first + column < length)
         other_key = tl.load(k + (begin + column) * token_stride + head * K + cols, mask=ok, other=0.0).to(tl.float32)
         other_g = tl.load(decay + ((begin + column) * heads + head) * K + cols, mask=ok, other=0.0)

@@ -1,7 +1,7 @@
 """Launchers of Kimi delta attention: the gated delta rule with a decay for each channel of a head's keys.
 
-They take the arguments of `recurrence`, with a [T, H, K] and dt_bias [H, K]; each head has keys of its own, and `skip` is
-None. References: `native.recurrence_extend` and `native.recurrence_decode`.
+They take the arguments of `recurrence`, with a [T, H, K] and dt_bias [H, K]; each head has keys of its own, and `skip`
+is None. References: `native.recurrence_extend` and `native.recurrence_decode`.
 """
 
 from __future__ import annotations
