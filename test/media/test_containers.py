@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ ASKED = [0, 3, 9, 10, 19]
 def test_frames_by_number(form: str, codec: str) -> None:
     """Also those between two that depend on no other, and those after which decoding goes on elsewhere."""
     video = open_video(video_file(form, codec))
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
     assert (video.num_frames, video.fps, video.size, video.is_sampled) == (20, 10, (64, 48), False)
     for asked in (ASKED, range(20), [17]):
         shown = [np.asarray(frame)[24:].mean() for frame in video.frames(list(asked))]
