@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TILE = {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
+TILE = {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1}
+"""Columns of V a program: so few that nothing is spilled."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["start_loc", "prefix_lens", "initial_slots", "slots"])
@@ -64,6 +65,7 @@ def channel_scan_kernel(
         tl.store(out_base + out_offsets, result.to(out.dtype.element_ty), mask=v_mask)
         last_row = tl.minimum(CHUNK, length - first) - 1
         last = tl.load(decay + (of_head + last_row * heads) * K + k_cols, mask=k_ok, other=0.0)
+        g = tl.load(decay + of_head * K + channel_offsets, mask=k_mask, other=0.0)  # again, rather than to hold it
         keys = tl.load(k + qk_base + qk_offsets, mask=k_mask, other=0.0).to(tl.float32)
         faded = (keys * tl.exp(last[None, :] - g)).to(dtype)
         # Rows behind the sequence have no decay and no key.
