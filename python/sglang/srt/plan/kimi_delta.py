@@ -58,7 +58,7 @@ class KimiDelta:
         return (
             Matrix("kda.in", ("q", "k", "v"), 3 * width, hidden_size),
             Matrix("kda.low", ("f_a", "g_a"), 2 * rank, hidden_size),
-            Matrix("kda.beta", ("b",), heads, hidden_size),
+            Matrix("kda.beta", ("b",), heads, hidden_size, quantized=False),
             Matrix("kda.decay", ("f_b",), width, rank),
             Matrix("kda.gate", ("g_b",), width, rank),
             Matrix("kda.out", ("",), hidden_size, width),

@@ -42,7 +42,7 @@ def channel_decay_kernel(
     token = (start + first + row).to(tl.int64)
     inside = (first + row < length)[:, None] & (cols < K)[None, :]
     offsets = (token * heads + head)[:, None] * K + cols[None, :]
-    own = tl.load(a + offsets, mask=inside, other=0.0)
+    gate = tl.load(a + offsets, mask=inside, other=0.0)
     bias = tl.load(dt_bias + head * K + cols, mask=cols < K, other=0.0)
-    steps = log_decay(own, tl.load(a_log + head), bias[None, :], lower_bound, BOUNDED)
+    steps = log_decay(gate, tl.load(a_log + head), bias[None, :], lower_bound, BOUNDED)
     tl.store(decay + offsets, tl.cumsum(tl.where(inside, steps, 0.0), 0), mask=inside)

@@ -108,8 +108,8 @@ def channel_solve_kernel(
     inside = first + row < length
     token = (start + first + row).to(tl.int64)
     of_head = token * heads + head
-    own = tl.load(pairs + of_head[:, None] * CHUNK + row[None, :], mask=inside[:, None], other=0.0)
-    solution = _inverse(own, CHUNK).to(k.dtype.element_ty)
+    compared = tl.load(pairs + of_head[:, None] * CHUNK + row[None, :], mask=inside[:, None], other=0.0)
+    solution = _inverse(compared, CHUNK).to(k.dtype.element_ty)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
     k_cols = tl.arange(0, BLOCK_K)
     k_mask = inside[:, None] & (k_cols < K)[None, :]
