@@ -193,6 +193,7 @@ RECIPE_CONFIGS = {
     "Kimi-K2.5 (INT4)": "kimi_k25",
     "Kimi-K2.6-NVFP4": "kimi_k26_nvfp4",
     "Kimi-K2-Thinking-NVFP4": "kimi_k2_thinking",
+    "Kimi-Linear-48B-A3B": "Kimi-Linear-48B-A3B-Instruct",
     "DeepSeek-V3, R1 (FP8)": "DeepSeek-R1",
     "DeepSeek-V3.1-NVFP4": "deepseek_v31_nvfp4",
     "GPT-OSS-120B": "gpt_oss",

@@ -17,6 +17,7 @@ from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
+from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
 from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, Serving
 from sglang.srt.plan.mixers import GQA, MLA
@@ -24,7 +25,7 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.recurrent import CHUNK_TOKENS, GatedDelta, Mamba2
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best
 from sglang.tuning.ops import (
@@ -240,6 +241,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         rule = GatedDeltaRule(step.batch, step.new, heads, keys, mixer.key_dim, mixer.value_dim, state)
         yield "gated_delta_rule", rule
         yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * heads * mixer.value_dim)
+    elif isinstance(mixer, KimiDelta):
+        yield from _kimi_delta(mixer, step, serving)
     elif isinstance(mixer, Mamba2):
         heads = mixer.num_heads // tp
         states = 2.0 * step.batch * heads * mixer.head_dim * mixer.state_dim * 4
@@ -252,6 +255,17 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         yield from _compressed(mixer, step, mixer.num_heads // tp)
     elif isinstance(mixer, PooledSparse):
         yield from _pooled(mixer, step, tp, item)
+
+
+def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tuple[str, Op]]:
+    """Prompts take four launches, which hand on the sums of decays in fp32, u, w, and numbers for pairs of tokens."""
+    width, heads = mixer.width(serving.tp_size), mixer.num_heads // serving.tp_size
+    yield "causal_conv1d", Elementwise("causal_conv1d", 12.0 * step.tokens * width)
+    item = KV_DTYPE_BYTES.get(serving.state_dtype or mixer.state_dtype, 4)
+    states, rows = 2.0 * step.batch * width * mixer.head_dim * item, 10.0 * step.tokens * width
+    handed_on = 0.0 if step.decodes else 2.0 * step.tokens * (8 * width + 6 * heads * CHUNK_TOKENS)
+    yield "kimi_delta_rule", Elementwise("kimi_delta_rule", states + rows + handed_on, 1 if step.decodes else 4)
+    yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * width)
 
 
 def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int, window: int = 0) -> tuple[str, Op]:

@@ -50,8 +50,8 @@ from sglang.srt.layers.ngrams.kernels import NgramHash
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.quantized_rows import RowForm
-from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence
+from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
+from sglang.srt.layers.recurrent.triton_ops import causal_conv, channel_recurrence, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,
@@ -77,6 +77,7 @@ from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
+from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.layer_spec import (
     Absent,
     AttentionShape,
@@ -619,6 +620,27 @@ def _mamba2(mixer: Mamba2, tp_size: int, arch: ArchTraits) -> None:
     _recurrent(*heads, Rule(delta=False), mixer.conv_kernel, mixer.conv_bias)
 
 
+def _kimi_delta(mixer: KimiDelta, tp_size: int, arch: ArchTraits) -> None:
+    """With states of both types, with and without a bound of the decays."""
+    heads, dim, width = mixer.num_heads // tp_size, mixer.head_dim, mixer.width(tp_size)
+    conv = (empty(3 * width, mixer.conv_kernel), None, empty(REQUESTS + 1, mixer.conv_kernel - 1, 3 * width))
+    slots, a_log = empty(8, dtype=torch.int64), empty(heads, dtype=torch.float32)
+    ragged = (slots, slots, empty(8, dtype=torch.int32), empty(9, dtype=torch.int32))
+    for tokens, dtype, bound in itertools.product((8, 2000), (torch.float32, BF16), (0.0, -5.0)):
+        x, out, result = empty(tokens, 3 * width), empty(tokens, 3 * width), empty(tokens, heads, dim)
+        causal_conv.causal_conv_extend(x, *conv, *ragged, out, 2 * heads, dim)
+        q, k, v = (part.unflatten(-1, (heads, dim)) for part in out.split([width] * 3, -1))
+        gates = (empty(tokens, heads, dim), empty(tokens, heads), a_log, empty(heads, dim, dtype=torch.float32), None)
+        given = (kimi_delta_rule(dim, bound), q, k, v, *gates)
+        states = empty(REQUESTS + 1, heads, dim, dim, dtype=dtype)
+        channel_recurrence.channel_recurrence_extend(*given, states, *ragged, result)
+        if tokens == 8:
+            causal_conv.causal_conv_decode(x, *conv, slots, out, 2 * heads, dim)
+            for num_sms in (1, 1000):
+                channel_recurrence.channel_recurrence_decode(*given, states, slots, result, num_sms)
+        gated_norm.gated_rmsnorm(result, empty(tokens, width), empty(dim), 1e-6, sigmoid=True)
+
+
 def _recurrent(
     key_heads: int, heads: int, key_dim: int, value_dim: int, rule: Rule, width: int, conv_bias: bool
 ) -> None:
@@ -666,6 +688,7 @@ _MIXERS: dict[type, Callable[..., None]] = {
     CompressedSparse: _compressed_sparse,
     PooledSparse: _pooled_sparse,
     GatedDelta: _gated_delta,
+    KimiDelta: _kimi_delta,
     Mamba2: _mamba2,
     Absent: _absent,
 }

@@ -250,7 +250,7 @@ def test_prompts_that_end_within_a_page_pause_at_the_last_whole_one(
     assert scheduler.stats._cached - before == sum(at) + sum((len(t) - 1) // page_size * page_size for t in turns[:2])
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "kimi_linear"])
 def test_a_hit_gives_the_same_state_to_the_last_bit(name: str, tmp_path: Path) -> None:
     reference = Reference(name, tmp_path)
     states = []

@@ -41,6 +41,7 @@ FAMILIES = {
     "blocks": "minimax_m3",
     "gated delta": "qwen3_next",
     "Mamba-2": "nemotron_h",
+    "Kimi delta": "kimi_linear",
     "sinks": "gpt_oss",
     "compressed": "deepseek_v4_small",
 }

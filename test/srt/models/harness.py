@@ -168,6 +168,7 @@ NATIVE_OPS = (
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
     "gated_delta_rule": "RECURRENCE",
+    "kimi_delta_rule": "RECURRENCE",
     "state_space_duality": "RECURRENCE",
     "kv_compressor": "KV_COMPRESSOR",
     "clamped_swiglu": "gated",
@@ -200,6 +201,32 @@ HYBRID_WIDE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
+}
+KIMI_LINEAR = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
 }
 COMPRESSED = {
     "num_attention_heads": 4,
@@ -545,6 +572,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": GPT_OSS_ROPE},
     ),
+    "kimi_linear": ("KimiLinearConfig", KIMI_LINEAR),
     "nemotron_h": ("NemotronHConfig", NEMOTRON),
     "nemotron_h_wide": ("NemotronHConfig", NEMOTRON | NEMOTRON_WIDE),
     "nemotron_h_latent": (
@@ -691,7 +719,35 @@ def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:
         as_published_v4(folder, TINY[name][1] | more)
     if name.startswith("minimax_m3"):
         as_published_m3(folder)
+    if name.startswith("kimi_linear"):
+        as_published_kimi_linear(folder)
     return model
+
+
+def as_published_kimi_linear(folder: Path) -> None:
+    """What transformers wrote of Kimi Linear, with the keys of published checkpoints, and with their names of the dense
+    layers, which transformers turns into those of experts."""
+    file = folder / "model.safetensors"
+    tensors = {}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        if ".block_sparse_moe." in name and name.split(".block_sparse_moe.")[1].split(".")[0].endswith("_proj"):
+            name = name.replace(".block_sparse_moe.", ".mlp.")
+        tensors[name] = tensor
+    safetensors.torch.save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    kinds = config.pop("layer_types")
+    names = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
+    inner: dict[str, Any] = {
+        name: [i + 1 for i, kind in enumerate(kinds) if kind == of_kind] for name, of_kind in names.items()
+    }
+    flat = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    flat |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+    inner |= {key: config.pop(name) for key, name in flat.items()}
+    dense = config.pop("mlp_layer_types").count("dense")
+    config |= {"linear_attn_config": inner, "first_k_dense_replace": dense, "moe_layer_freq": 1, "mla_use_nope": True}
+    config |= {"moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc", "use_grouped_topk": True}
+    config |= {"num_nextn_predict_layers": 0, "rope_scaling": None, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 M3_NAMES = (

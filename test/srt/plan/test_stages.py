@@ -39,6 +39,7 @@ def test_runs_are_balanced_and_whole() -> None:
         ("qwen3_windows", {}),
         ("deepseek_v3", {}),
         ("qwen3_next", {}),
+        ("kimi_linear", {}),
         ("gemma3", {}),
     ],
 )

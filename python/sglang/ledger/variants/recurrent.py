@@ -10,11 +10,22 @@ import triton
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, chunk_local, chunk_scan, gated_norm, state_step
+from sglang.srt.layers.recurrent.triton_ops import (
+    causal_conv,
+    channel_decay,
+    channel_local,
+    channel_scan,
+    channel_step,
+    chunk_local,
+    chunk_scan,
+    gated_norm,
+    state_step,
+)
 
 OPS = (
     "causal_conv1d",
     "gated_delta_rule",
+    "kimi_delta_rule",
     "state_space_duality",
     "gated_rmsnorm",
     "attention_output_gate",
@@ -27,6 +38,8 @@ RULES: Mapping[str, tuple[bool, tuple[tuple[int, int], ...]]] = {
     "state_space_duality": (False, ((128, 64), (256, 64))),
 }
 """Op -> (whether the delta rule, dims of a key and a value in the published models)."""
+KIMI_DIM = 128
+"""Dim of keys and values in the published models with Kimi delta attention."""
 NORM_SIZES = (128, 512, 1024, 2048)
 """Channels that share a norm: a head's, or a group's of Mamba-2 (of eight, whatever the number of ranks)."""
 
@@ -54,6 +67,13 @@ FORM_RULES = {
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
         absent={"HAS_SKIP": ("skip",), "DELTA": ("b",)},
     ),
+    "channel_decay.channel_decay_kernel": FormRule(counts=frozenset({"heads"}), absent={"BOUNDED": ("lower_bound",)}),
+    "channel_local.channel_pairs_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
+    "channel_local.channel_solve_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
+    "channel_scan.channel_scan_kernel": FormRule(counts=frozenset({"heads"})),
+    "channel_step.channel_step_kernel": FormRule(
+        counts=frozenset({"heads", "b", "b_stride"}), absent={"BOUNDED": ("lower_bound",)}
+    ),
     "gated_norm.gated_rmsnorm_kernel": FormRule(at_most=frozenset({"SILU"}), counts=frozenset({"rows", "groups"})),
     "gated_norm.attention_head_gate_kernel": FormRule(counts=frozenset({"heads", "head_dim"})),
 }
@@ -73,6 +93,8 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
         types = {"x": "*bf16", "gate": "*bf16", "heads": "i32", "head_dim": "i32"}
         launch = {"BLOCK": gated_norm.GATE_BLOCK, "num_warps": 4}
         yield describe(op, "all", gated_norm.attention_head_gate_kernel, types, {}, launch, ("head_dim",))
+    elif op == "kimi_delta_rule":
+        yield from _channels(op, KIMI_DIM)
     else:
         delta, dims = RULES[op]
         for key_dim, value_dim in dims:
@@ -119,6 +141,34 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}
             yield _described(op, key, state_step.state_step_kernel, arguments, constants, tile, _STRIDES)
+
+
+def _channels(op: str, dim: int) -> Iterator[Variant]:
+    """Of Kimi delta attention, with keys and values of `dim`."""
+    data = dict.fromkeys(("q", "k", "v", "a", "b", "scores", "u", "w", "out"), "*bf16") | _INDEX
+    data |= dict.fromkeys(("decay", "pairs", "a_log", "dt_bias"), "*fp32")
+    data |= dict.fromkeys(("num_seqs", "heads", "a_stride", "b_stride", *_STRIDES), "i32")
+    data |= dict.fromkeys(("scale", "lower_bound"), "fp32")
+    aligned = (*_STRIDES, "a_stride")
+    block = triton.next_power_of_2(dim)
+    shape = {"K": dim, "V": dim, "BLOCK_K": block}
+    chunk = shape | {"CHUNK": channel_local.CHUNK}
+    decay, tile = channel_decay.channel_decay_kernel, channel_decay.TILE
+    for bounded in (False, True):
+        key = f"decay/{dim}/{'bounded' if bounded else 'unbounded'}"
+        yield _described(op, key, decay, data, chunk | {"BOUNDED": bounded}, tile, aligned)
+    pairs, solve = channel_local.channel_pairs_kernel, channel_local.channel_solve_kernel
+    rows = chunk | {"ROWS": channel_local.ROWS}
+    yield _described(op, f"pairs/{dim}", pairs, data, rows, channel_local.PAIRS_TILE, aligned)
+    yield _described(op, f"solve/{dim}", solve, data, chunk | {"BLOCK_V": block}, channel_local.SOLVE_TILE, aligned)
+    for state, pointer in STATE_TYPES.items():
+        arguments, scan = data | {"states": pointer}, channel_scan.channel_scan_kernel
+        yield _described(op, f"scan/{dim}/{state}", scan, arguments, chunk, channel_scan.TILE, aligned)
+        for bounded in (False, True):
+            key = f"step/{dim}/{state}/{'bounded' if bounded else 'unbounded'}"
+            for tile in state_step.STEP_TILES:
+                constants = shape | {"BOUNDED": bounded}
+                yield _described(op, key, channel_step.channel_step_kernel, arguments, constants, tile, aligned)
 
 
 def _norms() -> Iterator[Variant]:

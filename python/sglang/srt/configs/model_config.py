@@ -94,7 +94,8 @@ def context_length(hf_config: Mapping[str, Any], requested: int | None, source: 
     """Returns the length of the longest request: --context-length, or what the model was made for. Raises UserError if
     the flag asks for more."""
     reader = ConfigReader(hf_config, source)
-    longest = reader.positive("max_position_embeddings")
+    # Kimi Linear, whose attention knows no positions, calls it otherwise.
+    longest = reader.count("max_position_embeddings", "model_max_length") or reader.positive("max_position_embeddings")
     # Scaling of a part of the layers is in the stated length: newer and older form of saying which.
     if not by_layer_type(hf_config) and hf_config.get("rope_local_base_freq") is None:
         longest = scaled_context_length(longest, rope_parameters(hf_config))

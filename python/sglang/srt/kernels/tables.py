@@ -645,6 +645,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_attention": DECODE_ATTENTION,
     "prefill_attention": PREFILL_ATTENTION,
     "gated_delta_rule": GATED_DELTA_RULE,
+    "kimi_delta_rule": _recurrent("channel_recurrence:CHANNEL_RECURRENCE", "RECURRENCE"),
     "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
     "sparse_attention": SPARSE_ATTENTION,

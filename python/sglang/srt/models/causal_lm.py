@@ -28,12 +28,14 @@ from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
+from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
+from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
@@ -79,6 +81,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     CompressedSparse: BlockKind("attn", _compressed),
     PooledSparse: BlockKind("attn", PooledSparseAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
+    KimiDelta: BlockKind("kda", KimiDeltaAttention),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
     Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, spec)),
     MoE: BlockKind("moe", _experts),

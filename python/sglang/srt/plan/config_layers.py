@@ -20,6 +20,7 @@ from sglang.srt.plan.config_blocks import (
     block_sparse_layers,
     pooled_sparse,
 )
+from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
 from sglang.srt.plan.config_sharing import (
     Override,
     enumerated,
@@ -35,7 +36,6 @@ from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Mixer, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.pooled_sparse import PooledSparse
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
@@ -106,7 +106,7 @@ def _one_block_layers(keys: ConfigReader, family: Family, unsupported: list[str]
     rotation = _Rotation(keys, unsupported)
     kinds = block_kinds(keys.values, keys.source)
     makers: dict[str, Callable[[], LayerSpec]] = {
-        "mamba": lambda: LayerSpec(_mamba2(keys), ABSENT),
+        "mamba": lambda: LayerSpec(mamba2(keys), ABSENT),
         "attention": lambda: LayerSpec(_grouped(keys, family, 0, rotation), ABSENT),
         "mlp": lambda: LayerSpec(ABSENT, _dense(keys, family)),
         "moe": lambda: LayerSpec(ABSENT, _experts(keys, family, keys.positive("n_routed_experts"), unsupported)),
@@ -127,7 +127,12 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
         return [_compressed(keys, rate, rotation) for rate in rates]
     if keys.count("kv_lora_rank"):
         indexed = indexed_layers(keys, num_layers)
-        return [_latent(keys, family, has_indexer, rotation) for has_indexer in indexed]
+        latent = [_latent(keys, family, has_indexer, rotation) for has_indexer in indexed]
+        if not family.kimi_delta:
+            return [*latent]
+        recurrent = kimi_delta_layers(keys, num_layers)
+        delta = kimi_delta(keys, unsupported) if any(recurrent) else None
+        return [mixer if delta is None or not flag else delta for mixer, flag in zip(latent, recurrent, strict=True)]
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
@@ -136,7 +141,7 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     makers: dict[str, Callable[[ConfigReader], Mixer]] = {
         "full_attention": lambda reader: _whole_attention(reader, family, rotation),
         "sliding_attention": lambda reader: _grouped(reader, family, reader.positive("sliding_window"), rotation),
-        "linear_attention": lambda reader: _gated_delta(reader, family),
+        "linear_attention": lambda reader: gated_delta(reader, family),
         BLOCK_SPARSE: lambda reader: _block_sparse(reader, family, rotation),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
@@ -348,7 +353,7 @@ def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Ro
         nope_dim=keys.positive("qk_nope_head_dim"),
         rope_dim=rope_dim,
         v_dim=keys.positive("v_head_dim"),
-        rope=rotation.of(rope_dim),
+        rope=rotation.of(rope_dim) if family.positions else unrotated(rope_dim),
         interleaved=keys.default("rope_interleave", bool, True),
         top_k=indexer.top_k if indexer is not None else 0,
         indexer=indexer if has_indexer else None,
@@ -393,60 +398,6 @@ def _of_compression(keys: ConfigReader, rate: int) -> dict[str, Any]:
     scaling = keys.default("rope_scaling", dict, {})
     unscaled = {"rope_scaling": {**scaling, "attention_factor": 1.0}} if scaling else {}
     return {"rope_theta": keys.values.get("compress_rope_theta") or 160000.0, **unscaled}
-
-
-STATE_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def _state_dtype(keys: ConfigReader, key: str) -> str:
-    dtype = keys.values.get(key) or STATE_DTYPES[0]
-    if dtype not in STATE_DTYPES:
-        raise UserError(f"{keys.source}: {key!r} must be one of {', '.join(STATE_DTYPES)}; got {dtype!r}.")
-    return str(dtype)
-
-
-def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
-    return GatedDelta(
-        key_heads=keys.positive("linear_num_key_heads"),
-        value_heads=keys.positive("linear_num_value_heads"),
-        key_dim=keys.positive("linear_key_head_dim"),
-        value_dim=keys.positive("linear_value_head_dim"),
-        conv_kernel=keys.positive("linear_conv_kernel_dim"),
-        state_dtype=_state_dtype(keys, "mamba_ssm_dtype"),
-        by_key_head=family.projected_by_key_head,
-        sigmoid_gate=family.sigmoid_output_gates and _output_gate(keys) == "sigmoid",
-    )
-
-
-def _output_gate(keys: ConfigReader) -> str:
-    return str(keys.values.get("output_gate_type") or keys.values.get("hidden_act"))
-
-
-def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
-    """Reads the limits of time steps. JSON has no number for infinity, which is written as a string in an object."""
-    limits = keys.default("time_step_limit", list, [0.0, float("inf")])
-    plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
-    try:
-        low, high = (float(str(limit)) for limit in plain)
-    except (TypeError, ValueError):
-        raise UserError(f"{keys.source}: 'time_step_limit' must be two numbers; got {limits!r}.") from None
-    return low, high
-
-
-def _mamba2(keys: ConfigReader) -> Mamba2:
-    low, high = _time_step_limit(keys)
-    return Mamba2(
-        num_heads=keys.positive("mamba_num_heads"),
-        head_dim=keys.positive("mamba_head_dim"),
-        num_groups=keys.positive("n_groups"),
-        state_dim=keys.positive("ssm_state_size"),
-        conv_kernel=keys.positive("conv_kernel"),
-        conv_bias=keys.default("use_conv_bias", bool, True),
-        proj_bias=keys.default("use_bias", bool, False),
-        dt_min=low,
-        dt_max=high,
-        state_dtype=_state_dtype(keys, "mamba_ssm_cache_dtype"),
-    )
 
 
 # --- feed-forward -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 `model_description.describe_model` makes them of a config.json, once. Needs, memory plan and `explain` follow from them:
 
-    layer.mixer      how the tokens of a request see each other: GQA, MLA (`mixers`), CompressedSparse, GatedDelta
+    layer.mixer      how the tokens of a request see each other: GQA, MLA (`mixers`), CompressedSparse, GatedDelta,
+                     KimiDelta
     layer.ffn        what each token goes through alone: Dense, MoE (`feed_forward`)
     layer.inputs     what a token itself adds in every layer: PerLayerEmbedding (`per_layer`), in few families
     layer.ngrams     what a token and those before it add before a layer: NgramEmbedding (`ngram_embedding`), likewise

@@ -156,6 +156,13 @@ RECURRENT_NAMES: Mapping[str, str] = {
     "gdn.norm": "linear_attn.norm",
     "gdn.out": "linear_attn.out_proj",
 }
+KIMI_DELTA_NAMES: Mapping[str, str] = {
+    "kda": "self_attn",
+    **{f"kda.{name}": "self_attn.{part}_proj" for name in ("in", "low", "beta", "decay", "gate")},
+    "kda.conv": "self_attn.{part}_conv1d",
+    "kda.norm": "self_attn.o_norm",
+    "kda.out": "self_attn.o_proj",
+}
 USUAL_NAMES = WeightMap(
     MODEL_NAMES,
     {

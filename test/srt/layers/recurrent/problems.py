@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
+from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
 
 DELTA, SSD = "delta", "ssd"
+CHANNELS, BOUNDED = "channels", "bounded channels"
+"""Kimi delta attention, without and with a lower bound of the decays."""
 UNUSED_SLOTS = 2
 """Behind those of the requests: nothing may touch them."""
 
@@ -81,7 +83,8 @@ def problem(
     q, k, v = rows.split([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], dim=-1)
     if repeated:
         k.copy_(k[:1].expand_as(k))
-    if kind == DELTA:
+    by_channel = kind in (CHANNELS, BOUNDED)
+    if kind != SSD:
         for part in (q, k):
             heads_of = part.unflatten(-1, (key_heads, key_dim))
             part.copy_((heads_of / heads_of.norm(dim=-1, keepdim=True)).flatten(1))
@@ -91,17 +94,21 @@ def problem(
     gates = torch.randn(total, 2 * value_heads)
     gates[:, :value_heads] += 0.0 if kind == SSD and decay == "none" else shift
     gates = gates.to(dtype).to(device)
+    a, dt_bias = gates[:, :value_heads], torch.randn(value_heads)
+    if by_channel:
+        a = (torch.randn(total, value_heads, key_dim) + shift).to(dtype).to(device)
+        dt_bias = torch.randn(value_heads, key_dim)
     slots = torch.randperm(len(lens)) + 1
     a_log = torch.randn(value_heads) - (40.0 if kind == SSD and decay == "none" else 0.0)
     return Problem(
-        gated_delta_rule(key_dim) if kind == DELTA else Rule(delta=False, dt_min=0.001),
+        _rule(kind, key_dim),
         q.unflatten(-1, (key_heads, key_dim)),
         k.unflatten(-1, (key_heads, key_dim)),
         v.unflatten(-1, (value_heads, value_dim)),
-        gates[:, :value_heads],
-        gates[:, value_heads:] if kind == DELTA else None,
+        a,
+        gates[:, value_heads:] if kind != SSD else None,
         a_log.to(device),
-        torch.randn(value_heads).to(device),
+        dt_bias.to(device),
         torch.randn(value_heads).to(device) if kind == SSD else None,
         torch.randn(len(lens) + 1 + UNUSED_SLOTS, value_heads, key_dim, value_dim).to(state_dtype).to(device),
         slots.to(torch.int64).to(device),
@@ -110,6 +117,14 @@ def problem(
         (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) + lead).to(device),
         torch.empty(total, value_heads, value_dim, dtype=dtype, device=device),
     )
+
+
+def _rule(kind: str, key_dim: int) -> Rule:
+    if kind == SSD:
+        return Rule(delta=False, dt_min=0.001)
+    if kind == DELTA:
+        return gated_delta_rule(key_dim)
+    return kimi_delta_rule(key_dim, -5.0 if kind == BOUNDED else 0.0)
 
 
 def judge(given: Problem) -> tuple[torch.Tensor, torch.Tensor]:

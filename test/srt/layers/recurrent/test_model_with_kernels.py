@@ -11,12 +11,13 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence
+from sglang.srt.layers.recurrent.triton_ops import causal_conv, channel_recurrence, gated_norm, recurrence
 from srt.models.harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny
 
 KERNELS = {
     "causal_conv1d": causal_conv.CAUSAL_CONV,
     "gated_delta_rule": recurrence.RECURRENCE,
+    "kimi_delta_rule": channel_recurrence.CHANNEL_RECURRENCE,
     "state_space_duality": recurrence.RECURRENCE,
     "gated_rmsnorm": gated_norm.gated_rmsnorm,
     "attention_output_gate": gated_norm.attention_output_gate,
@@ -30,7 +31,7 @@ class KernelPlan(NativePlan):
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "nemotron_h", "nemotron_h_latent"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "nemotron_h", "nemotron_h_latent", "kimi_linear"])
 def test_kernels_in_a_model(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     native = plan_for(tmp_path)

@@ -29,7 +29,8 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """Gates of a step, a, b [T, H], and parameters of the layer, a_log, dt_bias, skip [H] fp32."""
+    """Gates of a step, a, b [T, H], and parameters of the layer, a_log, dt_bias, skip [H] fp32. With decays by channel
+    a is [T, H, K] and dt_bias [H, K]."""
 
     a: torch.Tensor
     b: torch.Tensor | None

@@ -24,7 +24,11 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def gates(
     rule: Rule, a: torch.Tensor, b: torch.Tensor | None, a_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a, b [.., H], a_log and dt_bias [H] -> (log of the decay, weight of the new value) [.., H]."""
+    """a, b [.., H], a_log and dt_bias [H] -> (log of the decay, weight of the new value) [.., H]. With decays by
+    channel a is [.., H, K], dt_bias [H, K], and the first of the results [.., H, K]."""
+    if rule.by_channel:
+        assert b is not None
+        return channel_decay(rule, a, a_log, dt_bias), _wide(b).sigmoid()
     step = F.softplus(_wide(a) + _wide(dt_bias))
     rate = -_wide(a_log).exp()
     if rule.delta:
@@ -32,6 +36,14 @@ def gates(
         return rate * step, _wide(b).sigmoid()
     step = step.clamp(rule.dt_min, rule.dt_max)
     return rate * step, step
+
+
+def channel_decay(rule: Rule, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+    """a [.., H, K], a_log [H], dt_bias [H, K] -> the log of each channel's decay [.., H, K]."""
+    rate, shifted = _wide(a_log).exp()[:, None], _wide(a) + _wide(dt_bias)
+    if rule.lower_bound:
+        return rule.lower_bound * (rate * shifted).sigmoid()
+    return -rate * F.softplus(shifted)
 
 
 def recurrence(
@@ -44,12 +56,13 @@ def recurrence(
     beta: torch.Tensor,
     skip: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: state [.., H, K, V], q and k [.., Hk, K], v [.., H, V], log_decay and beta [.., H] -> (output
-    [.., H, V], the state after it)."""
+    """One token: state [.., H, K, V], q and k [.., Hk, K], v [.., H, V], log_decay [.., H] or by channel [.., H, K],
+    beta [.., H] -> (output [.., H, V], the state after it)."""
     group = v.shape[-2] // k.shape[-2]
     q, k = (_wide(x).repeat_interleave(group, dim=-2) for x in (q, k))
     v = _wide(v)
-    state = state * log_decay.exp()[..., None, None]
+    decay = log_decay.exp()
+    state = state * (decay[..., None] if rule.by_channel else decay[..., None, None])
     new = v - torch.einsum("...k,...kv->...v", k, state) if rule.delta else v
     state = state + k[..., None] * (new * beta[..., None])[..., None, :]
     out = torch.einsum("...k,...kv->...v", q, state) * rule.scale

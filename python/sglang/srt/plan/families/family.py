@@ -65,6 +65,7 @@ class Family:
     among_recurrent: str = ""  # as GQA.among_recurrent
     sigmoid_output_gates: bool = False  # `output_gate_type` of recurrent layers may be a sigmoid
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
+    kimi_delta: bool = False  # of layers with latent attention some are Kimi delta attention instead
     indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
     # feed-forward
     joined_gate_up: bool = False  # as Dense.joined

@@ -1,0 +1,73 @@
+"""Kimi delta attention, a gated delta rule whose keys forget channel by channel, as a mixer of `layer_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.recurrent import CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDelta:
+    """Kimi delta attention (arXiv 2510.26692): the gated delta rule after a causal convolution over `conv_kernel`
+    tokens, with a decay for each channel of a key. A head has queries, keys and values of `head_dim` and keeps a state
+    [head_dim, head_dim] of `state_dtype`. Decays and the output's gate, a sigmoid, are products over `head_dim`
+    channels of the hidden states' low-rank projections.
+
+    The log of a decay lies between `lower_bound` and 0; with `lower_bound` 0 it has no limit.
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+    lower_bound: float = 0.0
+    state_dtype: str = "float32"
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def rope(self) -> None:
+        return None
+
+    def width(self, tp_size: int) -> int:
+        """Returns the elements of q, and of k, and of v, of one token on a rank."""
+        return self.num_heads // tp_size * self.head_dim
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        heads = self.num_heads // serving.tp_size
+        yield Need("causal_conv1d", q_dtype=serving.dtype)
+        yield Need("kimi_delta_rule", q_dtype=serving.dtype, heads=(heads, heads))
+        yield Need("gated_rmsnorm", q_dtype=serving.dtype)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        heads, width = self.num_heads // serving.tp_size, self.width(serving.tp_size)
+        state = CacheTensor("state", (heads, self.head_dim, self.head_dim), serving.state_dtype or self.state_dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 3 * width), serving.dtype)
+        return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        heads, width, rank = self.num_heads // tp_size, self.width(tp_size), self.head_dim
+        return (
+            Matrix("kda.in", ("q", "k", "v"), 3 * width, hidden_size),
+            Matrix("kda.low", ("f_a", "g_a"), 2 * rank, hidden_size),
+            Matrix("kda.beta", ("b",), heads, hidden_size, quantized=False),
+            Matrix("kda.decay", ("f_b",), width, rank),
+            Matrix("kda.gate", ("g_b",), width, rank),
+            Matrix("kda.out", ("",), hidden_size, width),
+            Elements(3 * width * self.conv_kernel + self.head_dim),
+            Elements(heads + width, "float32"),
+        )
+
+    def activation_elements(self, tp_size: int) -> int:
+        """Returns the elements of a prompt's token, whose chunks are computed apart from the state: q, k and v as
+        projected and convolved, what decays are made of, the gate, the sums of decays in fp32, u, w and the output,
+        each as wide as q; for every head the scores of CHUNK tokens, and the pairs of keys in fp32."""
+        return 13 * self.width(tp_size) + 3 * self.num_heads // tp_size * CHUNK_TOKENS
