@@ -230,13 +230,18 @@ def _rope_store() -> Iterator[Variant]:
                     strides,
                 )
                 yield replace(variant, form_only=dim in OTHER_HEAD_DIMS)
-                if (dim, rot) in INTERLEAVED_SHAPES:
-                    turned = {**variant.constexprs, "INTERLEAVED": True}
-                    yield replace(variant, key=f"{variant.key}/interleaved", constexprs=turned, form_only=True)
-                if (dim, rot) in FP32_NORM_SHAPES:
-                    signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
-                    yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
+                yield from _rope_store_forms(variant, (dim, rot))
     yield from _rope_store_fp4()
+
+
+def _rope_store_forms(variant: Variant, shape: tuple[int, int]) -> Iterator[Variant]:
+    """The forms of a variant that few models launch. shape: widths of the head and of its rotary part."""
+    if shape in INTERLEAVED_SHAPES:
+        turned = {**variant.constexprs, "INTERLEAVED": True}
+        yield replace(variant, key=f"{variant.key}/interleaved", constexprs=turned, form_only=True)
+    if shape in FP32_NORM_SHAPES:
+        signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
+        yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
 
 
 def _rope_store_fp4() -> Iterator[Variant]:
@@ -261,9 +266,7 @@ def _rope_store_fp4() -> Iterator[Variant]:
                 strides,
             )
             yield variant
-            if (dim, rot) in FP32_NORM_SHAPES:
-                signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
-                yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
+            yield from _rope_store_forms(variant, (dim, rot))
 
 
 def _latent_store() -> Iterator[Variant]:

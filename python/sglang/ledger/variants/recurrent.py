@@ -153,10 +153,10 @@ def _channels(op: str, dim: int) -> Iterator[Variant]:
     block = triton.next_power_of_2(dim)
     shape = {"K": dim, "V": dim, "BLOCK_K": block}
     chunk = shape | {"CHUNK": channel_local.CHUNK}
-    decay, tile = channel_decay.channel_decay_kernel, channel_decay.TILE
+    decay = channel_decay.channel_decay_kernel
     for bounded in (False, True):
         key = f"decay/{dim}/{'bounded' if bounded else 'unbounded'}"
-        yield _described(op, key, decay, data, chunk | {"BOUNDED": bounded}, tile, aligned)
+        yield _described(op, key, decay, data, chunk | {"BOUNDED": bounded}, channel_decay.TILE, aligned)
     pairs, solve = channel_local.channel_pairs_kernel, channel_local.channel_solve_kernel
     rows = chunk | {"ROWS": channel_local.ROWS}
     yield _described(op, f"pairs/{dim}", pairs, data, rows, channel_local.PAIRS_TILE, aligned)
