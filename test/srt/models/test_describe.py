@@ -107,7 +107,9 @@ def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
 
 
 def test_no_two_families_claim_the_same_models() -> None:
+    """One architecture has texts of two kinds, which their types of models tell apart."""
     architectures = [name for family in FAMILIES for name in family.architectures]
+    architectures.remove("Glm46VForConditionalGeneration")
     model_types = [name for family in FAMILIES for name in family.model_types]
     assert sorted(architectures) == list(SERVED_ARCHITECTURES) and len(set(model_types)) == len(model_types)
 

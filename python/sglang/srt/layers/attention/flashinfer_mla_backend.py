@@ -8,6 +8,7 @@ read where they lie: keys and values are views of one cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +34,13 @@ class FlashInferMLABackend:
     decoding requests, both planned before either runs; they run one after the other."""
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        self._options = _Options(plan)
+        self._plan = plan
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    @cached_property
+    def _options(self) -> _Options:
+        """Of a site: a pipeline stage of a hybrid model may have no layer with latents."""
+        return _Options(self._plan)
 
     def decode_builder(self, site: AttentionSite) -> FlashInferMLADecode:
         return FlashInferMLADecode(self._options, self._workspace)
