@@ -8,7 +8,6 @@ read where they lie: keys and values are views of one cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,13 +33,8 @@ class FlashInferMLABackend:
     decoding requests, both planned before either runs; they run one after the other."""
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        self._plan = plan
+        self._options = _Options(plan)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-    @cached_property
-    def _options(self) -> _Options:
-        """Of a site: a pipeline stage of a hybrid model may have no layer with latents."""
-        return _Options(self._plan)
 
     def decode_builder(self, site: AttentionSite) -> FlashInferMLADecode:
         return FlashInferMLADecode(self._options, self._workspace)
@@ -54,7 +48,9 @@ class _Options:
 
     def __init__(self, plan: Plan) -> None:
         (shape,) = plan.attention_shapes
-        (self.scale,) = {layer.mixer.softmax_scale for layer in plan.description.layers if isinstance(layer.mixer, MLA)}
+        scales = {layer.mixer.softmax_scale for layer in plan.description.layers if isinstance(layer.mixer, MLA)}
+        assert len(scales) <= 1, "one plan of a step serves all layers"
+        self.scale = next(iter(scales), 1.0)  # a stage of a hybrid may have no such layer: nothing runs what is planned
         self.rank, self.page_size = shape.v_head_dim, plan.page_size
         self.shape = (shape.num_heads, self.rank, shape.head_dim - self.rank, plan.page_size)
         self.dtypes = (getattr(torch, plan.dtype), storage_dtype(plan.kv_cache_dtype))
