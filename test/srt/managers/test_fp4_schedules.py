@@ -6,9 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import native_ops
+from sglang.srt.layers.native_fp4 import quantize_fp4_rows
 from sglang.srt.mem_cache import host_tier
 from sglang.srt.plan.ranks import RankLayout
 from srt.managers.test_host_tier import SHARED, HostWorld
@@ -20,6 +23,17 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
 HOST = {**FP4, "enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_write_policy": "write_through"}
 MODELS = ("qwen3", "mistral_windows", "gpt_oss", "qwen3_5", "nemotron_h", "qwen3_5_moe")
 """Dense, windows, windows and sinks, gated delta, Mamba-2, experts."""
+
+
+def quantize_rounded(x: torch.Tensor, tensor_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the CPU does it, of keys and values in bf16, as servers on GPUs have them. In float32 what chunks of other
+    lengths change is the last bit, and where that decides between two codes the value differs by a third."""
+    return quantize_fp4_rows(x.to(torch.bfloat16).float(), tensor_scale)
+
+
+@pytest.fixture(autouse=True)
+def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
 
 
 def play(world: World, guesses: str, page: int, count: int) -> None:
@@ -59,7 +73,8 @@ def test_prefixes_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, count: int) -> None:
-    with short_pauses():
+    with short_pauses(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
         world = World(name, folder, ranks, rank, FP4)
         world.grow_tree()
         for ids in world.prompts:
