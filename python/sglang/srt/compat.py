@@ -121,8 +121,9 @@ WORDS_OF_OTHERS: Mapping[str, str] = {
     "disable-log-requests": "the default; remove it",
     "enable-log-requests": "--log-requests",
     "speculative-config": "--speculative-algorithm, with --speculative-draft-model-path and --speculative-num-steps",
-    "kv-transfer-config": "not available: the prefix cache lives in GPU memory only",
-    "swap-space": "not available: the prefix cache lives in GPU memory only",
+    "kv-transfer-config": "not available: prefixes go no further than main memory and a store of this server, with"
+    " --enable-hierarchical-cache and --hicache-storage-backend",
+    "swap-space": "--enable-hierarchical-cache, with --hicache-size",
     "distributed-executor-backend": "not needed; remove it",
     "tokenizer-pool-size": "not needed; remove it",
     "limit-mm-per-prompt": "--limit-mm-data-per-request",
