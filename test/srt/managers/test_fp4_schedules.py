@@ -27,7 +27,7 @@ MODELS = ("qwen3", "mistral_windows", "gpt_oss", "qwen3_5", "nemotron_h", "qwen3
 
 def quantize_rounded(x: torch.Tensor, tensor_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As the CPU does it, of keys and values in bf16, as servers on GPUs have them. In float32 what chunks of other
-    lengths change is the last bit, and where that decides between two codes the value differs by a third."""
+    lengths change is the last bit, and that may decide between two codes."""
     return quantize_fp4_rows(x.to(torch.bfloat16).float(), tensor_scale)
 
 
