@@ -57,25 +57,25 @@ def states(http: httpx.Client) -> list[dict[str, Any]]:
     return result
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S, seen: object = "") -> None:
+    """seen: told where it fails."""
     end = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < end, "it did not come to that"
+        assert time.monotonic() < end, f"it did not come to that: {seen}"
         time.sleep(0.05)
 
 
 def wait_for_counts(http: httpx.Client, counter: str, expected: Callable[[list[int]], bool]) -> None:
     """Until a counter of each replica is as expected; fails with all that it was."""
     seen: list[list[int]] = []
-    end = time.monotonic() + LIMIT_S
-    while True:
+
+    def as_expected() -> bool:
         counts = [state[counter] for state in states(http)]
-        if expected(counts):
-            return
         if counts not in seen[-1:]:
             seen.append(counts)
-        assert time.monotonic() < end, f"{counter} was {seen}"
-        time.sleep(0.05)
+        return expected(counts)
+
+    wait_until(as_expected, seen=seen)
 
 
 ONE_RANK = ("DP0", "detokenizer DP0", "DP1", "detokenizer DP1")
@@ -192,7 +192,7 @@ def test_a_pause_holds_on_both(http: httpx.Client) -> None:
 def test_one_that_is_busy_refuses_a_flush_for_all(http: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as threads:
         threads.submit(http.post, "/generate", json={"text": "busy", "sampling_params": LONG})
-        wait_until(lambda: any(state["num_running_reqs"] for state in states(http)))
+        wait_for_counts(http, "num_running_reqs", any)
         refused = http.post("/flush_cache")
         post(http, "/abort_request", abort_all=True)
     assert refused.status_code == 400 and re.search("Replica [01]: The cache was not flushed", refused.text)

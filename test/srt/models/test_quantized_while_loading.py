@@ -28,9 +28,16 @@ from .test_quantized import TOLERANCE, steps
 QUANTIZED = re.compile(
     r".*(\b(q|k|v|o|gate|up|down|gate_up|in|out)_proj|in_proj_(qkv|z)|fc[12]_latent_proj)(\.weight)?"
 )
-WIDE = {"moe.router", "attn.index_weights", "moe.shared_gate", "gdn.in_gates", "kda.beta"} | {
-    "inputs.gate", "inputs.projection", "ngrams.project",
-}  # fmt: skip
+WIDE = {
+    "moe.router",
+    "moe.shared_gate",
+    "attn.index_weights",
+    "gdn.in_gates",
+    "kda.beta",
+    "inputs.gate",
+    "inputs.projection",
+    "ngrams.project",
+}
 """Of the matrices of a layer those that stay in 16 bits: small ones, and the product behind a table of n-grams, of one
 layer."""
 
