@@ -136,6 +136,8 @@ class StorageEngine:
         return time.monotonic() >= self._off_until["written"]
 
     def submit(self, job: StorageJob) -> None:
+        """The queues are as long as the tier lets them be: it has at most MOST_PREFETCHES look-ups and reads, a write
+        and MOST_REMOVALS removals under way."""
         (self._reads if isinstance(job, Lookup | Read) else self._writes).put(job)
 
     @torch.inference_mode()
