@@ -338,12 +338,13 @@ def _attention(
                     empty(9, dtype=torch.int32), scale=0.1, tile=tile, has_prefix=prefix, **layer,
                 )  # fmt: skip
         for tile in attention_tiles("decode_attention", dim, v_dim, dtype, arch.features):
-            workspace = DecodeWorkspace.allocate(64, heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
-            plan_decode(lens, workspace, tile)
-            decode_attention_fwd(
-                q[:8], empty(8, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
-                scale=0.1, tile=tile, **layer,
-            )  # fmt: skip
+            for tokens in (1, 4):  # of each request: one, or guesses
+                workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
+                plan_decode(lens, workspace, tile)
+                decode_attention_fwd(
+                    q[: 8 * tokens], empty(8 * tokens, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
+                    scale=0.1, tile=tile, prefix_lens=lens if tokens > 1 else None, **layer,
+                )  # fmt: skip
 
 
 def fp4_caches(shape: AttentionShape) -> dict[str, torch.Tensor]:
@@ -369,9 +370,13 @@ def _fp4_attention(shape: AttentionShape, layer: dict[str, Any], arch: ArchTrait
             causal=causal, **rows,
         )  # fmt: skip
     for tile in attention_tiles("decode_attention", dim, v_dim, FP4, arch.features) if causal else ():
-        workspace = DecodeWorkspace.allocate(64, heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
-        plan_decode(lens, workspace, tile)
-        decode_fp4_fwd(q[:8], empty(8, heads, v_dim), seq_lens=lens, workspace=workspace, tile=tile, **rows)
+        for tokens in (1, 4):
+            workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
+            plan_decode(lens, workspace, tile)
+            decode_fp4_fwd(
+                q[: 8 * tokens], empty(8 * tokens, heads, v_dim), seq_lens=lens, workspace=workspace, tile=tile,
+                prefix_lens=lens if tokens > 1 else None, **rows,
+            )  # fmt: skip
 
 
 def _images_both_ways(shape: AttentionShape, window: int, arch: ArchTraits) -> None:

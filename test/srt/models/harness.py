@@ -838,6 +838,7 @@ class NativePlan:
     kv_cache_dtype: str = "float32"
     ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 16
+    verified_tokens: int = 1
     captures: tuple[int, ...] = ()
     capture_streams: bool = False
     merge_method: str = ALL_TO_ALL

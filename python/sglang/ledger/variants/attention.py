@@ -54,12 +54,16 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "custom_mask": ("HAS_MASK",),
         "window_both_ways": ("HAS_WINDOW",),
     },
-    "decode_attention": {"plain": (), "cap_sinks": _SCORES, "window_cap_sinks": ("HAS_WINDOW", *_SCORES)},
+    "decode_attention": {
+        "plain": ("HAS_GUESSES",),
+        "cap_sinks": ("HAS_GUESSES", *_SCORES),
+        "window_cap_sinks": ("HAS_GUESSES", "HAS_WINDOW", *_SCORES),
+    },
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
     "latent_prompt_attention": {"causal": ("CAUSAL", "CARRY_OUT"), "chunk": ("CARRY_IN", "CARRY_OUT")},
 }
-"""The flags that are recorded, those that cost most: a cap and sinks together, in layers with a window and in those
-without."""
+"""The flags that are recorded, those that cost most: guesses, a cap and sinks together, in layers with a window and in
+those without."""
 
 _BOTH_WAYS = ((256, 256),)
 """Heads of models whose images see themselves both ways in layers with a window (Gemma 4)."""
@@ -85,15 +89,23 @@ FORM_RULES = {
     ),
     "decode_attention.decode_kernel": FormRule(
         free=frozenset({"GROUP"}),
-        at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),
-        counts=frozenset({"num_heads", "num_head_tiles", "window", "stride_rt"}),
-        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
+        at_most=frozenset({"HAS_CAP", "HAS_SINKS", "HAS_GUESSES"}),
+        counts=frozenset({"num_heads", "num_head_tiles", "num_tokens", "window", "stride_rt"}),
+        absent={
+            "HAS_SINKS": ("sinks_ptr",),
+            "HAS_WINDOW": ("window",),
+            "HAS_GUESSES": ("prefix_lens_ptr", "num_tokens"),
+        },
     ),
     "decode_fp4.decode_fp4_kernel": FormRule(
         free=frozenset({"GROUP"}),
-        at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),
-        counts=frozenset({"num_heads", "num_head_tiles", "window", "stride_rt"}),
-        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
+        at_most=frozenset({"HAS_CAP", "HAS_SINKS", "HAS_GUESSES"}),
+        counts=frozenset({"num_heads", "num_head_tiles", "num_tokens", "window", "stride_rt"}),
+        absent={
+            "HAS_SINKS": ("sinks_ptr",),
+            "HAS_WINDOW": ("window",),
+            "HAS_GUESSES": ("prefix_lens_ptr", "num_tokens"),
+        },
     ),
     "extend_fp4.extend_fp4_kernel": FormRule(
         free=frozenset({"GROUP"}),
@@ -101,13 +113,17 @@ FORM_RULES = {
         counts=frozenset({"num_seqs", "num_blocks", "num_kv_heads", "window", "stride_rt"}),
         absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
     ),
-    "latent_decode.latent_decode_kernel": FormRule(counts=frozenset({"num_heads", "num_head_tiles", "stride_rt"})),
+    "latent_decode.latent_decode_kernel": FormRule(
+        at_most=frozenset({"HAS_GUESSES"}),
+        counts=frozenset({"num_heads", "num_head_tiles", "num_tokens", "stride_rt"}),
+        absent={"HAS_GUESSES": ("prefix_lens_ptr", "num_tokens")},
+    ),
     "decode_attention.combine_kernel": FormRule(
         # Rows have a head dim that their columns do not divide, so that columns are masked.
         free=frozenset({"V_HEAD_DIM"}),
         at_most=frozenset({"HAS_SINKS", "HAS_LSE"}),
-        counts=frozenset({"num_heads", "stride_ob", "stride_oh"}),
-        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_LSE": ("lse_ptr",)},
+        counts=frozenset({"num_heads", "num_sinks", "stride_ob", "stride_oh"}),
+        absent={"HAS_SINKS": ("sinks_ptr", "num_sinks"), "HAS_LSE": ("lse_ptr",)},
     ),
     "decode_attention.plan_kernel": FormRule(counts=frozenset({"num_seqs", "num_slots", "num_pieces"})),
     "latent_prompt.latent_prompt_kernel": FormRule(

@@ -39,6 +39,15 @@ class DecodeRows:
         return len(self.req_pool_indices)
 
 
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Requests that bring the same number of tokens each, which are to be verified. Rows from a request's own number on
+    are padding."""
+
+    width: int
+    ends: torch.Tensor  # [P] int32 >= 1, length of each request with the tokens that are no padding
+
+
 @dataclass(slots=True)
 class ExtendRows:
     """P requests with a run of new tokens each, over a cached prefix."""
@@ -54,6 +63,7 @@ class ExtendRows:
     """None while a CUDA graph is captured, and where the device alone knows: the lengths on the host are bounds."""
     images: ImageRuns | None = None
     """None: all tokens see what lies before them alone."""
+    guesses: Guesses | None = None
 
     def __len__(self) -> int:
         return len(self.req_pool_indices)

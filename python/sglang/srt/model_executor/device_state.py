@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
-from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns, TokenSlots, requests_of_tokens
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses, ImageRuns, TokenSlots, requests_of_tokens
 from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
@@ -264,6 +264,7 @@ class DeviceState:
             prefix_lens=(rows.prefix_lens - back).clamp(min=0),
             token_slots=token_slots,
             images=None,
+            guesses=rows.guesses and replace(rows.guesses, ends=(rows.guesses.ends - back).clamp(min=1)),
         )
         if not in_graph and self.attention.extend_plans_on_host:
             lagging.prefix_lens_cpu, lagging.seq_lens_cpu = lagging.prefix_lens.tolist(), lagging.seq_lens.tolist()
@@ -322,6 +323,7 @@ class DeviceState:
             token_slots,
             [width] * len(slots),
             [1] * len(slots),
+            guesses=Guesses(width, (prefix_lens + widths).clamp(min=1)),
         )
         if step is not None and self.attention.extend_plans_on_host:
             extend.prefix_lens_cpu, extend.seq_lens_cpu = prefix_lens.tolist(), extend.seq_lens.tolist()

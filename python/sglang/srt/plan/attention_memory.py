@@ -44,6 +44,8 @@ class AttentionSizes:
     """As `heads`, of shapes whose tokens ranks share out: heads of all of them."""
     token_rows: int = 0
     """Most tokens of a step that attend one by one to such tokens."""
+    verified_tokens: int = 1
+    """Most tokens of a request that decodes, in a step."""
     own_tables: int = 0
     """Bytes of row tables of a rank's own tokens."""
     gathered: int = 0
@@ -97,13 +99,24 @@ def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:
     """Returns the bytes of partial results, in fp32, of sequences that several programs share (`DecodeWorkspace`), for
-    each shape of attention."""
+    each shape of attention; and of those of guesses, of which each is as many heads more."""
     if choice.need.op != "decode_attention" or choice.tile is None:
         return 0
     at_once = sizes.num_sms * choice.tile.get("ctas_per_sm", 1) * choice.tile.get("waves", 1)
-    rows = max(sizes.max_running_requests, *sizes.graph_batch_sizes, 1) + at_once
+    batch = max(sizes.max_running_requests, *sizes.graph_batch_sizes, 1)
+    rows = batch + at_once
     of_each = [(rows, shape) for shape in sizes.heads]
     of_each += [(rows + sizes.token_rows + at_once, shape) for shape in sizes.part_heads]
+    if sizes.verified_tokens > 1:
+        block, tokens = choice.tile.get("BLOCK_H", 1), sizes.verified_tokens
+        # Programs that run at once have BLOCK_H heads each, or one piece has them all.
+        of_each += [
+            (
+                batch * tokens + max(-(-at_once * block // heads), tokens * choice.tile.get("waves", 1)),
+                (heads, value_dim),
+            )
+            for heads, value_dim in sizes.heads
+        ]
     return sum(count * (num_heads * (v_head_dim + 1) * 4 + 24) for count, (num_heads, v_head_dim) in of_each)
 
 

@@ -30,7 +30,7 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import smaller_sizes
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized_cost
 from sglang.srt.plan.rank_weights import RankWeights
-from sglang.srt.plan.speculation import ngram_bytes, tokens_growing
+from sglang.srt.plan.speculation import ngram_bytes, tokens_growing, verified_tokens
 from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
@@ -109,7 +109,7 @@ def _capacity(
         growing = tokens_growing(args, model.architecture)
         sizes = replace(
             sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing,
-            copy_bytes=copy_bytes(args, arch),
+            verified_tokens=verified_tokens(args, model.architecture), copy_bytes=copy_bytes(args, arch),
         )  # fmt: skip
         cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
         return sizes, cost, notes

@@ -66,6 +66,8 @@ class Sizes:
     checkpoints: int = 0
     growing: int = 1
     """As PoolSizes.growing."""
+    verified_tokens: int = 1
+    """Most tokens of a request that decodes, in a step."""
     ngram_bytes: int = 0
     """Bytes of the tables in which n-gram drafts are looked up."""
     copy_bytes: int = 0
@@ -391,6 +393,7 @@ def _attention_sizes(
         ),
         part_heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shared),
         token_rows=sizes.token_rows if shared else 0,
+        verified_tokens=sizes.verified_tokens,
         own_tables=own_rows * -(-sizes.context_len // sizes.ranks.dcp_size) * OWN_SLOT_BYTES if shared else 0,
         gathered=sizes.context_len * (cost.shared_entry + GATHER_BYTES) if shared else 0,
     )

@@ -41,7 +41,7 @@ from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import ngram_needs, tokens_growing
+from sglang.srt.plan.speculation import ngram_needs, tokens_growing, verified_tokens
 from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
@@ -74,6 +74,7 @@ class Plan:
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
     growing: int  # as PoolSizes.growing
+    verified_tokens: int  # of a request that decodes, in a step: 1 where nothing drafts
     state_checkpoints: int
     states: str  # how many requests and checkpoints they are for, and why
     page_size: int
@@ -308,6 +309,7 @@ def make_plan(
         max_total_num_tokens=tokens,
         windows=capacity.windows,
         growing=tokens_growing(args, model.architecture),
+        verified_tokens=verified_tokens(args, model.architecture),
         state_checkpoints=sizes.checkpoints,
         states=capacity.states,
         page_size=serving.page_size,

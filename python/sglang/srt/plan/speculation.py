@@ -54,6 +54,12 @@ def tokens_growing(args: ServerArgs, architecture: str) -> int:
     return 1 if settings is None else settings.tokens_growing(args.steps_ahead)
 
 
+def verified_tokens(args: ServerArgs, architecture: str) -> int:
+    """Returns the most tokens of a request that a step computes while it decodes: 1 where nothing drafts."""
+    settings = speculative_settings(args, architecture)
+    return 1 if settings is None else settings.num_draft_tokens
+
+
 def _block_tokens(args: ServerArgs, usual: int) -> int:
     """Returns k where a draft guesses a block in one pass, so that neither passes nor branches are counted."""
     for name, value in (("num-steps", args.speculative_num_steps), ("eagle-topk", args.speculative_eagle_topk)):

@@ -34,6 +34,8 @@ class FakePlan:
     window: int = 0
     kv_cache_dtype: str = "bfloat16"
     max_running_requests: int = 2
+    verified_tokens: int = 1
+    cuda_graph_bs: tuple[int, ...] = ()
     ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 64
     page_size: int = 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.kernels.launch import TileLadder
     from sglang.srt.kernels.spec import Tile
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
-    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses
     from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
     from sglang.srt.plan.plan import Plan
 
@@ -50,7 +50,7 @@ class TritonAttnBackend:
 
     def extend_builder(self, site: AttentionSite) -> TritonExtend:
         if site.shape not in self._extend:
-            self._extend[site.shape] = TritonExtend(self._plan, site.shape)
+            self._extend[site.shape] = TritonExtend(self._plan, site.shape, self._device)
         return self._extend[site.shape]
 
 
@@ -130,39 +130,117 @@ class TritonDecodeMetadata:
         builder, rows = self.builder, self.rows
         if tile is not builder.tile:
             builder.step_down(tile, rows.seq_lens)
-        cache, scales = layer.cache, layer.cache.group_scales()
-        attend: Callable[..., None] = decode_fp4_fwd if scales else decode_attention_fwd
-        attend(
-            q,
-            out,
-            cache.k,
-            cache.v,
-            rows.token_slots[cache.table].req_to_token,
-            rows.req_pool_indices,
-            rows.seq_lens,
-            builder.workspace,
-            scale=layer.scale,
-            tile=tile,
-            sliding_window=layer.sliding_window,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks if lse is None else None,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            lse=lse,
-            **scales,
+        sinks = layer.sinks if lse is None else None
+        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, sinks=sinks, lse=lse)
+
+
+def _decode(
+    tile: Tile,
+    workspace: DecodeWorkspace,
+    q: torch.Tensor,
+    layer: AttentionLayer,
+    out: torch.Tensor,
+    rows: DecodeRows | ExtendRows,
+    seq_lens: torch.Tensor,
+    **options: torch.Tensor | None,
+) -> None:
+    cache, scales = layer.cache, layer.cache.group_scales()
+    attend: Callable[..., None] = decode_fp4_fwd if scales else decode_attention_fwd
+    attend(
+        q,
+        out,
+        cache.k,
+        cache.v,
+        rows.token_slots[cache.table].req_to_token,
+        rows.req_pool_indices,
+        seq_lens,
+        workspace,
+        scale=layer.scale,
+        tile=tile,
+        sliding_window=layer.sliding_window,
+        logit_cap=layer.logit_cap,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        **options,
+        **scales,
+    )
+
+
+class TritonGuesses:
+    """Makes the metadata of guesses, whose keys and values are in the cache: as decoding reads it, with the keys of a
+    long context split between programs, where the kernel of prompts would read them in one."""
+
+    def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
+        self.shape, self.most = shape, plan.verified_tokens
+        self.ladder = plan.ladder(plan.attention_op("decode_attention", shape))
+        self.tile = self.ladder.tile
+        self.max_rows = max(plan.max_running_requests, *plan.cuda_graph_bs, 1)
+        self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
+        self.device = device
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.workspaces = DecodeWorkspace.for_guesses(
+            self.most,
+            self.max_rows,
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+            self.shape.v_head_dim,
+            self.num_sms,
+            self.tile,
+            self.device,
+            self.context_len,
         )
+
+    def build(self, rows: ExtendRows, guesses: Guesses) -> TritonGuessMetadata:
+        plan_decode(guesses.ends, self.workspaces[guesses.width], self.tile)
+        return TritonGuessMetadata(self, rows, guesses)
+
+    def step_down(self, tile: Tile, guesses: Guesses) -> None:
+        """As `TritonDecode.step_down`."""
+        self.tile = tile
+        self.allocate()
+        workspace = self.workspaces[guesses.width]
+        plan_decode(guesses.ends, workspace, tile)
+        workspace.part_lse.zero_()
+
+
+@dataclass(slots=True)
+class TritonGuessMetadata:
+    """Implements ExtendMetadata."""
+
+    builder: TritonGuesses
+    rows: ExtendRows
+    guesses: Guesses
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out))
+
+    def _launch(self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        builder, rows, guesses = self.builder, self.rows, self.guesses
+        if tile is not builder.tile:
+            builder.step_down(tile, guesses)
+        workspace, lens = builder.workspaces[guesses.width], rows.prefix_lens
+        _decode(tile, workspace, q, layer, out, rows, guesses.ends, sinks=layer.sinks, prefix_lens=lens)
 
 
 class TritonExtend:
-    """Implements ExtendBuilder. The kernel reads all lengths on the device."""
+    """Implements ExtendBuilder. The kernels read all lengths on the device."""
 
     plans_on_host = False
     in_graphs = True
 
-    def __init__(self, plan: Plan, shape: AttentionShape) -> None:
+    def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
         self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
+        self.guesses: TritonGuesses | None = None
+        if plan.verified_tokens > 1 and plan.choices["decode_attention"].name == "triton":
+            self.guesses = TritonGuesses(plan, shape, device)
 
-    def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata:
+    def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata | TritonGuessMetadata:
+        if rows.guesses is not None and self.guesses is not None:
+            return self.guesses.build(rows, rows.guesses)
         return TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu), causal)
 
 

@@ -37,6 +37,51 @@ def load_rows(
 
 
 @triton.jit
+def rows_of_tile(
+    seq,
+    prefix,
+    length,
+    head_tile,
+    num_heads,
+    num_tokens,
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_GUESSES: tl.constexpr,
+):
+    """Queries of one tile: heads of one KV head, and with HAS_GUESSES those of all num_tokens tokens of a sequence. ->
+    KV head; head [BLOCK_H]; row of q; row among the outputs of a piece [BLOCK_H], which are so many; which rows there
+    are [BLOCK_H]; and, with HAS_GUESSES, the first position that a row does not see [BLOCK_H], at most the length."""
+    if HAS_GUESSES:
+        num_rows = num_tokens * GROUP
+    else:
+        num_rows = GROUP
+    tiles = (num_rows + BLOCK_H - 1) // BLOCK_H
+    kv_head = head_tile // tiles
+    row = head_tile % tiles * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = kv_head * GROUP + row
+    part = head
+    q_row = seq.to(tl.int64)
+    row_end = length
+    if HAS_GUESSES:
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        part = token * num_heads + head
+        q_row = q_row * num_tokens + token
+        row_end = tl.minimum(prefix + 1 + token, length)
+        num_heads *= num_tokens
+    return kv_head, head, q_row, part, num_heads, row < num_rows, row_end
+
+
+@triton.jit
+def visible(seen, pos, row_end, window, HAS_WINDOW: tl.constexpr):
+    """seen [.., N] of keys at pos [N], and of these each row's own [M, N]: before row_end [M], and in its window."""
+    seen = seen & (pos[None, :] < row_end[:, None])
+    if HAS_WINDOW:
+        seen = seen & (pos[None, :] >= row_end[:, None] - window)
+    return seen
+
+
+@triton.jit
 def cap_scores(scores, scale, cap):
     """cap * tanh(scores * scale / cap), with scale, cap and the result in the base-2 domain."""
     # tanh(x) = 1 - 2 / (1 + e^(2x)); x is dimensionless, so the base-2 factors of scale and cap cancel.

@@ -1,4 +1,5 @@
-"""Attention of one new token of each sequence over its paged cache, with the keys split between programs.
+"""Attention of one new token of each sequence, or of several guesses, over its paged cache, with the keys split
+between programs.
 
 Decoding is bound by memory bandwidth, so the work is cut into pieces of equal size, whatever the lengths in the batch:
 `plan_decode` (one small kernel a step) turns seq_lens into a table of pieces on the device, `decode_kernel` handles one
@@ -8,7 +9,11 @@ grids depend on the batch size only and nothing is read back, so that all of it 
 Query heads that share a KV head form one tile, so each key is read once a group (MHA is a group of one). Where
 `v_cache` is the first columns of `k_cache` (the MLA latent), the pieces are computed by `latent_decode`.
 
-Reference: `reference_decode` in test/srt/layers/attention/reference.py.
+Guesses (HAS_GUESSES) are a few new tokens of each sequence, as many of one as of another, whose keys are in the cache
+already. They take part as further heads, which see different numbers of keys: row r of a group is token r // GROUP,
+head r % GROUP. The kernel of prompts, which does not split the keys, has a program a KV head for them.
+
+References: `reference_decode`, `reference_extend` in test/srt/layers/attention/reference.py.
 """
 
 from __future__ import annotations
@@ -19,7 +24,15 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
+from sglang.srt.layers.attention.triton_ops.common import (
+    LOG2E,
+    accumulate,
+    cap_scores,
+    load_rows,
+    rows_of_tile,
+    split_head_dim,
+    visible,
+)
 from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE, DecodeWorkspace, head_tiles
 from sglang.srt.layers.attention.triton_ops.latent_decode import launch_latent_decode
 from sglang.srt.layers.triton_ops import pdl
@@ -94,11 +107,13 @@ def plan_kernel(
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, pos, begin, end, scale, cap,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
-    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr, V_IN_K: tl.constexpr,
+    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, pos, begin, end, row_end, window, scale,
+    cap, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_GUESSES: tl.constexpr, V_IN_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys at cache slots `slots` [N], admissible where begin <= pos < end."""
+    """One tile of keys at cache slots `slots` [N], admissible where begin <= pos < end; with HAS_GUESSES and MASKED
+    only to the rows that see them, as `visible` says."""
     keep = (pos >= begin) & (pos < end)
     k_rows = slots.to(tl.int64) * k_stride
     k = load_rows(k_base, k_rows, keep, 0, BLOCK_D, HEAD_DIM, MASKED).to(q.dtype)
@@ -113,20 +128,26 @@ def _attend(
         v = k
     else:
         v = load_rows(v_base, slots.to(tl.int64) * v_stride, keep, 0, BLOCK_DV, V_HEAD_DIM, MASKED)
-    return accumulate(acc, row_max, row_sum, scores, scale, keep[None, :], v, q.dtype, MASKED)
+    seen = keep[None, :]
+    if HAS_GUESSES and MASKED:
+        seen = visible(seen, pos, row_end, window, HAS_WINDOW)
+    return accumulate(acc, row_max, row_sum, scores, scale, seen, v, q.dtype, MASKED)
 
 
-@triton.jit(do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr"])
+@triton.jit(do_not_specialize=["num_tokens"],
+            do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr", "prefix_lens_ptr"])  # fmt: skip
 def decode_kernel(
-    q_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, sinks_ptr, work_ptr,
-    part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, scale, v_scale, cap, window, stride_qb, stride_qh, stride_ob,
-    stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, V_IN_K: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, prefix_lens_ptr,
+    sinks_ptr, work_ptr, part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, num_tokens, scale, v_scale, cap, window,
+    stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_GUESSES: tl.constexpr,
+    V_IN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], caches [S, Hkv, D/Dv] -> o [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized
-    output [pieces, Hq, Dv] and base-2 log-sum-exp [pieces, Hq], both fp32. Grid: (pieces * num_head_tiles,)."""
+    output [pieces, Hq, Dv] and base-2 log-sum-exp [pieces, Hq], both fp32. HAS_GUESSES: B is num_tokens rows of each
+    sequence, and a piece has outputs of num_tokens * Hq heads. Grid: (pieces * num_head_tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     piece = pid // num_head_tiles
@@ -136,20 +157,23 @@ def decode_kernel(
     end = tl.load(work_ptr + piece * 4 + 2)
     num_pieces = tl.load(work_ptr + piece * 4 + 3)
     row = tl.load(req_pool_indices_ptr + tl.maximum(seq, 0))
+    prefix = 0
+    length = 0
+    if HAS_GUESSES or HAS_WINDOW:
+        length = tl.load(seq_lens_ptr + tl.maximum(seq, 0))
+    if HAS_GUESSES:
+        prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
     if HAS_WINDOW:
-        begin = tl.maximum(begin, tl.load(seq_lens_ptr + tl.maximum(seq, 0)) - window)
+        begin = tl.maximum(begin, (prefix + 1 if HAS_GUESSES else length) - window)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if seq < 0:
         return
 
-    TILES_PER_GROUP: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    kv_head = head_tile // TILES_PER_GROUP
-    in_group = head_tile % TILES_PER_GROUP * BLOCK_H + tl.arange(0, BLOCK_H)
-    head = kv_head * GROUP + in_group
-    head_ok = in_group < GROUP
-    q_rows = seq.to(tl.int64) * stride_qb + head * stride_qh
+    kv_head, head, q_row, part_row, part_rows, head_ok, row_end = rows_of_tile(
+        seq, prefix, length, head_tile, num_heads, num_tokens, GROUP, BLOCK_H, HAS_GUESSES)  # fmt: skip
+    q_rows = q_row * stride_qb + head * stride_qh
     q = load_rows(q_ptr, q_rows, head_ok, 0, BLOCK_D, HEAD_DIM, True)
     q_pe = q
     if BLOCK_DPE > 0:
@@ -165,19 +189,22 @@ def decode_kernel(
     if HAS_WINDOW:
         start = begin // BLOCK_N * BLOCK_N
     else:
-        start = begin + (end - begin) // BLOCK_N * BLOCK_N
+        whole = end - begin  # what all rows see
+        if HAS_GUESSES:
+            whole = tl.maximum(tl.minimum(end, prefix + 1) - begin, 0)
+        start = begin + whole // BLOCK_N * BLOCK_N
         for n in range(begin, start, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs, pos,
-                begin, end, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, HAS_CAP,
-                V_IN_K)  # fmt: skip
+                begin, end, row_end, window, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False,
+                HAS_WINDOW, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < end, other=0),
-            stride_kcs, stride_vcs, pos, begin, end, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
-            True, HAS_CAP, V_IN_K)  # fmt: skip
+            stride_kcs, stride_vcs, pos, begin, end, row_end, window, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
+            BLOCK_DPE, BLOCK_DV, True, HAS_WINDOW, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
 
     cols = tl.arange(0, BLOCK_DV)
     mask = head_ok[:, None] & (cols < V_HEAD_DIM)[None, :]
@@ -186,19 +213,19 @@ def decode_kernel(
             sink = tl.load(sinks_ptr + head, mask=head_ok, other=0.0) * 1.4426950408889634
             row_sum += tl.exp2(sink - row_max)
         out = acc * (v_scale / row_sum)[:, None]
-        o_rows = seq.to(tl.int64) * stride_ob + head * stride_oh
+        o_rows = q_row * stride_ob + head * stride_oh
         tl.store(o_ptr + o_rows[:, None] + cols[None, :], out.to(o_ptr.dtype.element_ty), mask=mask)
     else:
-        # A piece that lies outside the window has row_sum 0: its -inf makes the combination skip its output.
+        # A piece of which a row sees nothing has row_sum 0: its -inf makes the combination skip its output.
         out = acc * (v_scale / row_sum)[:, None]
-        part = piece.to(tl.int64) * num_heads + head
+        part = piece.to(tl.int64) * part_rows + part_row
         tl.store(part_o_ptr + part[:, None] * V_HEAD_DIM + cols[None, :], out, mask=mask)
         tl.store(part_lse_ptr + part, row_max + tl.log2(row_sum), mask=head_ok)
 
 
 @triton.jit
 def combine_kernel(
-    o_ptr, lse_ptr, pieces_ptr, sinks_ptr, part_o_ptr, part_lse_ptr, num_heads, stride_ob, stride_oh,
+    o_ptr, lse_ptr, pieces_ptr, sinks_ptr, part_o_ptr, part_lse_ptr, num_heads, num_sinks, stride_ob, stride_oh,
     V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -220,7 +247,7 @@ def combine_kernel(
     cols = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, BLOCK_P)
     if HAS_SINKS:
-        top = tl.load(sinks_ptr + head) * 1.4426950408889634
+        top = tl.load(sinks_ptr + head % num_sinks) * 1.4426950408889634
         weight_sum = 1.0
     else:
         top = float("-inf")
@@ -307,6 +334,7 @@ def decode_attention_fwd(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     lse: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
 ) -> None:
     """Fill o [B, Hq, Dv] with the attention of q [B, Hq, D] (bf16/fp16) over k_cache [S, Hkv, D], v_cache [S, Hkv, Dv].
 
@@ -317,32 +345,41 @@ def decode_attention_fwd(
     run before on the same stream, but not directly before; layers with and without a sliding window (which counts the
     query itself) share one plan. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
     exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
+
+    With `prefix_lens` [B] int32 there are guesses: q [B * R, Hq, D] and o (contiguous) have R rows of each sequence, of
+    the tokens at prefix_lens + 0 .. R - 1. Each sees the tokens up to itself that lie before seq_lens, so that rows
+    behind a sequence's end are finite; the workspace is one for R * Hq heads.
     """
-    num_seqs, num_heads, head_dim = q.shape
+    num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
+    num_tokens = q.shape[0] // num_seqs
     num_kv_heads, v_head_dim = v_cache.shape[1], v_cache.shape[2]
     if k_cache.dtype == torch.uint8:
         raise TypeError("k_cache is uint8 storage: pass it as .view(torch.float8_e4m3fn) or .view(torch.float8_e5m2)")
-    tiles = head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"])
+    tiles = head_tiles(num_heads * num_tokens, num_kv_heads, tile["BLOCK_H"])
     block_d, block_dpe = split_head_dim(head_dim)
     sinks_arg = seq_lens if sinks is None else sinks
     if num_kv_heads == 1 and v_head_dim < head_dim and v_cache.data_ptr() == k_cache.data_ptr():
         if sliding_window > 0 or logit_cap > 0 or sinks is not None:
             raise ValueError("attention over latents has neither a sliding window nor a logit cap nor sinks")
         launch_latent_decode(
-            q, o, k_cache, req_to_token, req_pool_indices, workspace, tiles, scale=scale, k_scale=k_scale,
-            v_scale=v_scale, tile=tile,
+            q, o, k_cache, req_to_token, req_pool_indices, workspace, tiles, prefix_lens, num_seqs, scale=scale,
+            k_scale=k_scale, v_scale=v_scale, tile=tile,
         )  # fmt: skip
     else:
         decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
-            q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, sinks_arg, workspace.work,
-            workspace.part_o, workspace.part_lse, tiles, num_heads, scale * k_scale * LOG2E, float(v_scale),
+            q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            seq_lens if prefix_lens is None else prefix_lens, sinks_arg, workspace.work, workspace.part_o,
+            workspace.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LOG2E, float(v_scale),
             logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0),
             k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
             BLOCK_DPE=block_dpe, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_H=tile["BLOCK_H"],
             BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
-            V_IN_K=False, num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
+            HAS_GUESSES=prefix_lens is not None, V_IN_K=False, num_warps=tile["num_warps"],
+            num_stages=tile["num_stages"], **pdl.options(),
         )  # fmt: skip
+    if prefix_lens is not None:  # of a piece, the guesses are further heads
+        o = o.view(num_seqs, num_tokens * num_heads, v_head_dim)
     merge_pieces(o, workspace, sinks, lse)
 
 
@@ -355,11 +392,11 @@ def merge_pieces(
     o: torch.Tensor, workspace: DecodeWorkspace, sinks: torch.Tensor | None = None, lse: torch.Tensor | None = None
 ) -> None:
     """Fill the rows of o [B, Hq, Dv] whose sequences have several pieces, from the workspace's `part_o` and
-    `part_lse`; with lse [B, Hq] all rows. sinks [Hq] fp32."""
+    `part_lse`; with lse [B, Hq] all rows. sinks [Hq] fp32, or of a part of Hq heads that repeats."""
     num_seqs, num_heads, v_head_dim = o.shape
     launch = combine_constants(v_head_dim, num_heads, num_seqs)
     combine_kernel[(num_heads, num_seqs, triton.cdiv(v_head_dim, launch["BLOCK_DV"]))](
         o, workspace.part_lse if lse is None else lse, workspace.pieces, workspace.pieces if sinks is None else sinks,
-        workspace.part_o, workspace.part_lse, num_heads, o.stride(0), o.stride(1), HAS_SINKS=sinks is not None,
-        HAS_LSE=lse is not None, **launch, **pdl.options(),
+        workspace.part_o, workspace.part_lse, num_heads, num_heads if sinks is None else len(sinks), o.stride(0),
+        o.stride(1), HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, **launch, **pdl.options(),
     )  # fmt: skip

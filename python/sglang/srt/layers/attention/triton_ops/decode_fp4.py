@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores, rows_of_tile, visible
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace, head_tiles
 from sglang.srt.layers.triton_ops import pdl
@@ -67,15 +67,16 @@ def attend_fp4(
     return even_acc, odd_acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr"],
-            do_not_specialize=["stride_kss", "stride_ksh", "stride_vss", "stride_vsh"])  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr", "prefix_lens_ptr"],
+            do_not_specialize=["num_tokens", "stride_kss", "stride_ksh", "stride_vss", "stride_vsh"])  # fmt: skip
 def decode_fp4_kernel(
     q_ptr, o_ptr, k_cache_ptr, k_scales_ptr, v_cache_ptr, v_scales_ptr, req_to_token_ptr, req_pool_indices_ptr,
-    seq_lens_ptr, sinks_ptr, work_ptr, part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, scale, v_scale, cap, window,
-    stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kch, stride_kss, stride_ksh, stride_vcs, stride_vch,
-    stride_vss, stride_vsh, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    seq_lens_ptr, prefix_lens_ptr, sinks_ptr, work_ptr, part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, num_tokens,
+    scale, v_scale, cap, window, stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kch, stride_kss,
+    stride_ksh, stride_vcs, stride_vch, stride_vss, stride_vsh, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], codes [S, Hkv, D/2 or Dv/2] and scales [S, Hkv, D/16 or Dv/16], uint8 -> as `decode_kernel`: o
     [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized output and log-sum-exp. Grid:
@@ -89,20 +90,23 @@ def decode_fp4_kernel(
     end = tl.load(work_ptr + piece * 4 + 2)
     num_pieces = tl.load(work_ptr + piece * 4 + 3)
     row = tl.load(req_pool_indices_ptr + tl.maximum(seq, 0))
+    prefix = 0
+    length = 0
+    if HAS_GUESSES or HAS_WINDOW:
+        length = tl.load(seq_lens_ptr + tl.maximum(seq, 0))
+    if HAS_GUESSES:
+        prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
     if HAS_WINDOW:
-        begin = tl.maximum(begin, tl.load(seq_lens_ptr + tl.maximum(seq, 0)) - window)
+        begin = tl.maximum(begin, (prefix + 1 if HAS_GUESSES else length) - window)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if seq < 0:
         return
 
-    TILES_PER_GROUP: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    kv_head = head_tile // TILES_PER_GROUP
-    in_group = head_tile % TILES_PER_GROUP * BLOCK_H + tl.arange(0, BLOCK_H)
-    head = kv_head * GROUP + in_group
-    head_ok = in_group < GROUP
-    q_rows = seq.to(tl.int64) * stride_qb + head * stride_qh
+    kv_head, head, q_row, part_row, part_rows, head_ok, row_end = rows_of_tile(
+        seq, prefix, length, head_tile, num_heads, num_tokens, GROUP, BLOCK_H, HAS_GUESSES)  # fmt: skip
+    q_rows = q_row * stride_qb + head * stride_qh
     even_q, odd_q = load_pairs(q_ptr, q_rows, head_ok, BLOCK_G * 8, HEAD_DIM)
 
     k_base = k_cache_ptr + kv_head * stride_kch
@@ -118,7 +122,10 @@ def decode_fp4_kernel(
     if HAS_WINDOW:
         start = begin // BLOCK_N * BLOCK_N
     else:
-        start = begin + (end - begin) // BLOCK_N * BLOCK_N
+        whole = end - begin  # what all rows see
+        if HAS_GUESSES:
+            whole = tl.maximum(tl.minimum(end, prefix + 1) - begin, 0)
+        start = begin + whole // BLOCK_N * BLOCK_N
         for n in range(begin, start, BLOCK_N):
             pos = n + offs_n
             keep = pos < end
@@ -129,9 +136,12 @@ def decode_fp4_kernel(
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         keep = (pos >= begin) & (pos < end)
+        seen = keep[None, :]
+        if HAS_GUESSES:
+            seen = visible(seen, pos, row_end, window, HAS_WINDOW)
         even_acc, odd_acc, row_max, row_sum = attend_fp4(
             even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
-            tl.load(slot_ptr + pos, mask=pos < end, other=0), keep, keep[None, :], stride_kcs, stride_kss, stride_vcs,
+            tl.load(slot_ptr + pos, mask=pos < end, other=0), keep, seen, stride_kcs, stride_kss, stride_vcs,
             stride_vss, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_G, BLOCK_GV, BLOCK_N, True, HAS_CAP)  # fmt: skip
 
     cols = 2 * tl.arange(0, BLOCK_GV * 8)
@@ -141,13 +151,13 @@ def decode_fp4_kernel(
             sink = tl.load(sinks_ptr + head, mask=head_ok, other=0.0) * 1.4426950408889634
             row_sum += tl.exp2(sink - row_max)
         factor = (v_scale / row_sum)[:, None]
-        out = o_ptr + (seq.to(tl.int64) * stride_ob + head * stride_oh)[:, None] + cols[None, :]
+        out = o_ptr + (q_row * stride_ob + head * stride_oh)[:, None] + cols[None, :]
         tl.store(out, (even_acc * factor).to(o_ptr.dtype.element_ty), mask=mask)
         tl.store(out + 1, (odd_acc * factor).to(o_ptr.dtype.element_ty), mask=mask)
     else:
-        # A piece that lies outside the window has row_sum 0: its -inf makes the combination skip its output.
+        # A piece of which a row sees nothing has row_sum 0: its -inf makes the combination skip its output.
         factor = (v_scale / row_sum)[:, None]
-        part = piece.to(tl.int64) * num_heads + head
+        part = piece.to(tl.int64) * part_rows + part_row
         part_o = part_o_ptr + part[:, None] * V_HEAD_DIM + cols[None, :]
         tl.store(part_o, even_acc * factor, mask=mask)
         tl.store(part_o + 1, odd_acc * factor, mask=mask)
@@ -174,21 +184,27 @@ def decode_fp4_fwd(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     lse: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
 ) -> None:
     """As `decode_attention_fwd`, over k_cache [S, Hkv, D/2] and v_cache [S, Hkv, Dv/2] uint8 with group scales
     [S, Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16."""
-    num_seqs, num_heads, head_dim = q.shape
+    num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
+    num_tokens = q.shape[0] // num_seqs
     num_kv_heads, v_head_dim = v_cache.shape[1], 2 * v_cache.shape[2]
-    tiles = head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"])
+    tiles = head_tiles(num_heads * num_tokens, num_kv_heads, tile["BLOCK_H"])
     decode_fp4_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
         q, o, k_cache, k_group_scales, v_cache, v_group_scales, req_to_token, req_pool_indices, seq_lens,
-        seq_lens if sinks is None else sinks, workspace.work, workspace.part_o, workspace.part_lse, tiles, num_heads,
-        scale * k_scale * LIFT * LOG2E, v_scale * LIFT, logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1),
-        o.stride(0), o.stride(1), k_cache.stride(0), k_cache.stride(1), k_group_scales.stride(0),
-        k_group_scales.stride(1), v_cache.stride(0), v_cache.stride(1), v_group_scales.stride(0),
-        v_group_scales.stride(1), req_to_token.stride(0), GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        V_HEAD_DIM=v_head_dim, BLOCK_G=group_block(head_dim), BLOCK_GV=group_block(v_head_dim), BLOCK_H=tile["BLOCK_H"],
-        BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
-        num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
+        seq_lens if prefix_lens is None else prefix_lens, seq_lens if sinks is None else sinks, workspace.work,
+        workspace.part_o, workspace.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LIFT * LOG2E,
+        v_scale * LIFT, logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1),
+        k_cache.stride(0), k_cache.stride(1), k_group_scales.stride(0), k_group_scales.stride(1), v_cache.stride(0),
+        v_cache.stride(1), v_group_scales.stride(0), v_group_scales.stride(1), req_to_token.stride(0),
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_G=group_block(head_dim),
+        BLOCK_GV=group_block(v_head_dim), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
+        HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        **pdl.options(),
     )  # fmt: skip
+    if prefix_lens is not None:  # of a piece, the guesses are further heads
+        o = o.view(num_seqs, num_tokens * num_heads, v_head_dim)
     merge_pieces(o, workspace, sinks, lse)

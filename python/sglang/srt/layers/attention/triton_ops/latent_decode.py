@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, visible
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
 from sglang.srt.layers.triton_ops import pdl
 
@@ -49,16 +49,17 @@ def _peak(x):
     return tl.max(tl.max(tl.abs(x), 1), 0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["req_pool_indices_ptr"])
+@triton.jit(do_not_specialize=["num_tokens"],
+            do_not_specialize_on_alignment=["req_pool_indices_ptr", "prefix_lens_ptr"])  # fmt: skip
 def latent_decode_kernel(
-    q_ptr, o_ptr, cache_ptr, req_to_token_ptr, req_pool_indices_ptr, work_ptr, part_o_ptr, part_lse_ptr,
-    num_head_tiles, num_heads, scale, v_scale, stride_qb, stride_qh, stride_ob, stride_oh, stride_cs, stride_rt,
-    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr,
-    E5M2: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, o_ptr, cache_ptr, req_to_token_ptr, req_pool_indices_ptr, prefix_lens_ptr, work_ptr, part_o_ptr,
+    part_lse_ptr, num_head_tiles, num_heads, num_tokens, scale, v_scale, stride_qb, stride_qh, stride_ob, stride_oh,
+    stride_cs, stride_rt, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, E5M2: tl.constexpr, HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, H, rank + rope], latents [S, rank + rope] (FP8: pairs, as int16) -> o [B, H, rank] for sequences of one
-    piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`. Grid: (pieces * head tiles,).
-    """
+    piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`, guesses too. Grid:
+    (pieces * head tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     piece = pid // num_head_tiles
@@ -68,6 +69,9 @@ def latent_decode_kernel(
     end = tl.load(work_ptr + piece * 4 + 2)
     num_pieces = tl.load(work_ptr + piece * 4 + 3)
     row = tl.load(req_pool_indices_ptr + tl.maximum(seq, 0))
+    prefix = 0
+    if HAS_GUESSES:
+        prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -76,8 +80,17 @@ def latent_decode_kernel(
 
     HALF: tl.constexpr = RANK // 2
     head = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    head_ok = head < num_heads
-    q_rows = seq.to(tl.int64) * stride_qb + head * stride_qh
+    out_head = head
+    first = seq.to(tl.int64)
+    row_end = prefix
+    if HAS_GUESSES:
+        token = head // num_heads
+        head = head % num_heads
+        first = first * num_tokens + token
+        row_end = prefix + 1 + token
+        num_heads *= num_tokens
+    head_ok = out_head < num_heads
+    q_rows = first * stride_qb + head * stride_qh
     if FP8:
         q = load_rows(q_ptr, q_rows, head_ok, 0, RANK, RANK, True)
         q_pe = load_rows(q_ptr, q_rows, head_ok, RANK, ROPE, RANK + ROPE, True)
@@ -124,11 +137,17 @@ def latent_decode_kernel(
             scores = tl.dot(q0, tl.trans(k0))
             scores = tl.dot(q1, tl.trans(k1), scores)
             scores = tl.dot(q_pe0, tl.trans(k_pe0), scores)
-        # Every tile of a piece has a key to keep, so that the maximum is a number.
-        scores = tl.where(keep[None, :], scores, float("-inf"))
+        seen = keep[None, :]
+        if HAS_GUESSES:
+            seen = visible(seen, pos, row_end, 0, False)
+        scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)
+        # Every tile of a piece has a key to keep, so that the maximum is a number, but for an earlier guess.
+        base = new_max
+        if HAS_GUESSES:
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(scores * scale - base[:, None])
+        decay = tl.exp2(row_max - base)
         row_sum = row_sum * decay + tl.sum(p, 1)
         weights = p.to(k0.dtype)
         acc0 = tl.dot(weights, k0, acc0 * decay[:, None])
@@ -145,13 +164,13 @@ def latent_decode_kernel(
         out = acc0 * final
     mask = head_ok[:, None] & (cols < RANK)[None, :]
     if num_pieces == 1:
-        o_rows = seq.to(tl.int64) * stride_ob + head * stride_oh
+        o_rows = first * stride_ob + head * stride_oh
         tl.store(o_ptr + o_rows[:, None] + cols[None, :], out.to(o_ptr.dtype.element_ty), mask=mask)
         if not FP8:
             second = (acc1 * final).to(o_ptr.dtype.element_ty)
             tl.store(o_ptr + o_rows[:, None] + (HALF + cols)[None, :], second, mask=mask)
     else:
-        part = piece.to(tl.int64) * num_heads + head
+        part = piece.to(tl.int64) * num_heads + out_head
         tl.store(part_o_ptr + part[:, None] * RANK + cols[None, :], out, mask=mask)
         if not FP8:
             tl.store(part_o_ptr + part[:, None] * RANK + (HALF + cols)[None, :], acc1 * final, mask=mask)
@@ -166,6 +185,8 @@ def launch_latent_decode(
     req_pool_indices: torch.Tensor,
     workspace: DecodeWorkspace,
     tiles: int,
+    prefix_lens: torch.Tensor | None,
+    num_seqs: int,
     *,
     scale: float,
     k_scale: float,
@@ -173,17 +194,18 @@ def launch_latent_decode(
     tile: Mapping[str, int],
 ) -> None:
     """The pieces of `decode_attention_fwd` for q [B, H, rank + rope], o [B, H, rank] and latents [S, 1, rank + rope] in
-    q's dtype or float8. rank and rope are powers of two; `tiles` blocks of heads."""
-    num_seqs, num_heads, head_dim = q.shape
+    q's dtype or float8. rank and rope are powers of two; `tiles` blocks of heads, with those of all guesses."""
+    num_rows, num_heads, head_dim = q.shape
     rank = o.shape[2]
     fp8 = latents.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     if not fp8 and latents.dtype != q.dtype:
         raise TypeError(f"latents are {latents.dtype}: neither float8 nor the queries' {q.dtype}; view them first")
     entries = latents.view(torch.int16) if fp8 else latents
     latent_decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
-        q, o, entries, req_to_token, req_pool_indices, workspace.work, workspace.part_o, workspace.part_lse, tiles,
-        num_heads, scale * k_scale * LOG2E, float(v_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1),
-        entries.stride(0), req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"],
-        BLOCK_N=tile["BLOCK_N"], FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, num_warps=tile["num_warps"],
-        num_stages=tile["num_stages"], **pdl.options(),
+        q, o, entries, req_to_token, req_pool_indices, req_to_token if prefix_lens is None else prefix_lens,
+        workspace.work, workspace.part_o, workspace.part_lse, tiles, num_heads, num_rows // num_seqs,
+        scale * k_scale * LOG2E, float(v_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1), entries.stride(0),
+        req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, HAS_GUESSES=prefix_lens is not None,
+        num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
     )  # fmt: skip

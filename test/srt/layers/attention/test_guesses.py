@@ -1,0 +1,170 @@
+"""Attention of guesses, a few tokens of each sequence with the keys split between programs, against fp32 references:
+interpreted here, natively (and over longer sequences) on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.hardware.arch import arch_by_name, current_arch
+from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, attention_tiles, fp4_head_dims
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
+from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
+from sglang.srt.layers.step_rows import ExtendRows, Guesses, TokenSlots
+from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
+from srt.layers.attention.reference import Problem, attend, relative_error, visible_keys
+from srt.layers.test_fp4_cache import stored
+
+BOUNDS = {None: 2e-3, torch.float8_e4m3fn: 2e-2, torch.float8_e5m2: 2e-2}
+KV_NAMES = {None: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+PREFIXES = [0, 70, 31, 62, 60]
+"""Of which the guesses lie within a tile of keys, over the edge of one, and behind one."""
+MISSING = [0, 1, 0, 0, 2]
+"""Rows of each sequence that are padding: as in a graph, where every request has as many rows."""
+DIMS = [(64, 64), (72, 72), (192, 128), MLA_LATENT]
+if not interpreter.INTERPRETED:
+    PREFIXES, DIMS = [0, 99, 31, 5000, 17_000], list(HEAD_DIMS)
+
+
+def run(
+    p: Problem, rows: int, kv_name: str = "bfloat16", fp4: dict[str, torch.Tensor] | None = None, **features: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and the lengths up to which tokens count."""
+    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    tile = attention_tiles("decode_attention", p.head_dim, p.v_head_dim, kv_name, arch.features)[0]
+    lens = (p.prefix + rows - torch.tensor(MISSING, device=p.device).clamp(max=rows - 1)).int()
+    workspace = DecodeWorkspace.allocate(
+        len(lens) + 2, p.num_heads * rows, p.num_kv_heads, p.v_head_dim, 8, tile, p.device
+    )
+    workspace.part_o.fill_(float("nan"))
+    workspace.part_lse.fill_(float("nan"))
+    plan_decode(lens, workspace, tile)
+    out = torch.full((len(p.q), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
+    caches = fp4 or {"k_cache": p.k_cache, "v_cache": p.v_cache}
+    (decode_fp4_fwd if fp4 else decode_attention_fwd)(
+        p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=lens, workspace=workspace,
+        scale=p.head_dim**-0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, prefix_lens=p.prefix, **caches,
+        **features,
+    )  # fmt: skip
+    return out, lens
+
+
+def check(p: Problem, rows: int, bound: float, fp4: dict[str, torch.Tensor] | None = None, **features: object) -> None:
+    kv_name = "fp4_e2m1" if fp4 else KV_NAMES[p.kv_dtype]
+    out, lens = run(p, rows, kv_name, fp4, **features)
+    window, sinks = int(features.get("sliding_window", 0)), features.get("sinks")
+    assert torch.isfinite(out).all(), "rows of padding must be finite, too"
+    for i, (prefix, end) in enumerate(zip(p.prefix_lens, lens.tolist(), strict=True)):
+        k, v = (cached.nan_to_num(0.0) for cached in p.cached(i, end))
+        own = slice(i * rows, i * rows + end - prefix)
+        seen = visible_keys(torch.arange(prefix, end, device=p.device), end, True, window)
+        want = attend(p.q[own], k, v, seen, p.head_dim**-0.5, features.get("logit_cap", 0.0), sinks)
+        assert relative_error(out[own], want) < bound, f"sequence {i}"
+
+
+def problem(rows: int, heads: tuple[int, int], dims: tuple[int, int], **options: object) -> Problem:
+    p = Problem(
+        PREFIXES, [rows] * len(PREFIXES), *heads, *dims, v_in_k=dims == MLA_LATENT, device=interpreter.DEVICE, **options
+    )
+    for i, (prefix, missing) in enumerate(zip(PREFIXES, MISSING, strict=True)):
+        # Behind a sequence's end lie slots of anybody.
+        end = prefix + rows - min(missing, rows - 1)
+        stale = p.req_to_token[p.req_pool_indices[i], end:].long()
+        if p.k_cache.element_size() > 1:
+            p.k_cache[stale] = p.v_cache[stale] = float("nan")
+    return p
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    heads = (16, 1) if dims == MLA_LATENT else (6, 2)
+    check(problem(4, heads, dims), 4, BOUNDS[None])
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("rows", "heads"), [(2, (4, 4)), (3, (8, 1)), (16, (10, 2)), (4, (40, 2))], ids=str)
+def test_groupings(rows: int, heads: tuple[int, int]) -> None:
+    check(problem(rows, heads, (64, 64)), rows, BOUNDS[None])
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dims", [(64, 64), MLA_LATENT], ids=str)
+def test_float8_caches(dims: tuple[int, int], kv_dtype: torch.dtype) -> None:
+    heads = (16, 1) if dims == MLA_LATENT else (6, 2)
+    scale = {"k_scale": 0.5, "v_scale": 0.5 if dims == MLA_LATENT else 1.75}
+    check(problem(4, heads, dims, kv_dtype=kv_dtype, page_size=16, **scale), 4, BOUNDS[kv_dtype])
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("rows", "features"), [(2, {"sliding_window": 20}), (5, {"logit_cap": 5.0})], ids=str)
+def test_four_bit_caches(rows: int, features: dict[str, float]) -> None:
+    for dims in fp4_head_dims()[: 1 if interpreter.INTERPRETED else None]:
+        p = Problem(PREFIXES, [rows] * len(PREFIXES), 6, 2, *dims, device=interpreter.DEVICE, k_scale=0.5, v_scale=2.0)
+        codes, p = stored(p)
+        check(p, rows, 2e-3, codes, sinks=torch.linspace(-2, 3, 6, device=p.device), **features)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("window", [0, 1, 20, 64, 1 << 20])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_sinks_and_caps(window: int, with_sinks: bool) -> None:
+    cap = 30.0 if with_sinks else 0.0
+    p = problem(4, (6, 2), (64, 64))
+    for i, prefix in enumerate(p.prefix_lens):  # handed on to other requests
+        stale = p.req_to_token[p.req_pool_indices[i], : max(0, prefix + 1 - window) if window else 0].long()
+        p.k_cache[stale] = p.v_cache[stale] = float("nan")
+    sinks = torch.linspace(-1.0, 4.0, p.num_heads, device=p.device) if with_sinks else None
+    check(p, 4, BOUNDS[None], sliding_window=window, sinks=sinks, logit_cap=cap)
+
+
+@interpreter.kernel_test
+def test_one_row_is_a_decoding_token() -> None:
+    """To the last bit, whether it comes as a guess or not."""
+    p = problem(1, (6, 2), (64, 64))
+    guessed, lens = run(p, 1)
+    tile = attention_tiles("decode_attention", 64, 64, "bfloat16", current_arch().features)[0]
+    if interpreter.INTERPRETED:
+        tile = attention_tiles("decode_attention", 64, 64, "bfloat16", arch_by_name("sm_120").features)[0]
+    workspace = DecodeWorkspace.allocate(len(lens) + 2, 6, 2, 64, 8, tile, p.device)
+    plan_decode(lens, workspace, tile)
+    out = torch.empty_like(guessed)
+    decode_attention_fwd(
+        p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, workspace, scale=64**-0.5, tile=tile
+    )
+    assert torch.equal(out, guessed)
+
+
+@interpreter.kernel_test
+def test_the_backend_attends_to_guesses_as_to_prompts() -> None:
+    """Through the builder of prompts, at the widths and numbers of requests that its one workspace is for."""
+    choices = {op: SimpleNamespace(name="triton") for op in ("decode_attention", "extend_attention")}
+    for width, count in ((4, 5), (2, 3)):
+        p = problem(width, (6, 2), (64, 64))
+        plan = plan_of(p, max_running_requests=5, verified_tokens=4, choices=choices)
+        attention, layer = TritonAttnBackend(plan, p.device), layer_of(p)
+        builder = attention.extend_builder(layer.site)
+        store_new_tokens(p)
+        slots, ends, part = new_slots(p)[: width * count], p.prefix + width, slice(width * count)
+        starts = torch.arange(count + 1, dtype=torch.int32, device=p.device) * width
+        rows = ExtendRows(
+            p.req_pool_indices[:count], ends[:count], p.prefix[:count], starts, (TokenSlots(p.req_to_token, slots),),
+            [width] * count, [1] * count, guesses=Guesses(width, ends[:count]),
+        )  # fmt: skip
+        new = p.k[part], p.v[part]
+        q, outs = p.q[: width * count], []
+        for given in (rows, replace(rows, guesses=None)):
+            outs.append(torch.full_like(q, float("nan"), dtype=torch.float32))
+            builder.build(given).attend(q, *new, layer, outs[-1])
+        assert relative_error(*outs) < BOUNDS[None]
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)
