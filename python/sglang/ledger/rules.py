@@ -32,6 +32,7 @@ _WHOLE_ROWS = (
     "32 entries a thread of 16 warps, which have 128 registers; in twice as many parts of half the size the choice"
     " takes 1.5 times as long on an H200"
 )
+_GUESSES = "a few registers of where each guess ends, outside the loop; one token of each sequence has none of them"
 _FEW_REGISTERS = (
     "a few registers of 255 under one of the two Triton versions; the next tile down does half the work for each key"
     " that it loads"
@@ -82,7 +83,7 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     ),
     AcceptedSpill("sm90", "fused_moe", "down/mxfp4/ragged/bias", 168, _FASTEST),
     AcceptedSpill("sm90", "fused_moe", "gate_up/fp8_block/", 48, _FASTEST),
-    AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm120", "decode_attention", "", 40, _GUESSES),
     AcceptedSpill(
         "sm120",
         "fused_moe",
@@ -92,7 +93,8 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         " instructions",
     ),
     AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/fp8_e5m2/", 8, _FEW_REGISTERS),
-    AcceptedSpill("sm90", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 16, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "128x128/bfloat16/", 16, _GUESSES),
+    AcceptedSpill("sm90", "decode_attention", "256x256/bfloat16/bfloat16/", 24, _GUESSES),
     AcceptedSpill("sm90", "decode_attention", "160x160/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "192x192/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/fp4_e2m1/", 8, _FEW_REGISTERS),
@@ -108,8 +110,9 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "sm90",
         "decode_attention",
         "576x512/",
-        888,
-        "outside the loop, or with the widest blocks; the fastest of the tiles on an H200 (benchmark/results)",
+        1568,
+        "with guesses, as the rows are, up to twice as much as with one token; outside the loop, or with the widest"
+        " blocks; the fastest of the tiles on an H200 (benchmark/results)",
     ),
     AcceptedSpill("sm120", "sparse_indexer", "select/16384/", 320, _WHOLE_ROWS),
     AcceptedSpill("sm90", "sparse_indexer", "select/16384/", 320, _WHOLE_ROWS),
