@@ -67,7 +67,9 @@ class Row:
         )
 
 
-HEADER = "| tower | input | patches | tokens | ms | patches/s | TFLOP | of the ceiling |\n|---|---|---|---|---|---|---|---|"
+HEADER = (
+    "| tower | input | patches | tokens | ms | patches/s | TFLOP | of the ceiling |\n|---|---|---|---|---|---|---|---|"
+)
 
 
 def args_of(config: dict[str, Any], folder: Path, device: str) -> ServerArgs:
@@ -89,7 +91,9 @@ def encoder_of(config: dict[str, Any], folder: Path, device: str) -> VisionEncod
     return encoder
 
 
-def cases(config: dict[str, Any], encoder: VisionEncoder[Any], scale: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def cases(
+    config: dict[str, Any], encoder: VisionEncoder[Any], scale: int
+) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """The name and the grid of each. scale: by which sides are divided."""
     _, frames_of_patch, patch, _ = encoder.tower.patch_shape
     merge = encoder.tower.merge
@@ -139,9 +143,7 @@ def seconds_of(encoder: VisionEncoder[Any], pixels: torch.Tensor, grid: tuple[in
     return statistics.median(times)
 
 
-def rows_of(
-    name: str, config: dict[str, Any], ceiling: float, device: str, scale: int, ends: float
-) -> Iterator[Row]:
+def rows_of(name: str, config: dict[str, Any], ceiling: float, device: str, scale: int, ends: float) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         encoder = encoder_of(config, Path(folder), device)
         for case, grid in cases(config, encoder, scale):
@@ -175,7 +177,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.layers:
             vision = dict.fromkeys(("depth", "vt_num_hidden_layers", "num_hidden_layers"), args.layers)
             fewer = {"deepstack_visual_indexes": [0, 1, 2], "fullatt_block_indexes": [1]}
-            inner = {key: (vision | fewer).get(key, old) if old else old for key, old in config["vision_config"].items()}
+            inner = {
+                key: (vision | fewer).get(key, old) if old else old for key, old in config["vision_config"].items()
+            }
             config = config | {"vision_config": inner}
         try:
             for row in rows_of(name, config, ceiling, device, scale, ends):
