@@ -71,7 +71,15 @@ HEADER = (
 )
 
 
-def args_of(config: dict[str, Any], folder: Path, device: str) -> ServerArgs:
+def with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """The config with so many layers of its encoder, at least 3 where there is deepstack."""
+    fewer = dict.fromkeys(("depth", "vt_num_hidden_layers", "num_hidden_layers"), count)
+    fewer |= {"deepstack_visual_indexes": [0, 1, 2], "fullatt_block_indexes": [1]}
+    vision = {key: fewer.get(key, old) if old else old for key, old in config["vision_config"].items()}
+    return config | {"vision_config": vision}
+
+
+def args_of(config: dict[str, Any], folder: Path, device: str, **options: Any) -> ServerArgs:
     (folder / "config.json").write_text(json.dumps(config))
     return ServerArgs.from_kwargs(
         model_path=str(folder),
@@ -81,11 +89,12 @@ def args_of(config: dict[str, Any], folder: Path, device: str) -> ServerArgs:
         max_total_tokens=4096,
         max_running_requests=4,
         disable_cuda_graph=True,
+        **options,
     )
 
 
-def encoder_of(config: dict[str, Any], folder: Path, device: str) -> VisionEncoder[Any]:
-    encoder = load_tower(create_plan(args_of(config, folder, device)), load_format="dummy")
+def encoder_of(config: dict[str, Any], folder: Path, device: str, **options: Any) -> VisionEncoder[Any]:
+    encoder = load_tower(create_plan(args_of(config, folder, device, **options)), load_format="dummy")
     assert encoder is not None
     return encoder
 
@@ -171,12 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in filter(None, args.only.split(",")):
         config = TOWERS[name]
         if args.layers:
-            vision = dict.fromkeys(("depth", "vt_num_hidden_layers", "num_hidden_layers"), args.layers)
-            fewer = {"deepstack_visual_indexes": [0, 1, 2], "fullatt_block_indexes": [1]}
-            inner = {
-                key: (vision | fewer).get(key, old) if old else old for key, old in config["vision_config"].items()
-            }
-            config = config | {"vision_config": inner}
+            config = with_layers(config, args.layers)
         try:
             for row in rows_of(name, config, ceiling, device, scale, ends):
                 rows.append(row)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import bench_encoders as encoders
 import bench_served as served
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tower_configs import TOWERS
 
 from sglang.srt.plan.media import describe_media
@@ -43,3 +48,47 @@ def test_gaps_are_between_events() -> None:
 def test_images_are_new_ones() -> None:
     bodies = [str(served.image_body(32, seed)) for seed in (0, 1, 0)]
     assert bodies[0] == bodies[2] != bodies[1]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that are held at the same time beside those of `known` tensors."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._seen:
+            return
+        self._seen.add(address)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, address, size)
+
+    def _free(self, address: int, size: int) -> None:
+        self._seen.discard(address)
+        self.now -= size
+
+
+@pytest.mark.parametrize("name", list(TOWERS))
+def test_the_memory_plan_counts_what_an_encoder_step_holds(name: str, tmp_path: Path) -> None:
+    """Two layers of the published sizes."""
+    config = encoders.with_layers(TOWERS[name], 3)
+    encoder = encoders.encoder_of(config, tmp_path, "cpu", dtype="bfloat16")
+    tower, rows = encoder.tower, 8 * encoder.tower.merge
+    pixels = torch.rand(rows**2, tower.patch_values)
+    encoder._attend = lambda q, k, v, starts, scale=None: torch.empty_like(v).flatten(1)
+    with LiveBytes([pixels, *(param.tensor for param in encoder.params.values())]) as live:
+        encoder.encode(pixels, [(1, rows, rows)])
+    counted = rows**2 * tower.activation_size() * 2
+    assert live.most <= counted, f"{live.most / counted:.2f} of what is counted"
+    assert live.most > counted / 2

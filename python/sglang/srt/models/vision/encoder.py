@@ -79,8 +79,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def _gated(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """A feed-forward block whose gate is a SiLU."""
-        gate, up = prefix + "gate_proj", prefix + "up_proj"
-        return self._linear(prefix + "down_proj", F.silu(self._linear(gate, x)) * self._linear(up, x))
+        gate = F.silu(self._linear(prefix + "gate_proj", x), inplace=True)
+        return self._linear(prefix + "down_proj", gate.mul_(self._linear(prefix + "up_proj", x)))
 
     def _norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
         weight = self._weight(name, "weight")
@@ -114,9 +114,14 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     # --- places -------------------------------------------------------------------------------------------------------
 
     def _interpolated(self, table: torch.Tensor, index: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-        """table [positions, hidden]; index, weights [P, neighbours]. Returns [P, hidden]."""
-        rows = table[self._on_device(index)]
-        return (rows * self._on_device(weights)[:, :, None]).sum(1).to(self.dtype)
+        """table [positions, hidden]; index, weights [P, neighbours]. Returns [P, hidden].
+
+        One neighbour at a time: the rows of all of them at once would be larger than what the layers hold."""
+        places, shares = self._on_device(index), self._on_device(weights)
+        total = torch.zeros((len(index), table.shape[1]), dtype=torch.float32, device=table.device)
+        for neighbour in range(index.shape[1]):
+            total.addcmul_(table[places[:, neighbour]].float(), shares[:, neighbour, None])
+        return total.to(self.dtype)
 
     def _angles(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
         """Returns the angles by the row and by the column of every patch, each [P, head_dim / 4] float32."""
@@ -145,6 +150,28 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
 def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
-    first, second = x.float().view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.view(x.shape).to(x.dtype)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    halves = [part.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1) for part in (x, result)]
+    write_turned(*halves[0], *halves[1], cos, sin)
+    return result
+
+
+def write_turned(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    first_out: torch.Tensor,
+    second_out: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Turns pairs of numbers [..., N] by angles in float32, holding little, since all patches of a step are here.
+    `second` may be written over."""
+    x, y = first.float(), second.float()
+    first_out.copy_((x * cos).addcmul_(y, sin, value=-1))
+    second_out.copy_(y.mul_(cos).addcmul_(x, sin))
+
+
+def gelu_(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU in place: the widest layer of an encoder is not held twice."""
+    result: torch.Tensor = torch.ops.aten.gelu_(x, approximate=approximate)
+    return result

@@ -32,8 +32,9 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
 
     def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         qkv = self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x, self.tower.norm_eps))
-        x = x + self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
-        return x + self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, self.tower.norm_eps))
+        x += self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
+        del qkv
+        return x.add_(self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, self.tower.norm_eps)))
 
     def _merged(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """[P, hidden] -> [tokens, out_size]: the convolution over a square of the merge is a product."""

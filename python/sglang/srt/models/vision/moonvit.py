@@ -11,9 +11,8 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Turn, VisionEncoder
+from sglang.srt.models.vision.encoder import Turn, VisionEncoder, gelu_, write_turned
 from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts, squares
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
@@ -38,18 +37,19 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         x = self._norm(prefix + "encoder.final_layernorm", x, tower.norm_eps)
         x = self._norm(projector + "pre_norm", x[self._on_device(squares(grids, tower.merge))], tower.projector_eps)
         x = self._linear(projector + "proj.0", x.view(-1, tower.hidden_size * tower.merge**2))
-        return self._linear(projector + "proj.2", F.gelu(x))
+        return self._linear(projector + "proj.2", gelu_(x))
 
     def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         qkv = self._linear(name + "wqkv", self._norm(name + "norm0", x, self.tower.norm_eps))
-        x = x + self._linear(name + "wo", self._attended(qkv, turn, starts))
+        x += self._linear(name + "wo", self._attended(qkv, turn, starts))
+        del qkv
         wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", x, self.tower.norm_eps))
-        return x + self._linear(name + "mlp.fc1", F.gelu(wide, approximate="tanh"))
+        return x.add_(self._linear(name + "mlp.fc1", gelu_(wide, approximate="tanh")))
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [P, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
     the column, odd ones by the row."""
-    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    write_turned(*x.unflatten(-1, (-1, 2)).unbind(-1), *result.unflatten(-1, (-1, 2)).unbind(-1), cos, sin)
+    return result
