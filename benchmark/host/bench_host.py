@@ -22,8 +22,11 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.step import StepInput, StepResult
+from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -88,10 +91,13 @@ class NoModel:
         return StepResult(torch.ones(forward, 1, dtype=torch.int64), None)
 
 
-def scheduler_step(num_reqs: int, stream: bool) -> float:
-    """Choosing, launching and reading back one decode step, without the model and the device."""
+def scheduler_step(num_reqs: int, stream: bool, media: MediaFeatures | None = None) -> float:
+    """Choosing, launching and reading back one decode step, without the model and the device. media: of a model that
+    sees, which reads text alone here."""
     args = ServerArgs.from_kwargs(model_path="none")
-    scheduler = Scheduler(args, NoModel(num_reqs), StopChecker(None))  # type: ignore[arg-type]
+    model = NoModel(num_reqs)
+    model.media = media
+    scheduler = Scheduler(args, model, StopChecker(None))  # type: ignore[arg-type]
     params = SamplingParams(max_new_tokens=4000, ignore_eos=True)
     for i in range(num_reqs):
         msg = TokenizedGenerateReq(rid=str(i), input_ids=[i + 1] * 20, sampling_params=params, stream=stream)
@@ -104,6 +110,25 @@ def scheduler_step(num_reqs: int, stream: bool) -> float:
         scheduler.outbox.clear()
 
     return best_of(step, 1000)
+
+
+def features() -> MediaFeatures:
+    """What a server of a model that sees has beside the others."""
+    tower = Qwen3VLTower(
+        hidden_size=64, intermediate_size=64, num_layers=1, num_heads=1, patch_shape=(3, 2, 16, 16), merge=2,
+        out_size=64, side=8,
+    )  # fmt: skip
+    description = MediaDescription(image_token=1, video_token=2, sections=True, tower=tower)
+    return MediaFeatures(description, 64, torch.float32, 1 << 20, "cpu", None)
+
+
+def with_and_without_tower(num_reqs: int, rounds: int = 12) -> tuple[float, float]:
+    """A step of requests of text, of a model that only reads and of one that sees, in turns: the best of each."""
+    of_text, of_seeing = zip(
+        *((scheduler_step(num_reqs, True), scheduler_step(num_reqs, True, features())) for _ in range(rounds)),
+        strict=True,
+    )
+    return min(of_text), min(of_seeing)
 
 
 def import_seconds() -> float:
@@ -125,6 +150,10 @@ def main() -> None:
         "scheduler, 256 requests that stream": scheduler_step(256, True),
     }.items():
         print(f"{name:<40} {seconds * 1e6:>10.1f} us {seconds / step:>8.2%} of a step")
+    for count in (1, 256):
+        text, seeing = with_and_without_tower(count)
+        name = f"scheduler, {count} requests, and with a tower"
+        print(f"{name:<40} {text * 1e6:>10.1f} us {seeing * 1e6:>10.1f} us {seeing / text - 1:>+8.2%}")
     print(f"{'import sglang':<40} {import_seconds() * 1e6:>10.1f} us")
 
 

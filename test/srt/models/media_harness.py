@@ -437,17 +437,6 @@ def _split(pixels: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor
     return pixels.split([frames * rows * columns for frames, rows, columns in grids])
 
 
-class ProjectingEncoder:
-    """Random sums of the patches that a placeholder stands for. Implements MediaEncoder without a tower."""
-
-    def __init__(self, width: int) -> None:
-        self.weight = torch.randn(PATCH_VALUES, width, generator=torch.Generator().manual_seed(3)) * 0.1
-
-    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        rows = (pixels @ self.weight[: pixels.shape[1]]).unflatten(0, (-1, MERGE**2)).mean(1)
-        return list(rows.split([frames * height * width // MERGE**2 for frames, height, width in grids]))
-
-
 def args_of(folder: Path, **options: Any) -> ServerArgs:
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True,

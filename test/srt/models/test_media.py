@@ -29,7 +29,6 @@ from .media_harness import (
     BOTH_WAYS,
     IMAGES_ONLY,
     SEEING,
-    ProjectingEncoder,
     Prompt,
     ReferenceEncoder,
     add_mtp,
@@ -95,9 +94,9 @@ def three_images(seed: int = 10) -> Prompt:
     return conversation
 
 
-def a_video(seeing: Seeing | None = None) -> Prompt:
+def a_video(name: str = "qwen3_vl") -> Prompt:
     """Two images where the model sees no video."""
-    if seeing is not None and seeing.name in IMAGES_ONLY:
+    if name in IMAGES_ONLY:
         return Prompt().text(4, 7).image((1, 6, 8), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
     return Prompt().text(4, 7).image((3, 4, 4), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
 
@@ -114,7 +113,7 @@ def test_images_of_several_sizes_and_a_video(seeing: Seeing) -> None:
         one_image(),
         Prompt().image((1, 8, 2), 2).text(3, 4),
         three_images(),
-        a_video(seeing),
+        a_video(seeing.name),
         Prompt().text(9, 5),
     ]
     for prompt in prompts:
@@ -140,7 +139,7 @@ def prompt_logprobs(scheduler: Scheduler, msg: TokenizedGenerateReq) -> tuple[li
 @pytest.mark.parametrize("chunk", [-1, 7])
 def test_logits(seeing: Seeing, chunk: int) -> None:
     """By the log probabilities of a prompt's tokens: placeholders are named by their token id."""
-    prompt, scheduler = a_video(seeing), seeing.scheduler(chunked_prefill_size=chunk)
+    prompt, scheduler = a_video(seeing.name), seeing.scheduler(chunked_prefill_size=chunk)
     values, ids = prompt_logprobs(scheduler, media_request("a", prompt, seeing.folder, 2))
     assert ids == prompt.ids
     want = reference_logits(seeing.model, prompt).log_softmax(-1)[range(len(prompt.ids) - 1), prompt.ids[1:]]
@@ -163,7 +162,7 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 
 
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
-    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing)
+    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing.name)
     for chunk in range(8 if seeing.name in BOTH_WAYS else 1, len(prompt.ids)):
         scheduler._chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
@@ -212,7 +211,7 @@ def test_short_memory(seeing: Seeing, page: int, tokens: int) -> None:
     features.budget = 2 * max(map(features.size_of, items))
     seeing.check(scheduler, *prompts, new_tokens=64)
     assert scheduler.stats.num_retracted > 0 and 0 < features.used <= features.budget
-    seeing.check(scheduler, prompts[0], a_video(seeing))
+    seeing.check(scheduler, prompts[0], a_video(seeing.name))
 
 
 def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,12 +324,16 @@ class Watched:
         return self.model(batch, features)
 
 
-LAYOUTS = {"TP2": {"tp_size": 2}, "PP2": {"pp_size": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tp_size": 2},
+    "TP2, shared": {"tp_size": 2, "mm_enable_dp_encoder": True},
+    "PP2": {"pp_size": 2},
+}
 
 
-def _play(scheduler: Scheduler, folder: Path) -> dict[str, list[int]]:
+def _play(scheduler: Scheduler, folder: Path, name: str) -> dict[str, list[int]]:
     collector = Collector()
-    for i, prompt in enumerate([one_image(), three_images(), a_video(), Prompt().text(12, 4), one_image()]):
+    for i, prompt in enumerate([one_image(), three_images(), a_video(name), Prompt().text(12, 4), one_image()]):
         add(scheduler, media_request(f"r{i}", prompt, folder, NEW_TOKENS))
         scheduler.step()
         collector.take(scheduler)
@@ -344,25 +347,24 @@ def _rank(rank: int, folders: dict[str, Path], out: Path) -> None:
     for layout, options in LAYOUTS.items():
         for name, folder in folders.items():
             rendezvous = f"file://{out}/{name}{layout}"
-            scheduler = seeing_scheduler(
-                folder, ProjectingEncoder(WIDTHS[name]), rank, rendezvous, chunked_prefill_size=16, **options
-            )
-            torch.save(_play(scheduler, folder), out / f"{name}{layout}{rank}.pt")
+            scheduler = seeing_scheduler(folder, None, rank, rendezvous, chunked_prefill_size=16, **options)
+            torch.save(_play(scheduler, folder, name), out / f"{name}{layout}{rank}.pt")
             parallel_state.shutdown()
 
 
-WIDTHS = {"qwen3_vl": 4 * 64, "qwen3_5": 64, "gemma4": 64, "glm4v": 64}
-"""Of features, with those of deepstack."""
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    """The stages of Qwen3-VL are cut between layers behind which features are added."""
-    folders = {name: tmp_path / name for name in WIDTHS}
+@pytest.mark.parametrize(
+    "names",
+    [("qwen3_vl", "qwen3_5", "gemma4", "kimi_k25"), pytest.param(tuple(SEEING), marks=pytest.mark.thorough)],
+    ids=len,
+)
+def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Each with its own encoder. The stages of Qwen3-VL are cut between layers behind which features are added."""
+    folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)
     mp.spawn(_rank, (folders, tmp_path), nprocs=2)
     for name, folder in folders.items():
-        one = _play(seeing_scheduler(folder, ProjectingEncoder(WIDTHS[name]), chunked_prefill_size=16), folder)
+        one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
         for layout in LAYOUTS:
             for rank in range(2):
                 assert torch.load(tmp_path / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
@@ -429,6 +431,20 @@ def test_pixels_that_are_gone_are_encoded_for_the_next_request(qwen3_vl: Seeing)
     run_to_end(scheduler, collector)
     scheduler.kv.reset()
     qwen3_vl.check(scheduler, one_image(77))
+
+
+def test_pixels_that_are_gone_on_another_rank(qwen3_vl: Seeing) -> None:
+    """Ranks that encode together have all of an item or none of it, and compute it for the next request that asks."""
+    scheduler = qwen3_vl.scheduler()
+    features, items = scheduler.media.features, one_image(78).items(qwen3_vl.folder)
+    assert features is not None
+    asked: list[bool] = []
+    features._agreed = lambda ok: bool(asked.append(ok))
+    features.encode(items)
+    assert asked == [True] and items[0] in features
+    assert not features.rows(items[0], torch.arange(2)).any(), "nobody reads what comes of it"
+    features._agreed = bool
+    assert features.rows(items[0], torch.arange(2)).any()
 
 
 def test_keys_of_placeholders() -> None:

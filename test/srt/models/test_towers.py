@@ -11,12 +11,14 @@ import pytest
 import safetensors.torch
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_tower
 from sglang.srt.models.vision import encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, cubic, parts_of_frames
+from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.ranks import ONE_RANK
 from srt.managers.fake_runner import Collector, add, run_to_end
@@ -131,6 +133,40 @@ def test_cubic_places_are_those_of_torch(grid: Grid) -> None:
     channels_first = table.permute(2, 0, 1)[None]
     want = torch.nn.functional.interpolate(channels_first, size=grid[1:], mode="bicubic", align_corners=False)
     torch.testing.assert_close(got, want[0].flatten(1).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "want"),
+    [
+        ([6], [[], [6]]),
+        ([4, 4], [[4], [4]]),
+        ([2, 2, 8], [[2, 2], [8]]),
+        ([8, 2, 2], [[8], [2, 2]]),
+        ([1, 1, 1, 1, 1], [[1, 1], [1, 1, 1]]),
+    ],
+)
+def test_ranks_share_out_frames(sizes: list[int], want: list[list[int]]) -> None:
+    assert [sizes[share] for share in shared_out(sizes, len(want))] == want
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "kimi_k25", "gemma4"])
+def test_an_encoder_that_ranks_share(name: str, tmp_path: Path) -> None:
+    """The ranks one after the other: each gives the rows of its frames, and zeros beside them."""
+    save_seeing(name, tmp_path)
+    tower, grids = tower_of(tmp_path), [(1, 4, 4), (1, 2, 4), (1, 6, 4), (1, 2, 2)]
+    pixels = torch.randn(52, patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
+    parts: list[torch.Tensor] = []
+
+    class Recorded(Group):
+        def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+            parts.append(x)
+            return torch.cat(parts if len(parts) == self.size else [x] * self.size)
+
+    for rank in range(3):
+        got = SharedEncoder(tower, Recorded(rank, 3)).encode(pixels, grids)
+    assert all(torch.count_nonzero(part.abs().sum(1)) < 13 for part in parts), "nobody computes all"
+    for mine, wanted in zip(got, tower.encode(pixels, grids), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> None:

@@ -7,7 +7,7 @@ stages of a pipeline that have no encoder.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -47,11 +47,12 @@ class MediaFeatures:
         device: torch.device | str,
         encoder: MediaEncoder | None,
         directory: Path | None = None,
+        agreed: Callable[[bool], bool] = bool,
     ) -> None:
         """width: of a placeholder's features. budget: in bytes. encoder: None in stages of a pipeline that use no
-        features. directory: that of the shared arrays."""
+        features. directory: that of the shared arrays. agreed: whether all ranks that encode together say so."""
         self.description, self.width, self.dtype, self.budget = description, width, dtype, budget
-        self.device, self.encoder, self.directory = device, encoder, directory
+        self.device, self.encoder, self.directory, self._agreed = device, encoder, directory, agreed
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         """The least recently used first."""
         self.used = 0
@@ -118,9 +119,12 @@ class MediaFeatures:
         if self.encoder is None:
             return [None] * len(items)
         assert self.directory is not None
+        pixels = []
         try:
             pixels = [np.asarray(shared_array.read(self.directory, item.pixels)) for item in items]
         except FileNotFoundError:
+            pass
+        if not self._agreed(bool(pixels)):
             return [None] * len(items) if len(items) == 1 else [self._computed([item])[0] for item in items]
         patches = torch.from_numpy(np.concatenate(pixels)).to(self.device, non_blocking=True)
         return self.encoder.encode(patches, [item.grid for item in items])

@@ -39,6 +39,11 @@ class Tower(ABC):
         return self.hidden_size // self.num_heads
 
     @property
+    def features_size(self) -> int:
+        """Dims of a token's features, with those of deepstack."""
+        return self.out_size * (1 + len(self.deepstack))
+
+    @property
     def patch_values(self) -> int:
         return math.prod(self.patch_shape)
 
