@@ -20,6 +20,7 @@ from sglang.srt.managers.scheduler.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
+from sglang.srt.model_executor import media_features
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
@@ -219,8 +220,8 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
     scheduler, collector, events = qwen3_vl.scheduler(), Collector(), []
     features = scheduler.media.features
     assert features is not None
-    encode, launch = features.encode, scheduler.launch
-    monkeypatch.setattr(features, "encode", lambda items: (events.append("encode"), encode(items)))
+    advance, launch = features.advance, scheduler.launch
+    monkeypatch.setattr(features, "advance", lambda whole: (events.append("encode"), advance(whole)))
 
     def launched(batch: ScheduleBatch) -> None:
         events.append("step" if batch.step.prompts is None else "prompt")
@@ -235,6 +236,54 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
     run_to_end(scheduler, collector)
     assert events[:7] == ["encode", "step", "encode", "step", "encode", "step", "prompt"]
     assert collector.tokens["seen"] == greedy(qwen3_vl.model, three_images(), collector.tokens["seen"])
+
+
+@pytest.mark.parametrize("name", list(SEEING))
+def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
+    monkeypatch.setattr(media_features, "PATCH_LAYERS_BESIDE", 20)
+    model = save_seeing(name, tmp_path)
+    scheduler, collector, events = seeing_scheduler(tmp_path), Collector(), []
+    features, launch = scheduler.media.features, scheduler.launch
+    assert features is not None
+    advance = features.advance
+    monkeypatch.setattr(features, "advance", lambda whole: (events.append("slice"), advance(whole)))
+    monkeypatch.setattr(scheduler, "launch", lambda batch: (events.append("step"), launch(batch)))
+    for number in range(2):
+        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 40, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        scheduler.step()
+    events.clear()
+    prompts = {"seen": a_video(name), "later": one_image()}
+    for rid, prompt in prompts.items():
+        add(scheduler, media_request(rid, prompt, tmp_path, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    layers, first = features.description.tower.num_layers, 64
+    slices = -(-first * layers // 20)
+    assert events[: 2 * slices] == ["slice", "step"] * slices
+    assert events.count("slice") == slices + -(-24 * layers // 20)
+    for rid, prompt in prompts.items():
+        assert collector.tokens[rid] == greedy(model, prompt, collector.tokens[rid]), rid
+    assert_clean(scheduler)
+
+
+def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or when nothing decodes any more: then all that is left is computed at once."""
+    monkeypatch.setattr(media_features, "PATCH_LAYERS_BESIDE", 20)
+    scheduler, collector = seeing_scheduler(qwen3_vl.folder), Collector()
+    features = scheduler.media.features
+    assert features is not None
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 8, temperature=0.0, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, media_request("gone", Prompt().image((1, 12, 14), 5).text(2, 1), qwen3_vl.folder, 4))
+    scheduler.step()
+    assert features.under_way
+    scheduler.abort(AbortReq(["gone"]))
+    add(scheduler, media_request("seen", one_image(), qwen3_vl.folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    assert collector.tokens["seen"] == greedy(qwen3_vl.model, one_image(), collector.tokens["seen"])
+    assert encoded(scheduler) == 2 and not features.under_way
+    assert_clean(scheduler)
 
 
 def test_in_graphs(seeing: Seeing) -> None:
@@ -440,7 +489,8 @@ def test_pixels_that_are_gone_on_another_rank(qwen3_vl: Seeing) -> None:
     assert features is not None
     asked: list[bool] = []
     features._agreed = lambda ok: bool(asked.append(ok))
-    features.encode(items)
+    features.begin(items)
+    features.advance(whole=True)
     assert asked == [True] and items[0] in features
     assert not features.rows(items[0], torch.arange(2)).any(), "nobody reads what comes of it"
     features._agreed = bool

@@ -120,8 +120,11 @@ class ModelRunner:
         width = model.hidden_size * (1 + model.media.deepstack_levels)
         encoder = create_encoder(self.plan) if model.encodes_media else None
         dtype = getattr(torch, self.plan.dtype)
-        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if self.plan.shares_encoder else bool
-        state.features = MediaFeatures(model.media, width, dtype, FEATURE_BYTES, self.device, encoder, agreed=agreed)
+        shared = self.plan.shares_encoder
+        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if shared else bool
+        state.features = MediaFeatures(
+            model.media, width, dtype, FEATURE_BYTES, self.device, encoder, agreed=agreed, sliced=not shared
+        )
         return state.features
 
     def _graph_sizes(self) -> GraphSizes:

@@ -49,6 +49,9 @@ class MediaDescription:
 
 PATCHES_A_STEP = 1 << 14
 """Limit for the patches of an encoder step of several items; requests that decode wait for one."""
+PATCH_LAYERS_BESIDE = 1 << 15
+"""Patches times layers of an encoder that one step takes while requests decode: an image of 1024 x 1024 pixels takes
+four such steps, each of which adds some milliseconds to a decode step."""
 FEATURE_BYTES = 1 << 29
 """Budget for the features of images and videos that a server keeps."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Turn = Callable[[torch.Tensor], torch.Tensor]
 """Rotates queries or keys [P, heads, head_dim] by the places of their patches."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
+Result = TypeVar("Result")
+Layers = Generator[int, None, Result]
+"""A computation that stops behind every layer and says how many patches it has computed."""
 
 
 class VisionEncoder(ABC, Generic[AnyTower]):
@@ -58,18 +61,23 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """pixels [P, values of a patch] of items one after the other. Returns of each item [tokens, out_size * (1 +
-        deepstack levels)]. Frames see themselves alone, so a long video is computed in parts."""
+        deepstack levels)]."""
+        return whole(self.encoding(pixels, grids))
+
+    def encoding(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
+        """Computes what `encode` does layer by layer: yields how many patches a layer has computed, behind each one,
+        and returns the features. Frames see themselves alone, so a long video is computed in parts."""
         parts, first = [], 0
         for frames in parts_of_frames(grids, PATCHES_A_STEP):
             last = first + sum(rows * columns for _, rows, columns in frames)
-            parts.append(self._encoded(pixels[first:last], frames))
+            parts.append((yield from self._encoded(pixels[first:last], frames)))
             first = last
         counts = [frames * rows * columns // self.tower.merge**2 for frames, rows, columns in grids]
         return list(torch.cat(parts).split(counts))
 
     @abstractmethod
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Returns [tokens, out_size * (1 + deepstack levels)] of single frames."""
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
+        """Returns [tokens, out_size * (1 + deepstack levels)] of single frames; yields behind every layer."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
@@ -146,6 +154,16 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def whole(layers: Layers[Result]) -> Result:
+    """Runs a computation to its end."""
+    while True:
+        try:
+            next(layers)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

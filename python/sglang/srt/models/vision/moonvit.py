@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Turn, VisionEncoder, gelu_, write_turned
+from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_, write_turned
 from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts, squares
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
@@ -23,7 +23,7 @@ _ROW_BY_ROW = 1
 class MoonViTEncoder(VisionEncoder[MoonViTTower]):
     """Patches come row by row."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
         tower, (prefix, projector) = self.tower, self.tower.prefixes
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
         positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
@@ -34,6 +34,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         starts = self._on_device(frame_starts(grids))
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}encoder.blocks.{i}.", x, turn, starts)
+            yield len(x)
         x = self._norm(prefix + "encoder.final_layernorm", x, tower.norm_eps)
         x = self._norm(projector + "pre_norm", x[self._on_device(squares(grids, tower.merge))], tower.projector_eps)
         x = self._linear(projector + "proj.0", x.view(-1, tower.hidden_size * tower.merge**2))

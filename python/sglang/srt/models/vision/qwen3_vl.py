@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang.srt.models.vision.encoder import Turn, VisionEncoder, gelu_
+from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated
 from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 
@@ -14,7 +14,7 @@ from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
     """Patches come in squares of the merge, one after the other."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
         places = interpolated(grids, tower.merge, tower.side)
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
@@ -27,6 +27,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
             if i in tower.deepstack:
                 merger = f"{prefix}deepstack_merger_list.{tower.deepstack.index(i)}."
                 features.append(self._merged(merger, x, wide_norm=True))
+            yield len(x)
         return torch.cat((self._merged(prefix + "merger.", x, wide_norm=False), *features), dim=-1)
 
     def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
