@@ -73,13 +73,18 @@ class NoModel:
     """A model runner whose requests never end, at no cost."""
 
     tokens_per_step = 1
+    tokens_ahead = next_tokens_read = 0
 
-    def __init__(self, num_reqs: int) -> None:
+    def __init__(self, num_reqs: int, media: MediaFeatures | None = None) -> None:
+        self.media = media
         self.plan = SimpleNamespace(
             pool_sizes=PoolSizes(1 << 20, 1, num_reqs, 4096), page_size=1, context_len=4096, caches_prefixes=True,
-            chunked_prefill_size=-1, max_prefill_tokens=1 << 20, model=SimpleNamespace(vocab_size=1 << 17),
+            host_cache=None, chunked_prefill_size=-1, max_prefill_tokens=1 << 20, model=SimpleNamespace(vocab_size=1 << 17),
         )  # fmt: skip
         self.sampling_table = SimpleNamespace(set=lambda *row: None, clear=lambda slot: None)
+
+    def begin(self, slot: int, tokens: object, position_delta: int) -> None:
+        pass
 
     def decodes_in_graph(self, num_reqs: int) -> bool:
         return False
@@ -95,9 +100,7 @@ def scheduler_step(num_reqs: int, stream: bool, media: MediaFeatures | None = No
     """Choosing, launching and reading back one decode step, without the model and the device. media: of a model that
     sees, which reads text alone here."""
     args = ServerArgs.from_kwargs(model_path="none")
-    model = NoModel(num_reqs)
-    model.media = media
-    scheduler = Scheduler(args, model, StopChecker(None))  # type: ignore[arg-type]
+    scheduler = Scheduler(args, NoModel(num_reqs, media), StopChecker(None))  # type: ignore[arg-type]
     params = SamplingParams(max_new_tokens=4000, ignore_eos=True)
     for i in range(num_reqs):
         msg = TokenizedGenerateReq(rid=str(i), input_ids=[i + 1] * 20, sampling_params=params, stream=stream)

@@ -166,6 +166,7 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     named = {key: ids[token] for key, token in form.config.items()}
     settings = copy.deepcopy({"text_config": text, "vision_config": form.vision, **named})
     settings |= {"audio_config": None, "audio_token_id": FIRST_ID + 63} if form.name == "gemma4" else {}
+    settings |= {"projection_hidden_size": form.vision["hidden_size"]} if form.name == "kimi_k25" else {}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()

@@ -138,11 +138,11 @@ def test_cubic_places_are_those_of_torch(grid: Grid) -> None:
 @pytest.mark.parametrize(
     ("sizes", "want"),
     [
-        ([6], [[], [6]]),
+        ([6], [[6], []]),
         ([4, 4], [[4], [4]]),
         ([2, 2, 8], [[2, 2], [8]]),
         ([8, 2, 2], [[8], [2, 2]]),
-        ([1, 1, 1, 1, 1], [[1, 1], [1, 1, 1]]),
+        ([1, 1, 1, 1, 1], [[1, 1, 1], [1, 1]]),
     ],
 )
 def test_ranks_share_out_frames(sizes: list[int], want: list[list[int]]) -> None:
