@@ -79,7 +79,8 @@ class NoModel:
         self.media = media
         self.plan = SimpleNamespace(
             pool_sizes=PoolSizes(1 << 20, 1, num_reqs, 4096), page_size=1, context_len=4096, caches_prefixes=True,
-            host_cache=None, chunked_prefill_size=-1, max_prefill_tokens=1 << 20, model=SimpleNamespace(vocab_size=1 << 17),
+            host_cache=None, chunked_prefill_size=-1, max_prefill_tokens=1 << 20,
+            model=SimpleNamespace(vocab_size=1 << 17),
         )  # fmt: skip
         self.sampling_table = SimpleNamespace(set=lambda *row: None, clear=lambda slot: None)
 

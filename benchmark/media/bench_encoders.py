@@ -43,7 +43,6 @@ VIDEO_FRAMES, VIDEO_SIDE = 64, 448
 LIMIT_S = 90.0
 CALLS, CALLS_S = 7, 1.2
 """Most timed calls of a case, and the seconds after which no further one begins."""
-IMAGES_ONLY = ("kimi_k25",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +98,7 @@ def encoder_of(config: dict[str, Any], folder: Path, device: str, **options: Any
     return encoder
 
 
-def cases(
-    config: dict[str, Any], encoder: VisionEncoder[Any], scale: int
-) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def cases(encoder: VisionEncoder[Any], scale: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """The name and the grid of each. scale: by which sides are divided."""
     _, frames_of_patch, patch, _ = encoder.tower.patch_shape
     merge = encoder.tower.merge
@@ -112,9 +109,7 @@ def cases(
 
     for side in SIDES:
         yield f"image {side}", grid(side, 1)
-    if config["model_type"] not in IMAGES_ONLY:
-        frames = VIDEO_FRAMES // frames_of_patch
-        yield f"video of {VIDEO_FRAMES} x {VIDEO_SIDE}", grid(VIDEO_SIDE, frames)
+    yield f"video of {VIDEO_FRAMES} x {VIDEO_SIDE}", grid(VIDEO_SIDE, VIDEO_FRAMES // frames_of_patch)
 
 
 def flops_of(encoder: VisionEncoder[Any], pixels: torch.Tensor, grid: tuple[int, int, int]) -> float:
@@ -150,7 +145,7 @@ def seconds_of(encoder: VisionEncoder[Any], pixels: torch.Tensor, grid: tuple[in
 def rows_of(name: str, config: dict[str, Any], ceiling: float, device: str, scale: int, ends: float) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         encoder = encoder_of(config, Path(folder), device)
-        for case, grid in cases(config, encoder, scale):
+        for case, grid in cases(encoder, scale):
             if time.monotonic() > ends:
                 print(f"| {name} | {case} | left out: the time is over |", flush=True)
                 continue
@@ -159,7 +154,7 @@ def rows_of(name: str, config: dict[str, Any], ceiling: float, device: str, scal
             flops = flops_of(encoder, pixels, grid)
             encoder.encode(pixels, [grid])  # compiles
             seconds = seconds_of(encoder, pixels, grid)
-            tokens = patches // encoder.tower.merge**2
+            tokens = encoder.tower.num_tokens(grid)
             yield Row(name, case, patches, tokens, seconds * 1e3, flops / 1e12, flops / seconds / ceiling)
 
 

@@ -22,7 +22,16 @@ import transformers
 from live_server import LiveServer
 from safetensors.torch import load_file, save_file
 from srt.models.harness import SIZES, randomize
-from srt.models.media_harness import GEMMA_VISION, GLM_ROPE, GLM_VISION, SECTIONS, SEEING, TOWER
+from srt.models.media_harness import (
+    GEMMA_VISION,
+    GLM_ROPE,
+    GLM_VISION,
+    SECTIONS,
+    SEEING,
+    TOWER,
+    clips_of_kimi,
+    take_clips_one_by_one,
+)
 from srt.models.media_harness import PUBLISHED as LAYOUTS
 from srt.models.quantized_checkpoints import FORMS, Form, join_experts, split_experts
 
@@ -70,8 +79,8 @@ KIMI = Published(
     "kimi_k25",
     KIMI_MARKS,
     "{}image{}{}{}".format(*KIMI_MARKS),
-    "",
-    {"image_token_id": "<|media_pad|>"},
+    "<|kimi_k25_video_placeholder|>",
+    {"image_token_id": "<|media_pad|>", "video_token_id": "<|media_pad|>"},
     {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
     | {"pos_emb_height": 8, "pos_emb_width": 8},
     {"moe_intermediate_size": 128, "hidden_size": 128, "n_group": 1, "topk_group": 1},
@@ -84,6 +93,12 @@ KIMI = Published(
             "merge_kernel_size": 2,
             "fixed_output_tokens": None,
             "patch_limit_on_one_side": 512,
+            "in_patch_limit_each_frame": 4096,
+            "in_patch_limit_video": None,
+            "sample_fps": 2.0,
+            "max_num_frames_each_video": None,
+            "temporal_merge_kernel_size": 4,
+            "timestamp_mode": "hh:mm:ss.fff",
         }
     },
     {},
@@ -132,7 +147,7 @@ PUBLISHED = {
 
 
 PLACES = {
-    "kimi_k25": {"image": 2},
+    "kimi_k25": {"image": 2, "video": 2},
     "qwen3_vl": {"image": 2, "video": 3},
     "glm4v_moe": {"image": 2, "video": 2},
     "gemma4": {"image": 0, "video": 1},
@@ -171,6 +186,8 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, False)
+    if form.name == "kimi_k25":
+        take_clips_one_by_one(model)
     for key, param in model.named_parameters():
         if ("visual." in key or "vision_tower." in key) and "norm" in key:
             torch.nn.init.uniform_(param, 0.5, 1.5)
@@ -223,7 +240,6 @@ class Served:
         self.model = write_model(form, folder)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.files: ProcessorFiles = read_processor_files(folder, form.name.removesuffix("_moe"), "{}")
-        self.kinds = ("image", "video") if form.video else ("image",)
         self.server = LiveServer(
             *("--model-path", str(folder), "--served-model-name", "seeing", "--dtype", "float32"),
             *("--max-total-tokens", "4096", "--skip-server-warmup"),
@@ -247,10 +263,17 @@ class Served:
         processor = video_processor(self.files)
         assert processor is not None
         result = processor(open_video(MOVIE))
-        count = result.patches.num_tokens // len(result.times)
+        pooled = 4 if self.form.name == "kimi_k25" else 1
+        count = result.patches.num_tokens // len(result.times[::pooled])
         if self.form.name == "gemma4":
             clocks = [f"{int(time // 60):02d}:{int(time % 60):02d}" for time in result.times]
             text = " ".join(f"{clock} <|image>{'<|video|>' * count}<image|>" for clock in clocks)
+        elif self.form.name == "kimi_k25":
+            texts = [
+                f"00:00:{time:06.3f}<|media_begin|>video<|media_content|>{'<|media_pad|>' * count}<|media_end|>"
+                for time in result.times[::4]
+            ]
+            text = "".join(texts)
         elif self.form.name == "qwen3_vl":
             frame = f"<|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
             text = "".join(f"<{time:.1f} seconds>{frame}" for time in result.times)
@@ -280,7 +303,7 @@ class Served:
         pixels, (frames, rows, columns) = torch.from_numpy(patches.pixels), patches.grid
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
         if self.form.name == "kimi_k25":
-            pixels = pixels.unflatten(1, (3, 14, 14))
+            return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of_kimi([patches.grid])}
         if self.form.name != "gemma4":
             return {name: pixels, f"{kind}_grid_thw": torch.tensor([patches.grid])}
         down, right = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -310,7 +333,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @torch.inference_mode()
 def test_tokens_are_those_of_transformers(served: Served) -> None:
     urls = {"image": data_url(encoded(PICTURE)), "video": data_url(MOVIE, "video/mp4")}
-    for kind, url in ((kind, urls[kind]) for kind in served.kinds):
+    for kind, url in urls.items():
         placeholder = served.form.image if kind == "image" else served.form.video
         body = {"text": f"Look: {placeholder} What is it?", f"{kind}_data": url}
         params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -336,7 +359,9 @@ def test_conversations_by_real_clients(served: Served) -> None:
     source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture_file).decode()}
     messages: Any = [{"role": "user", "content": [{"type": "image", "source": source}, *words]}]
     of_anthropic = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
-    second = of_anthropic.messages.create(model="seeing", messages=messages, max_tokens=8, temperature=0)
+    second = of_anthropic.messages.create(
+        model="seeing", messages=messages, max_tokens=8, extra_body={"temperature": 0}
+    )
     assert second.usage.input_tokens == first.usage.prompt_tokens
     assert "".join(getattr(block, "text", "") for block in second.content) == first.choices[0].message.content
     third = ollama.Client(host=url, timeout=120).chat(
@@ -346,14 +371,13 @@ def test_conversations_by_real_clients(served: Served) -> None:
     )
     assert third.prompt_eval_count == first.usage.prompt_tokens
     assert third.message.content == first.choices[0].message.content
-    if "video" in served.kinds:
-        film = {"type": "video_url", "video_url": {"url": data_url(MOVIE, "video/mp4")}}
-        expected = len(served.of_image()[0]) + len(served.of_video()[0])
-        assert chat([*words, *shown, film]).usage.prompt_tokens > expected
+    film = {"type": "video_url", "video_url": {"url": data_url(MOVIE, "video/mp4")}}
+    expected = len(served.of_image()[0]) + len(served.of_video()[0])
+    assert chat([*words, *shown, film]).usage.prompt_tokens > expected
+    assert chat([film, *words, *shown]).usage.prompt_tokens > expected
 
 
 def test_a_damaged_video_is_refused(served: Served) -> None:
-    body = {"text": served.form.video or "Look", "video_data": data_url(MOVIE[: len(MOVIE) // 2], "video/mp4")}
+    body = {"text": served.form.video, "video_data": data_url(MOVIE[: len(MOVIE) // 2], "video/mp4")}
     answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=60)
-    reason = "damaged" if "video" in served.kinds else "videos are not read"
-    assert answer.status_code == 400 and reason in answer.text, answer.text
+    assert answer.status_code == 400 and "damaged" in answer.text, answer.text

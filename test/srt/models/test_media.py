@@ -28,7 +28,7 @@ from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_at
 
 from .media_harness import (
     BOTH_WAYS,
-    IMAGES_ONLY,
+    POOLED_FRAMES,
     SEEING,
     Prompt,
     ReferenceEncoder,
@@ -96,10 +96,8 @@ def three_images(seed: int = 10) -> Prompt:
 
 
 def a_video(name: str = "qwen3_vl") -> Prompt:
-    """Two images where the model sees no video."""
-    if name in IMAGES_ONLY:
-        return Prompt().text(4, 7).image((1, 6, 8), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
-    return Prompt().text(4, 7).image((3, 4, 4), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
+    video = Prompt().text(4, 7).image((3, 4, 4), 30, pooled=POOLED_FRAMES.get(name, 1))
+    return video.text(5, 8).image((1, 4, 4), 31).text(3, 9)
 
 
 def encoded(scheduler: Scheduler) -> int:

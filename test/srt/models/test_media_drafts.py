@@ -21,7 +21,7 @@ from . import test_eagle3_drafts as eagle3
 from . import test_other_drafts as others
 from .harness import SIZES, save_tiny
 from .media_harness import (
-    IMAGES_ONLY,
+    POOLED_FRAMES,
     SEEING,
     Prompt,
     add_mtp,
@@ -107,10 +107,14 @@ def test_answers_are_those_of_transformers(family: str, kind: str, tmp_path: Pat
     if draft.make is not None:
         options["speculative_draft_model_path"] = str(draft.make(tmp_path / "draft"))
     scheduler, collector = seeing_scheduler(folder, chunked_prefill_size=24, **options), Collector()
-    video = (1, 6, 8) if family in IMAGES_ONLY else (3, 4, 4)
     prompts = {
         "image": Prompt().text(5, 1).image((1, 4, 6), 1).text(4, 2),
-        "video": Prompt().text(4, 7).image(video, 30).text(5, 8).image((1, 4, 4), 31).text(3, 9),
+        "video": Prompt()
+        .text(4, 7)
+        .image((3, 4, 4), 30, pooled=POOLED_FRAMES.get(family, 1))
+        .text(5, 8)
+        .image((1, 4, 4), 31)
+        .text(3, 9),
         "first": Prompt().image((1, 8, 2), 2).text(3, 4),
     }
     for rid, prompt in prompts.items():

@@ -17,14 +17,14 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_tower
 from sglang.srt.models.vision import encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.patch_places import Grid, cubic, parts_of_frames
+from sglang.srt.models.vision.patch_places import Grid, clips, cubic, parts_of_clips
 from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.ranks import ONE_RANK
 from srt.managers.fake_runner import Collector, add, run_to_end
 
 from .media_harness import (
-    IMAGES_ONLY,
+    POOLED_FRAMES,
     PUBLISHED,
     SEEING,
     Prompt,
@@ -42,6 +42,7 @@ BATCHES: dict[str, list[Grid]] = {
     "two sizes": [(1, 8, 2), (1, 2, 10)],
     "a video between images": [(1, 4, 4), (3, 4, 6), (1, 6, 2)],
     "one token": [(1, 2, 2)],
+    "clips of a long video": [(9, 2, 4), (1, 4, 4), (4, 4, 2)],
     "several windows": [(1, 10, 14), (2, 6, 10)],
 }
 TOLERANCE = 1e-4
@@ -58,7 +59,7 @@ def tower_of(folder: Path) -> VisionEncoder[Any]:
 def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference, tower = ReferenceEncoder(save_seeing(name, tmp_path)), tower_of(tmp_path)
     for batch in BATCHES.values():
-        grids = [grid for grid in batch if grid[0] == 1 or name not in IMAGES_ONLY]
+        grids = batch
         count = sum(frames * rows * columns for frames, rows, columns in grids)
         pixels = torch.randn(count, patch_values(tmp_path), generator=torch.Generator().manual_seed(count))
         got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
@@ -75,7 +76,7 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     prompt = (
         Prompt()
         .text(4, 7)
-        .image((1, 6, 8) if name in IMAGES_ONLY else (3, 4, 4), 30)
+        .image((6, 4, 4), 30, pooled=POOLED_FRAMES.get(name, 1))
         .text(5, 8)
         .image((1, 4, 6), 31)
         .text(3, 9)
@@ -120,7 +121,12 @@ def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.M
     pixels = torch.randn(80, patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
     want = tower.encode(pixels, grids)
     monkeypatch.setattr(encoder, "PATCHES_A_STEP", 20)
-    assert [len(run) for run in parts_of_frames(grids, 20)] == [1, 2, 2, 1, 1]
+    assert [len(run) for run in parts_of_clips(clips(grids, 1), 20)] == [1, 2, 2, 1, 1]
+    assert list(parts_of_clips(clips([(9, 2, 2), (1, 2, 2)], 4), 20)) == [
+        [(4, 2, 2)],
+        [(4, 2, 2), (1, 2, 2)],
+        [(1, 2, 2)],
+    ]
     for got, wanted in zip(tower.encode(pixels, grids), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.parameter import Init, Param, Part
-from sglang.srt.models.vision.patch_places import Grid, parts_of_frames, rows_and_columns
+from sglang.srt.models.vision.patch_places import Grid, clips, num_patches, parts_of_clips, rows_and_columns
 from sglang.srt.plan.media import PATCHES_A_STEP
 from sglang.srt.plan.towers.tower import Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -66,18 +66,18 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def encoding(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
         """Computes what `encode` does layer by layer: yields how many patches a layer has computed, behind each one,
-        and returns the features. Frames see themselves alone, so a long video is computed in parts."""
+        and returns the features. Clips see themselves alone, so a long video is computed in parts."""
         parts, first = [], 0
-        for frames in parts_of_frames(grids, PATCHES_A_STEP):
-            last = first + sum(rows * columns for _, rows, columns in frames)
-            parts.append((yield from self._encoded(pixels[first:last], frames)))
+        for part in parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP):
+            last = first + num_patches(part)
+            parts.append((yield from self._encoded(pixels[first:last], part)))
             first = last
-        counts = [frames * rows * columns // self.tower.merge**2 for frames, rows, columns in grids]
-        return list(torch.cat(parts).split(counts))
+        return list(torch.cat(parts).split([self.tower.num_tokens(grid) for grid in grids]))
 
     @abstractmethod
     def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
-        """Returns [tokens, out_size * (1 + deepstack levels)] of single frames; yields behind every layer."""
+        """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `pooled_frames` frames; yields behind
+        every layer."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """An encoder whose ranks share out the frames of an encoder step (`--mm-enable-dp-encoder`).
 
-Every rank has all weights of the encoder; a rank computes some of the frames, and all get the features of all. Frames
-are never cut: one image gains nothing, several images and the frames of a video do.
+Every rank has all weights of the encoder; a rank computes some of the frames, and all get the features of all. Frames,
+and clips of frames that see one another, are never cut: one image gains nothing, several images and the frames of a
+video do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.patch_places import Grid
+from sglang.srt.models.vision.patch_places import Grid, clips, num_patches
 
 
 class SharedEncoder:
@@ -25,22 +26,20 @@ class SharedEncoder:
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Takes and returns what `VisionEncoder.encode` does."""
-        frames = [(1, rows, columns) for count, rows, columns in grids for _ in range(count)]
-        merge = self.encoder.tower.merge
-        shares = shared_out([rows * columns for _, rows, columns in frames], self.group.size)
-        tokens = [sum(rows * columns for _, rows, columns in frames[share]) // merge**2 for share in shares]
-        width = self.encoder.tower.features_size
+        tower = self.encoder.tower
+        parts = clips(grids, tower.pooled_frames)
+        shares = shared_out([num_patches([part]) for part in parts], self.group.size)
+        tokens = [sum(map(tower.num_tokens, parts[share])) for share in shares]
+        width = tower.features_size
         mine = torch.zeros((max(tokens), width), dtype=self.encoder.dtype, device=pixels.device)
         share = shares[self.group.rank]
         if tokens[self.group.rank]:
-            first = sum(rows * columns for _, rows, columns in frames[: share.start])
-            count = tokens[self.group.rank] * merge**2
-            mine[: tokens[self.group.rank]] = torch.cat(
-                self.encoder.encode(pixels[first : first + count], frames[share])
-            )
+            first = num_patches(parts[: share.start])
+            last = first + num_patches(parts[share])
+            mine[: tokens[self.group.rank]] = torch.cat(self.encoder.encode(pixels[first:last], parts[share]))
         gathered = self.group.all_gather(mine, dim=0).view(self.group.size, max(tokens), width)
         whole = torch.cat([part[:count] for part, count in zip(gathered, tokens, strict=True)])
-        return list(whole.split([count * rows * columns // merge**2 for count, rows, columns in grids]))
+        return list(whole.split([tower.num_tokens(grid) for grid in grids]))
 
 
 def shared_out(sizes: Sequence[int], parts: int) -> list[slice]:
