@@ -25,8 +25,8 @@ class MediaEncoder(Protocol):
     """Makes features of patches."""
 
     def encode(self, pixels: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """pixels [P, values of a patch] of items one after the other, whose grids are frames, rows, columns of patches.
-        Returns of each item [tokens, hidden * (1 + deepstack levels)]."""
+        """pixels [P, values of a patch], on the device or not, of items one after the other, whose grids are frames,
+        rows, columns of patches. Returns of each item [tokens, hidden * (1 + deepstack levels)]."""
 
 
 @runtime_checkable
@@ -184,13 +184,13 @@ class MediaFeatures:
         return None
 
     def _patches(self, items: Sequence[MediaItem]) -> torch.Tensor | None:
-        """Returns the patches of the items on the device; None where pixels of one are gone."""
+        """Returns the patches of the items in host memory; None where pixels of one are gone."""
         assert self.directory is not None
         try:
             pixels = [np.asarray(shared_array.read(self.directory, item.pixels)) for item in items]
         except FileNotFoundError:
             return None
-        return torch.from_numpy(np.concatenate(pixels)).to(self.device, non_blocking=True)
+        return torch.from_numpy(np.concatenate(pixels))
 
     def _computed(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor | None]:
         """A rank that reads the pixels later than others may find them gone, when the request has ended: then the

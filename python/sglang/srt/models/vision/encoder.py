@@ -66,13 +66,17 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def encoding(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
         """Computes what `encode` does layer by layer: yields how many patches a layer has computed, behind each one,
-        and returns the features. Clips see themselves alone, so a long video is computed in parts."""
-        parts, first = [], 0
+        and returns the features. Clips see themselves alone, so a long video is computed in parts, and no more of its
+        pixels than those of a part are on the device. Each item's features have memory of their own: one may go
+        without the others."""
+        shapes = [(self.tower.num_tokens(grid), self.tower.features_size) for grid in grids]
+        features = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        to_fill, first = list(features), 0
         for part in parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP):
             last = first + num_patches(part)
-            parts.append((yield from self._encoded(pixels[first:last], part)))
-            first = last
-        return list(torch.cat(parts).split([self.tower.num_tokens(grid) for grid in grids]))
+            made = yield from self._encoded(pixels[first:last].to(self.device, non_blocking=True), part)
+            to_fill, first = _filled(to_fill, made), last
+        return features
 
     @abstractmethod
     def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
@@ -164,6 +168,15 @@ def whole(layers: Layers[Result]) -> Result:
         except StopIteration as end:
             result: Result = end.value
             return result
+
+
+def _filled(to_fill: list[torch.Tensor], made: torch.Tensor) -> list[torch.Tensor]:
+    """Writes the rows that were made to the tensors, one after the other; returns what of them is left to fill."""
+    while len(made):
+        count = min(len(to_fill[0]), len(made))
+        to_fill[0][:count] = made[:count]
+        made, to_fill = made[count:], ([to_fill[0][count:]] if count < len(to_fill[0]) else []) + to_fill[1:]
+    return to_fill
 
 
 def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class SharedEncoder:
         shares = shared_out([num_patches([part]) for part in parts], self.group.size)
         tokens = [sum(map(tower.num_tokens, parts[share])) for share in shares]
         width = tower.features_size
-        mine = torch.zeros((max(tokens), width), dtype=self.encoder.dtype, device=pixels.device)
+        mine = torch.zeros((max(tokens), width), dtype=self.encoder.dtype, device=self.encoder.device)
         share = shares[self.group.rank]
         if tokens[self.group.rank]:
             first = num_patches(parts[: share.start])
@@ -39,7 +39,7 @@ class SharedEncoder:
             mine[: tokens[self.group.rank]] = torch.cat(self.encoder.encode(pixels[first:last], parts[share]))
         gathered = self.group.all_gather(mine, dim=0).view(self.group.size, max(tokens), width)
         whole = torch.cat([part[:count] for part, count in zip(gathered, tokens, strict=True)])
-        return list(whole.split([tower.num_tokens(grid) for grid in grids]))
+        return [part.clone() for part in whole.split([tower.num_tokens(grid) for grid in grids])]
 
 
 def shared_out(sizes: Sequence[int], parts: int) -> list[slice]:
