@@ -260,9 +260,7 @@ class Served:
 
     def of_video(self) -> tuple[list[int], Patches]:
         """Written as transformers' processors write it."""
-        processor = video_processor(self.files)
-        assert processor is not None
-        result = processor(open_video(MOVIE))
+        result = video_processor(self.files)(open_video(MOVIE))
         pooled = 4 if self.form.name == "kimi_k25" else 1
         count = result.patches.num_tokens // len(result.times[::pooled])
         if self.form.name == "gemma4":

@@ -236,7 +236,12 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
     assert collector.tokens["seen"] == greedy(qwen3_vl.model, three_images(), collector.tokens["seen"])
 
 
-@pytest.mark.parametrize("name", list(SEEING))
+_SLICED = ("qwen3_vl", "gemma4", "kimi_k25")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in _SLICED)) for name in SEEING]
+)
 def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
     monkeypatch.setattr(media_features, "PATCH_LAYERS_BESIDE", 20)

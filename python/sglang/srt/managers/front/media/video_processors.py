@@ -313,10 +313,9 @@ _FORMS: Mapping[str, _Form] = {
 }
 
 
-def video_processor(files: ProcessorFiles) -> VideoProcessor | None:
-    """The processor of the model's videos; None for a family that reads none."""
-    form = _FORMS.get(files.family)
-    return None if form is None else VideoProcessor(form, files.video)
+def video_processor(files: ProcessorFiles) -> VideoProcessor:
+    """The processor of the model's videos."""
+    return VideoProcessor(_FORMS[files.family], files.video)
 
 
 class VideoProcessor:
