@@ -156,4 +156,4 @@ def test_limits() -> None:
     large = make("qwen3_vl", size={"shortest_edge": 1024, "longest_edge": 1 << 30})(Numbered(4, 1.0, (4000, 3000)))
     assert large.patches.grid[1] * large.patches.grid[2] <= 1 << 14, "one frame fits an encoder step"
     tall = make("kimi_k25")(Numbered(9, 2.0, (400, 4000)))
-    assert tall.patches.grid[1] * tall.patches.grid[2] <= 4400, "a clip of four fits an encoder step, but for black"
+    assert tall.patches.grid[1] * tall.patches.grid[2] <= 4600, "a clip of four fits an encoder step, but for black"

@@ -381,6 +381,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2, shared": {"tp_size": 2, "mm_enable_dp_encoder": True},
     "PP2": {"pp_size": 2},
 }
+NO_STAGES = ("gemma4_per_layer",)
+"""Those with layers that attend to keys and values of earlier ones."""
+CUTS = [(name, layout) for name in SEEING for layout in LAYOUTS if layout != "PP2" or name not in NO_STAGES]
 
 
 def _play(scheduler: Scheduler, folder: Path, name: str) -> dict[str, list[int]]:
@@ -396,11 +399,11 @@ def _play(scheduler: Scheduler, folder: Path, name: str) -> dict[str, list[int]]
 
 def _rank(rank: int, folders: dict[str, Path], out: Path) -> None:
     torch.set_num_threads(1)
-    for layout, options in LAYOUTS.items():
-        for name, folder in folders.items():
-            rendezvous = f"file://{out}/{name}{layout}"
-            scheduler = seeing_scheduler(folder, None, rank, rendezvous, chunked_prefill_size=16, **options)
-            torch.save(_play(scheduler, folder, name), out / f"{name}{layout}{rank}.pt")
+    for name, layout in CUTS:
+        if name in folders:
+            rendezvous, options = f"file://{out}/{name}{layout}", LAYOUTS[layout]
+            scheduler = seeing_scheduler(folders[name], None, rank, rendezvous, chunked_prefill_size=16, **options)
+            torch.save(_play(scheduler, folders[name], name), out / f"{name}{layout}{rank}.pt")
             parallel_state.shutdown()
 
 
@@ -417,7 +420,7 @@ def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     mp.spawn(_rank, (folders, tmp_path), nprocs=2)
     for name, folder in folders.items():
         one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
-        for layout in LAYOUTS:
+        for layout in [layout for one_name, layout in CUTS if one_name == name]:
             for rank in range(2):
                 assert torch.load(tmp_path / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
 

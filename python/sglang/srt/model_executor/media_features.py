@@ -133,11 +133,11 @@ class MediaFeatures:
         assert step is not None
         step.slices_done = step.slices if whole else step.slices_done + 1
         last = step.slices_done == step.slices
-        computed = None if step.layers is None else self._continued(step, step.layers, last)
+        sliced = None if step.layers is None else self._continued(step, step.layers, last)
         if not last:
             return
         self._under_way = None
-        computed = self._computed(step.items) if computed is None else computed
+        computed = self._computed(step.items) if sliced is None else sliced
         size = sum(map(self.size_of, step.items))
         self._make_room(size)
         for item, features in zip(step.items, computed, strict=True):

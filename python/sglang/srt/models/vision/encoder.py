@@ -74,8 +74,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         to_fill, first = list(features), 0
         for part in parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP):
             last = first + num_patches(part)
-            made = yield from self._encoded(pixels[first:last].to(self.device, non_blocking=True), part)
-            to_fill, first = _filled(to_fill, made), last
+            rows = yield from self._encoded(pixels[first:last].to(self.device, non_blocking=True), part)
+            to_fill, first = _filled(to_fill, rows), last
         return features
 
     @abstractmethod
@@ -170,20 +170,22 @@ def whole(layers: Layers[Result]) -> Result:
             return result
 
 
-def _filled(to_fill: list[torch.Tensor], made: torch.Tensor) -> list[torch.Tensor]:
-    """Writes the rows that were made to the tensors, one after the other; returns what of them is left to fill."""
-    while len(made):
-        count = min(len(to_fill[0]), len(made))
-        to_fill[0][:count] = made[:count]
-        made, to_fill = made[count:], ([to_fill[0][count:]] if count < len(to_fill[0]) else []) + to_fill[1:]
+def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Writes the rows to the tensors, one after the other; returns what of them is left to fill."""
+    while len(rows):
+        count = min(len(to_fill[0]), len(rows))
+        to_fill[0][:count] = rows[:count]
+        rows, to_fill = rows[count:], ([to_fill[0][count:]] if count < len(to_fill[0]) else []) + to_fill[1:]
     return to_fill
 
 
 def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    halves = [part.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1) for part in (x, result)]
-    write_turned(*halves[0], *halves[1], cos, sin)
+    (first, second), (first_out, second_out) = (
+        part.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1) for part in (x, result)
+    )
+    write_turned(first, second, first_out, second_out, cos, sin)
     return result
 
 

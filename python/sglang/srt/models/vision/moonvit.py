@@ -70,5 +70,6 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """x [P, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
     the column, odd ones by the row."""
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    write_turned(*x.unflatten(-1, (-1, 2)).unbind(-1), *result.unflatten(-1, (-1, 2)).unbind(-1), cos, sin)
+    (first, second), (first_out, second_out) = (part.unflatten(-1, (-1, 2)).unbind(-1) for part in (x, result))
+    write_turned(first, second, first_out, second_out, cos, sin)
     return result

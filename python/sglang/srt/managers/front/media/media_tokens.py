@@ -49,7 +49,7 @@ class MediaTokens:
         if not self.video_text:
             return text, media
         pattern = f"{re.escape(self.video_text)}|{re.escape(self.image_text)}"
-        kinds = ["video" if found == self.video_text else "image" for found in re.findall(pattern, text)]
+        kinds: list[Kind] = ["video" if mark == self.video_text else "image" for mark in re.findall(pattern, text)]
         if sorted(kinds) == sorted(source.kind for source in media):
             of_kind = {kind: iter([source for source in media if source.kind == kind]) for kind in KINDS}
             media = [next(of_kind[kind]) for kind in kinds]
@@ -72,8 +72,8 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
         return None
     video = config.get("video_token_id")
     if family == "kimi_k25":
-        texts = {"video_text": "<|kimi_k25_video_placeholder|>", "image_text": "<|media_pad|>"}
-        return MediaTokens(family, image, image, **texts)
+        video_text = "<|kimi_k25_video_placeholder|>"
+        return MediaTokens(family, image, image, video_text=video_text, image_text="<|media_pad|>")
     if family == "gemma4":
         marks = (config.get("boi_token_id"), config.get("eoi_token_id"))
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
