@@ -50,6 +50,9 @@ def test_images_are_new_ones() -> None:
     assert bodies[0] == bodies[2] != bodies[1]
 
 
+_AT_ONCE = ("Kimi K2.5", "Qwen3-VL-8B")
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes that are held at the same time beside those of `known` tensors."""
 
@@ -79,7 +82,9 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("name", list(TOWERS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in _AT_ONCE)) for name in TOWERS]
+)
 def test_the_memory_plan_counts_what_an_encoder_step_holds(name: str, tmp_path: Path) -> None:
     """Two layers of the published sizes."""
     config = encoders.with_layers(TOWERS[name], 3)
