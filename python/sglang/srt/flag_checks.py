@@ -148,6 +148,9 @@ def _of_media(args: Any) -> Iterator[tuple[set[str], str]]:
     if any(kind not in MEDIA_KINDS or type(limit) is not int or limit < 0 for kind, limit in limits.items()):
         text = f'--limit-mm-data-per-request takes whole numbers by kind, such as {{"image": 4}}; got {limits}.'
         yield {"limit_mm_data_per_request"}, text
+    if args.mm_enable_dp_encoder and args.pp_size > 1:
+        text = "--mm-enable-dp-encoder does not work with --pp-size: only some stages encode; remove one of the two."
+        yield {"mm_enable_dp_encoder", "pp_size"}, text
     directory = args.allowed_local_media_path
     if directory is not None and not Path(directory).is_dir():
         yield {"allowed_local_media_path"}, f"--allowed-local-media-path {directory} is no directory."

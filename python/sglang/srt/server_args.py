@@ -467,6 +467,11 @@ class ServerArgs:
         "Leave out the tower of a model that sees: its memory goes to the KV cache, and images are refused.",
         "--disable-multimodal",
     )
+    mm_enable_dp_encoder: bool = option(
+        False,
+        MEDIA,
+        "The ranks of --tp-size share out the images and frames of an encoder step; otherwise each computes all.",
+    )
     limit_mm_data_per_request: str = option(
         '{"image": 16, "video": 2}',
         MEDIA,

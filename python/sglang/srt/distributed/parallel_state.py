@@ -392,6 +392,11 @@ def least(value: int) -> int:
     return least_each([value])[0]
 
 
+def all_ranks_say(yes: bool) -> bool:
+    """Whether all ranks say so."""
+    return least(int(yes)) == 1
+
+
 def least_each(values: Sequence[int]) -> list[int]:
     """The smallest of the ranks' values at each position; all ranks give the same number of them. Host memory only."""
     if num_ranks() == 1 or not values:

@@ -120,7 +120,11 @@ class ModelRunner:
         width = model.hidden_size * (1 + model.media.deepstack_levels)
         encoder = create_encoder(self.plan) if model.encodes_media else None
         dtype = getattr(torch, self.plan.dtype)
-        state.features = MediaFeatures(model.media, width, dtype, FEATURE_BYTES, self.device, encoder)
+        shared = self.plan.shares_encoder
+        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if shared else bool
+        state.features = MediaFeatures(
+            model.media, width, dtype, FEATURE_BYTES, self.device, encoder, agreed=agreed, sliced=not shared
+        )
         return state.features
 
     def _graph_sizes(self) -> GraphSizes:

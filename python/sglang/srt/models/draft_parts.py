@@ -26,6 +26,7 @@ from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.drafts.description import DraftDescription
     from sglang.srt.plan.plan import Plan
 
@@ -81,6 +82,17 @@ class DraftParts:
             return target.embed
         self.copied = CopiedEmbedding(self.scope, target)
         return self.copied.embedding
+
+    def embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        """Returns the embeddings [T, H] of the draft's tokens, and the features of images where the batch has them: the
+        draft reads what the target reads (`speculative.draft_chain.following_rows`). A draft of another width, and the
+        last of several stages, which has no features, read the placeholder's embedding."""
+        embedded, rows = self.embedding(batch.input_ids), batch.embedding_rows
+        if rows is None or rows.rows.shape[1] != embedded.shape[1]:
+            return embedded
+        longer = torch.cat((embedded, embedded[:1]))
+        longer[rows.index] = rows.rows.to(longer.dtype)
+        return longer[:-1]
 
     def _head(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.draft.head_size:

@@ -131,16 +131,23 @@ class MemoryPlan:
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
+_PIXEL_BYTES = 4
+"""Patches come to the device in float32."""
+
+
 def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
     """Returns the bytes of the features of images and videos that are kept, of the largest encoder step, and of the
     queries, keys, values and outputs of `num_tokens` of images that attend once more (`attention.metadata.WithImages`).
     """
     if model.media is None:
         return 0
-    encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
+    encoding = pixels = 0
+    if model.encodes_media:
+        encoding = PATCHES_A_STEP * model.media.tower.activation_size()
+        pixels = PATCHES_A_STEP * model.media.tower.patch_values * _PIXEL_BYTES
     windows = [site.shape for site in attention_sites(model, ranks.tp_size) if site.window and model.media.both_ways]
     sizes = [(shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.v_head_dim) for shape in windows]
-    return FEATURE_BYTES + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
+    return FEATURE_BYTES + pixels + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:

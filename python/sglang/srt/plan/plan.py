@@ -91,6 +91,7 @@ class Plan:
     next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, in whatever stage the draft is
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
+    shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
@@ -326,6 +327,7 @@ def make_plan(
         next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
         capture_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
+        shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
         errors=short_of_context(planner, args, trial),

@@ -241,6 +241,8 @@ class RequestPreparer:
     ) -> tuple[list[int], list[MediaItem]]:
         """The token ids of a prompt with its images and videos, and their items, held for the caller. `items`: those
         that are in the ids already. Raises RequestError."""
+        if self._media is not None and isinstance(prompt, str):
+            prompt, media = self._media.tokens.with_placeholders(prompt, media)
         ids = await self.input_ids(prompt, add_special_tokens)
         if self._media is None:
             return ids, []

@@ -123,7 +123,7 @@ def create_runner(
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.model_loader.loader import load_tower
+    from sglang.srt.model_loader.loader import load_encoder
     from sglang.srt.speculative.create import create_drafter
     from sglang.srt.speculative.depth import candidate_widths
 
@@ -135,7 +135,8 @@ def create_runner(
         None if settings is None else partial(create_drafter, settings),
         keeps_hidden=args.enable_return_hidden_states,
         widths=() if settings is None else candidate_widths(settings),
-        create_encoder=create_encoder or partial(load_tower, load_format=args.load_format, seed=args.random_seed or 0),
+        create_encoder=create_encoder
+        or partial(load_encoder, load_format=args.load_format, seed=args.random_seed or 0),
     )
     runner.storage = create_storage(args, runner, rank)
     if not args.skip_server_warmup:
