@@ -30,7 +30,7 @@ def page_copy_kernel(
     strips, pages, row_ids, rows, num_strips, num_rows, row_words,
     TO_ROWS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """strips [S, 4] int64: address of the strip in page 0, words from one page to the next, its first word in a row, and
+    """strips [S, 4] int64: address of the strip in page 0, words from one page to the next, its first word in a row,
     its words. pages, row_ids [N] int64; rows: words, row i from i * row_words on. Grid: any number of programs."""
     blocks = tl.cdiv(num_rows, ROWS)
     word = tl.arange(0, WORDS)[None, :]
