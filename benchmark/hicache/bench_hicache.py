@@ -35,6 +35,7 @@ QWEN3_8B = {
 TINY = QWEN3_8B | {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 16384, "torch_dtype": "float32",
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 TIER = {"enable_hierarchical_cache": True, "hicache_write_policy": "write_through"}
 PEER_OPTIONS = {
@@ -79,12 +80,12 @@ def run(script: str, options: dict[str, Any], env: dict[str, str], log: Path, li
 
 def session_options(args: argparse.Namespace, model: Path, peer: bool) -> dict[str, Any]:
     scale = 64 if args.tiny else 1
-    lengths = [n // scale for n in (16_384, 65_536, 131_072)]
+    lengths = [n // scale for n in (16_384, 65_536, 100_000, 131_072)]
     engine = {
-        "max_total_tokens": 143_360 // scale,
+        "max_total_tokens": 133_120 // scale,
         "max_running_requests": 40,
         "cuda_graph_max_bs": 40,
-        "hicache_size": (0.05 if args.tiny else 36 if peer else 56),
+        "hicache_size": (0.05 if args.tiny else 48 if peer else 52),
         "chunked_prefill_size": 8192 // scale,
         "context_length": 200_000 // scale,
         **TIER,
@@ -98,13 +99,13 @@ def session_options(args: argparse.Namespace, model: Path, peer: bool) -> dict[s
         "model_path": str(model),
         "engine": engine,
         "sessions": lengths,
-        "more": 256 // (8 if args.tiny else 1),
+        "more": 256 // (16 if args.tiny else 1),
         "rounds": 2,
         "save_limit_s": 60,
         "streams": 0 if peer else 4 if args.tiny else 32,
         "stream_tokens": 60 if args.tiny else 700,
         "stream_prompt": 16 if args.tiny else 256,
-        "prefix": 100_000 // scale,
+        "prefix": lengths[2],
         "returns": 3,
         "pause_s": 0.1 if args.tiny else 1.0,
     }

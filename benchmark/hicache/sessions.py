@@ -1,7 +1,7 @@
 """Sessions that return after their prefixes were evicted, and what others notice of a load.
 
-Runs with whichever `sglang` is on PYTHONPATH, upstream's too. The pool holds the longest session and little more, so
-that each one's return evicts the others. Saves are done before anything returns. Prints one JSON object.
+Runs with whichever `sglang` is on PYTHONPATH, upstream's too. The pool holds the longest session and little more: all
+others together evict each of them. Saves are done before anything returns. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -122,13 +122,11 @@ def quantiles(gaps: list[float]) -> dict[str, float]:
     return {"count": len(gaps), "median_ms": 1e3 * cuts[49], "p99_ms": 1e3 * cuts[98], "most_ms": 1e3 * max(gaps)}
 
 
-def others(engine: Any, options: dict[str, Any], longest: list[int]) -> dict[str, Any]:
+def others(engine: Any, options: dict[str, Any], texts: dict[int, list[int]]) -> dict[str, Any]:
     """The gaps between the tokens of others: alone, while prompts come that have a prefix on the GPU, and while such a
     prefix is loaded."""
     rng = random.Random(1)
-    one, other = longest[: options["prefix"]], new_tokens(rng, options["prefix"])
-    ask(engine, other, 1)
-    wait_for_saves(engine, sum(options["sessions"]) + len(other), options["save_limit_s"])
+    one, other = (texts[length][: options["prefix"]] for length in (options["sessions"][-1], options["prefix"]))
     suffix = options["more"]
 
     def run(prompts: list[list[int]]) -> dict[str, Any]:
@@ -156,7 +154,7 @@ def main() -> None:
         found |= sessions(engine, options)
         texts = found.pop("texts")
         if options["streams"]:
-            found["others"] = others(engine, options, texts[options["sessions"][-1]])
+            found["others"] = others(engine, options, texts)
         print("\n" + json.dumps(found), flush=True)
     finally:
         engine.shutdown()

@@ -68,6 +68,10 @@ def test_kernel_moves_pages(kind: str, staging: int) -> None:
         page_lock([pool])
     pool.locked = True
     copier = Copier(device, max(staging, pool.bundles[0].width))
+    before = [part.clone() for part in pool.parts]
+    copier.warm_up([pool])
+    copier.finish()
+    assert all(torch.equal(part, old) for part, old in zip(pool.parts, before, strict=True))
     for in_runs in (True, False):
         for by_kernel in (False, True):
             round_trip(pool, copier, 11, in_runs, by_kernel)

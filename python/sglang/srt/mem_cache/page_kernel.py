@@ -58,7 +58,7 @@ def copy_rows(
     type that is the word. All but `rows`, which may be in main memory, are on the device."""
     num_strips, num_rows = len(strips), len(pages)
     per_tile = TILE // width
-    grid = (min(PROGRAMS, num_strips * triton.cdiv(num_rows, per_tile)),)
+    grid = (max(1, min(PROGRAMS, num_strips * triton.cdiv(num_rows, per_tile))),)
     page_copy_kernel[grid](
         *(strips, pages, row_ids, rows, num_strips, num_rows, rows.stride(0)),
         TO_ROWS=to_rows,

@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.plan.host_cache import STAGING_BYTES
 from sglang.srt.plan.pool_sizes import PoolSizes
 
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+WORDS = {8: torch.int64, 4: torch.int32}
+"""Of the kernel, by size. Caches whose parts are no whole words are copied by torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,12 @@ class PagePool:
         bundle, a multiple of 8. by_kernel: how rows are made; without it by the kernel on a GPU."""
         self.parts = list(parts)
         self.page_bytes = sum(part.shape[1] for part in parts)
-        self.by_kernel = any(part.is_cuda for part in parts) if by_kernel is None else by_kernel
         self.host = torch.empty((num_host_pages, self.page_bytes), dtype=torch.uint8)
         self.locked = False
         """Whether the device can address main memory."""
         self.word = math.gcd(8, *(n for part in parts for n in (part.shape[1], part.data_ptr())))
+        wanted = any(part.is_cuda for part in parts) if by_kernel is None else by_kernel
+        self.by_kernel = wanted and self.word in WORDS
         self.bundles = [self._bundle(start, segments) for start, segments in self._cut(staging_bytes)]
 
     def _cut(self, most: int) -> list[tuple[int, list[Segment]]]:
