@@ -26,7 +26,7 @@ from sglang.srt.utils.device_arrays import event_on, to_device
 
 logger = logging.getLogger(__name__)
 
-SHORT_PIECE = 128 << 10
+SHORT_PIECE = 512 << 10
 """Bytes of a piece, on average, below which its launch takes longer than its copy."""
 HUGE_PAGE = 2 << 20
 ADVISE_HUGE = 14
