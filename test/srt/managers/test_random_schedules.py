@@ -123,7 +123,8 @@ class Schedule:
         self.scheduler.steps_ahead = max(self.random.randrange(4), world.ranks.pp_size - 1)
         for cache in runner.model.caches:
             for tensor in cache._tensors.values():
-                tensor.fill_(GARBAGE_BYTE if tensor.dtype == torch.uint8 else GARBAGE)
+                narrow = tensor.element_size() == 1  # codes, and float8, which has no such number
+                tensor.view(torch.uint8 if narrow else tensor.dtype).fill_(GARBAGE_BYTE if narrow else GARBAGE)
         self.collector = Collector()
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.seen: Counter[str] = Counter()

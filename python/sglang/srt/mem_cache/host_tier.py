@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sglang.srt.configs.storage_backend import StorageConfig
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.cache_tier import (
     CachedPrefix,
@@ -118,17 +119,29 @@ class HostTier:
     ) -> None:
         """agree: the least of the ranks' values at each position. storage: of a store beyond main memory."""
         self.plan, self.counts = plan, HostCounts()
+        self.write_through = plan.write_through
+        """Whether what is computed is copied at once, and not only when it is used again."""
         self.device = CacheTier(kv.tree, kv.windows, kv.checkpoints)
         self.host = host_tables(plan.sizes)
         self._engine, self._agree = engine, agree
         self.storage: StorageTier | None = None
         if storage is not None and plan.storage is not None:
-            self.storage = StorageTier(plan.storage, storage, self.device, self.host, agree)
+            self.attach(plan.storage, storage)
         self._ready = False
         self._offers: dict[Node, None] = {}
         """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first."""
         self._copies: list[Copy] = []
         """Begun and not ended. Those without a handle wait for the step to be launched."""
+
+    def attach(self, config: StorageConfig, storage: StorageEngine) -> None:
+        """Keeps prefixes of main memory in a store from now on. No request waits."""
+        self.storage = StorageTier(config, storage, self.device, self.host, self._agree)
+
+    def detach(self) -> None:
+        """Waits for what is under way, and goes on without the store. No request waits. A collective."""
+        storage, self.storage = self.storage, None
+        if storage is not None:
+            storage.close()
 
     # --- what the scheduler says --------------------------------------------------------------------------------------
 
@@ -150,7 +163,7 @@ class HostTier:
 
     def committed(self, req: CachedRequest) -> None:
         """What a request has computed is in the tree."""
-        if self.plan.write_through:
+        if self.write_through:
             self._offer(req.node)
 
     def _offer(self, node: Node | None) -> None:
