@@ -307,6 +307,44 @@ def test_only_what_is_used_twice_is_copied(folder: Path) -> None:
     assert through.tier.counts.saved_tokens >= len(PROMPT)
 
 
+def test_a_prompt_with_a_hint_is_copied_at_once_and_outlives_others(folder: Path) -> None:
+    server = Server(folder)
+    message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)
+    message.received, message.keep_s = 1000.0, 300.0
+    add(server.scheduler, message)
+    while not server.scheduler.idle:
+        server.steps(1)
+    host = server.tier.host.tree
+    assert server.tier.counts.saved_tokens >= len(PROMPT) and host.kept_size() >= len(PROMPT) - 1
+    for rid in ("other", "other again"):
+        server.answer(rid, OTHER)
+    kept = host.kept_size()
+    assert host.evict(host.total_size() - kept) and not server.scheduler.kv.tree.kept_size()
+    assert len(server.tier.host.prefix(np.array(PROMPT), None).slots(0, 80)) == 80
+    late = request("late", OTHER, 1, temperature=0.0)
+    late.received = 1300.0
+    add(server.scheduler, late)
+    assert host.kept_size() == 0
+    while not server.scheduler.idle:
+        server.steps(1)
+    server.check()
+
+
+def test_a_hint_without_main_memory_keeps_the_prompt_on_the_gpu(folder: Path) -> None:
+    server = Server(folder)
+    server.scheduler.host_tier = None
+    message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)
+    message.received, message.keep_s = 1000.0, 300.0
+    add(server.scheduler, message)
+    while not server.scheduler.idle:
+        server.steps(1)
+    server.answer("other", OTHER)
+    tree = server.scheduler.kv.tree
+    assert tree.kept_size() == len(PROMPT) and tree.evict(tree.total_size() - tree.kept_size())
+    server.answer("again", PROMPT)
+    assert server.meta["again"].cached_tokens == len(PROMPT) - 1
+
+
 def test_others_go_ahead_of_a_request_that_waits_for_its_prefix(folder: Path) -> None:
     server = Server(folder)
     answer = server.keep_in_main_memory_alone(PROMPT)
