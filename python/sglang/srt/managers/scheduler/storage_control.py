@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sglang.srt.configs.storage_backend import read_storage_config
+from sglang.srt.configs.storage_backend import StorageConfig, read_storage_config
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -45,6 +45,7 @@ def attach(scheduler: Scheduler, args: Mapping[str, Any]) -> str:
     if tier.storage is not None:
         return "A store is attached: detach it first."
     engine: StorageEngine | None = None
+    config: StorageConfig | None = None
     try:
         policy = args["prefetch_policy"] or scheduler.args.hicache_storage_prefetch_policy
         config = read_storage_config(args["backend"], policy, args["extra"])
@@ -59,7 +60,7 @@ def attach(scheduler: Scheduler, args: Mapping[str, Any]) -> str:
         if engine is not None:
             engine.close()
         return problem or "Another rank cannot open the store; its log says why."
-    assert engine is not None
+    assert engine is not None and config is not None
     tier.attach(config, engine)
     if args["write_policy"] is not None:
         tier.write_through = args["write_policy"] == "write_through"
