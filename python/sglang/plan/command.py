@@ -293,8 +293,8 @@ def reasons(result: Survey) -> list[str]:
         texts.append(
             f"with --enable-hierarchical-cache a prefix of {result.load.length:,} tokens that the GPUs have evicted"
             f" takes {best.loaded_seconds * 1e3:,.0f} ms to load ({best.loaded_bytes / 1e9:.2f} GB to each GPU),"
-            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; twice the cache of a GPU is"
-            f" {2 * best.cache / GIB:,.1f} GiB of main memory at its NUMA node"
+            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; twice the cache of a"
+            f" GPU is {2 * best.cache / GIB:,.1f} GiB of main memory at its NUMA node"
         )
     alone = result.fastest_alone()
     if alone is not None and alone.one_request_per_second >= CLEARLY * best.one_request_per_second:
