@@ -104,6 +104,7 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
         "tokens_per_second_at_most": prospect.tokens_per_second,
         "prefill": _floor_json(prospect.prefill),
         "predicted": _predicted_json(prospect),
+        "loaded": {"bytes": prospect.loaded_bytes, "seconds": prospect.loaded_seconds},
         "commands": list(prospect.commands),
         "notes": list(prospect.notes),
     }
@@ -288,6 +289,13 @@ def reasons(result: Survey) -> list[str]:
         texts.append(f"only {at_once} of {result.load.concurrency} requests run at once; the others wait")
     else:
         texts.append(f"its cache holds {best.most_requests:,} requests of {result.load.length:,} tokens at once")
+    if best.predicted is not None and 0 < best.loaded_seconds < best.predicted.prefill.seconds:
+        texts.append(
+            f"with --enable-hierarchical-cache a prefix of {result.load.length:,} tokens that the GPUs have evicted"
+            f" takes {best.loaded_seconds * 1e3:,.0f} ms to load ({best.loaded_bytes / 1e9:.2f} GB to each GPU),"
+            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; twice the cache of a"
+            f" GPU is {2 * best.cache / GIB:,.1f} GiB of main memory at its NUMA node"
+        )
     alone = result.fastest_alone()
     if alone is not None and alone.one_request_per_second >= CLEARLY * best.one_request_per_second:
         how = "at most" if alone.predicted is None else "predicted"

@@ -14,9 +14,10 @@ from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.copy_engine import ThreadedCopies, page_pools
+from sglang.srt.mem_cache.copy_engine import ThreadedCopies
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.mem_cache.page_pool import page_pools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner

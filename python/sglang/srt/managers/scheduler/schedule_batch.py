@@ -59,6 +59,8 @@ class Req:
         self.params = msg.sampling_params
         self.stream = msg.stream
         self.priority = msg.priority
+        self.keep_until = msg.received + msg.keep_s if msg.keep_s else 0.0
+        """Its prompt stays cached before others until then; 0: it does not."""
         self.seed = seed
         self.namespace = msg.cache_namespace
         self.stop_ids = stop_ids

@@ -197,11 +197,26 @@ class Scheduler:
             self.kv.commit(req)
             if self.host_tier is not None:
                 self.host_tier.committed(req)
+            self._keep(req)
             self.media.computed(req)
         computed = {r for r, _ in chosen if r.kv_len == len(r.tokens)}
         self.chunked = [r for r in dict.fromkeys([*(r for r, _ in chosen), *self.chunked]) if r not in computed]
         self.running.add([r for r, _ in chosen if r in computed])
         return batch
+
+    def _keep(self, req: Req) -> None:
+        """Keeps a prompt before others, where its request asks for that: in main memory, if that has prefixes."""
+        if not req.keep_until or req.node is None or not req.node.depth:
+            return
+        if self.host_tier is not None:
+            self.host_tier.keep(req.node, req.keep_until)
+        else:
+            self.kv.tree.keep(req.node, req.keep_until)
+
+    def _expire(self, now: float) -> None:
+        self.kv.tree.expire(now)
+        if self.host_tier is not None:
+            self.host_tier.host.tree.expire(now)
 
     def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
         """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
@@ -455,6 +470,7 @@ class Scheduler:
 
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
+        self._expire(msg.received)
         wanted = msg.sampling_params.max_new_tokens
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)  # guesses may lie beyond the end
         limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)

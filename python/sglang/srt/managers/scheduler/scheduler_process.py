@@ -25,6 +25,7 @@ from sglang.srt.distributed.nodes import rendezvous
 from sglang.srt.environ import envs
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers.child import READY, ChildPipe
+from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import Beat, EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -246,6 +247,17 @@ class SchedulerProcess:
             self.runner.drafter.load_texts(Path(msg.args["path"]))
         return ControlReply(msg.id)
 
+    def _storage_backend(self, msg: ControlReq) -> ControlReply:
+        return ControlReply(msg.id, data=storage_control.describe(self.scheduler))
+
+    def _attach_storage(self, msg: ControlReq) -> ControlReply:
+        problem = storage_control.attach(self.scheduler, msg.args)
+        return ControlReply(msg.id, not problem, problem)
+
+    def _detach_storage(self, msg: ControlReq) -> ControlReply:
+        problem = storage_control.detach(self.scheduler)
+        return ControlReply(msg.id, not problem, problem)
+
     def _ping(self, msg: ControlReq) -> ControlReply:
         return ControlReply(msg.id)
 
@@ -257,6 +269,9 @@ class SchedulerProcess:
         "start_profile": _start_profile,
         "stop_profile": _stop_profile,
         "set_corpora": _set_corpora,
+        "storage_backend": _storage_backend,
+        "attach_storage": _attach_storage,
+        "detach_storage": _detach_storage,
         "ping": _ping,
     }
 

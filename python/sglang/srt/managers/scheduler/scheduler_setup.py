@@ -24,6 +24,7 @@ from sglang.srt.plan.speculation import speculative_settings
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.storage_backend import StorageConfig
     from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.model_executor.model_runner import CreateEncoder, ModelRunner
     from sglang.srt.speculative.depth import AdaptiveDepth
@@ -147,15 +148,22 @@ def create_runner(
 
 
 def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageEngine | None:
-    """Opens the store of cached prefixes. Raises UserError if it cannot be used."""
-    plan, copies = runner.plan, runner.copies
-    if plan.host_cache is None or plan.host_cache.storage is None or copies is None:
+    """Opens the store of cached prefixes that the flags name. Raises UserError if it cannot be used."""
+    host_cache = runner.plan.host_cache
+    if host_cache is None or host_cache.storage is None or runner.copies is None:
         return None
+    return open_store(args, runner, rank, host_cache.storage)
+
+
+def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: StorageConfig) -> StorageEngine:
+    """Opens a store beside a prefix cache in main memory. Raises UserError if it cannot be used."""
+    plan, copies = runner.plan, runner.copies
+    assert copies is not None
     from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.mem_cache.storage.fingerprint import fingerprint
     from sglang.srt.mem_cache.storage.store import create_store
 
-    store, num_windows = create_store(plan.host_cache.storage), len(plan.pool_sizes.windows)
+    store, num_windows = create_store(config), len(plan.pool_sizes.windows)
     return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows)
 
 
