@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,10 @@ OF_THE_EMBEDDED_MODEL: dict[str, Any] = {
 }
 
 
-def guesses(args: ServerArgs) -> tuple[dict[tuple[int, ...], list[int]], dict[tuple[str, int], list[int]]]:
-    """Returns the answers of the embedded model by prompt, and the guesses behind each token: by request and number."""
+def guesses(
+    args: ServerArgs, ask: Callable[[Scheduler, dict[str, Any]], dict[Any, list[int]]] = answers
+) -> tuple[dict[Any, list[int]], dict[tuple[str, int], list[int]]]:
+    """Returns what `ask` gets, greedily, and the guesses behind each token: by request and number."""
     scheduler = scheduler_of(replace(args, disable_overlap_schedule=True))
     seen: dict[tuple[str, int], list[int]] = {}
     process = scheduler.process
@@ -174,7 +177,7 @@ def guesses(args: ServerArgs) -> tuple[dict[tuple[int, ...], list[int]], dict[tu
                 seen[req.rid, req.output_len] = scheduler.runner.state.next_tokens[req.slot].tolist()
 
     scheduler.process = spy  # type: ignore[method-assign]
-    return answers(scheduler, GREEDY), seen
+    return ask(scheduler, GREEDY), seen
 
 
 @pytest.mark.gpu
