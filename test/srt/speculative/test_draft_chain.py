@@ -52,12 +52,13 @@ def by_depth(folder: Path, name: str) -> Pair:
     return Pair(folder, {"speculative_algorithm": "NEXTN"}, build_depths(name, folder))
 
 
-def dflash(folder: Path) -> Pair:
+def dflash(folder: Path, variant: str) -> Pair:
+    config = dflash_drafts.VARIANTS[variant]
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
-    tensors = dflash_drafts.weights()
-    draft = save(folder / "draft", dflash_drafts.CONFIG, tensors)
+    tensors = dflash_drafts.weights(config)
+    draft = save(folder / "draft", config, tensors)
     flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
-    return Pair(folder / "target", flags, DFlash(tensors, dflash_drafts.CONFIG, target, dflash_drafts.CAPTURES))
+    return Pair(folder / "target", flags, DFlash(tensors, config, target, dflash_drafts.CAPTURES))
 
 
 def dspark(folder: Path, **keys: Any) -> Pair:
@@ -78,7 +79,7 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     "mtp": mtp,
     "mimo_v2": functools.partial(by_depth, name="mimo_v2"),
     "step3p7": functools.partial(by_depth, name="step3p7"),
-    "dflash": dflash,
+    **{f"dflash_{name}": functools.partial(dflash, variant=name) for name in dflash_drafts.VARIANTS},
     **{f"dspark_{kind}": functools.partial(dspark, markov_head_type=kind) for kind in dspark_drafts.KINDS},
     "v4_mtp": functools.partial(v4, dspark=False),
     "v4_dspark": functools.partial(v4, dspark=True),
@@ -141,7 +142,10 @@ class Proposals:
         # Chunks shorter than the last depth lags.
         pytest.param("mimo_v2", {"chunked_prefill_size": 1}, marks=pytest.mark.thorough),
         pytest.param("step3p7", {"chunked_prefill_size": 2}, marks=pytest.mark.thorough),
-        ("dflash", {"chunked_prefill_size": 16, "page_size": 8}),
+        ("dflash_plain", {"chunked_prefill_size": 16, "page_size": 8}),
+        ("dflash_domino", {"chunked_prefill_size": 16}),
+        pytest.param("dflash_domino_in_place", {"page_size": 8}, marks=pytest.mark.thorough),
+        ("dflash_selector", {"chunked_prefill_size": 16}),
         pytest.param("dspark_vanilla", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
         pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),
         ("dspark_rnn", {}),

@@ -79,7 +79,7 @@ def _in_turn(
     previous: torch.Tensor,
 ) -> torch.Tensor:
     """Draws one guess after the other, each by the one before it: logits [R, n, V], rows [R, n, H] -> [R, n]."""
-    state, guesses = head.begin(len(slots)), []
+    state, guesses = head.begin(logits, rows), []
     for place in range(logits.shape[1]):
         corrected, state = head(place, logits[:, place], rows[:, place], previous, state)
         previous = step.draw(corrected, slots, lens + place + 1).clamp(min=0)

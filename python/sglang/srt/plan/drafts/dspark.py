@@ -20,8 +20,9 @@ from sglang.srt.plan.drafts.block_draft import (
     names_of,
 )
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
-from sglang.srt.plan.drafts.description import DraftDescription, Markov
+from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.dspark_bundled import CONFIDENCE, describe_bundled
+from sglang.srt.plan.drafts.heads import Markov
 from sglang.srt.plan.model_description import ModelDescription
 
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")

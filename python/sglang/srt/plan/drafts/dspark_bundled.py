@@ -18,7 +18,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.drafts.block_draft import check_captures
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig, stored_wide
-from sglang.srt.plan.drafts.description import Block, DraftDescription, Markov
+from sglang.srt.plan.drafts.description import Block, DraftDescription
+from sglang.srt.plan.drafts.heads import Markov
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
