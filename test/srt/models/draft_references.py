@@ -243,14 +243,30 @@ class DSpark(DFlash):
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
-        first = 0 if self.config.get("sample_from_anchor", True) else 1
-        rows = self.rows(tokens, self.config["block_size"], self.config["mask_token_id"])[first : first + count]
+        rows = self.guessing(tokens, count)
         given, previous, state = [], tokens[-1], torch.zeros(self.config["markov_rank"])
         for row, base in zip(rows, self.target.logits(rows), strict=True):
             bias, state = markov_bias(self.w, self.config["markov_head_type"], row, previous, state)
             given.append(base + bias)
             previous = int(given[-1].argmax())
         return torch.stack(given)
+
+    def guessing(self, tokens: list[int], count: int) -> Tensor:
+        """The rows [count, H] that make the guesses."""
+        first = 0 if self.config.get("sample_from_anchor", True) else 1
+        return self.rows(tokens, self.config["block_size"], self.config["mask_token_id"])[first : first + count]
+
+    @torch.inference_mode()
+    def confidences(self, tokens: list[int], guesses: list[int]) -> Tensor:
+        return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]])
+
+
+@torch.inference_mode()
+def confidences(w: Weights, rows: Tensor, tokens: Sequence[int], at: str = "") -> Tensor:
+    """How likely each guess [n] stands, of the rows [n, H] that made them and the token before each."""
+    latent = w[f"{at}markov_head.markov_w1.weight"][torch.tensor(list(tokens))]
+    bias = w.get(f"{at}confidence_head.proj.bias", torch.zeros(1))
+    return F.linear(torch.cat((rows, latent), dim=-1), w[f"{at}confidence_head.proj.weight"], bias)[:, 0].sigmoid()
 
 
 def markov_bias(w: Weights, kind: str, row: Tensor, previous: int, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,8 @@ def test_other_drafts_are_refused(keys: dict[str, Any], message: str, target: Pa
         ("markov_head.joint_proj.weight", (RANK, HIDDEN), "tensor markov_head.joint_proj.weight has shape"),
         ("markov_head.markov_w1.weight", (VOCAB, 3), "tensor markov_head.markov_w1.weight has shape"),
         ("markov_head.gate_proj.weight", (2, 2), "does not have: markov_head.gate_proj.weight"),
+        ("confidence_head.proj.weight", None, "lacks weights of the model: confidence_head.proj.weight"),
+        ("confidence_head.proj.weight", (1, HIDDEN), "tensor confidence_head.proj.weight has shape"),
     ],
 )
 def test_other_tensors_are_named(

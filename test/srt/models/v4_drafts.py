@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .draft_references import Target, chain, markov_bias, rms
+from .draft_references import Target, chain, confidences, markov_bias, rms
 from .harness import SIZES, TINY, as_published_v4, hf_model
 
 Tensors = dict[str, Tensor]
@@ -91,7 +91,8 @@ class V4Mtp(V4Draft):
 
 class V4DSpark(V4Draft):
     @torch.inference_mode()
-    def __call__(self, tokens: list[int], count: int) -> Tensor:
+    def guessing(self, tokens: list[int], count: int) -> Tensor:
+        """The rows [count, H] that make the guesses."""
         w, eps, n = self.w, self.config.rms_norm_eps, len(tokens) - 1
         streams, _ = self.target.streams(tokens[:-1])
         joined = torch.cat([streams[layer].mean(1) for layer in CAPTURES], dim=-1)
@@ -101,7 +102,14 @@ class V4DSpark(V4Draft):
         for layer in self.layers:
             keys = Behind(self.keys(layer.self_attn, context))
             h = layer(h, attention_mask=None, past_key_values=keys, **self.positions(n, BLOCK))
-        rows = self.ended(h[0])[:count]
+        return self.ended(h[0])[:count]
+
+    def confidences(self, tokens: list[int], guesses: list[int]) -> Tensor:
+        return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]], f"{self.last}.")
+
+    @torch.inference_mode()
+    def __call__(self, tokens: list[int], count: int) -> Tensor:
+        w, rows = self.w, self.guessing(tokens, count)
         named = {f"markov_head.{name}.weight": w[f"{self.last}.markov_head.{name}.weight"] for name in ("markov_w1", "markov_w2")}  # noqa: E501  # fmt: skip
         given, previous = [], tokens[-1]
         for row, base in zip(rows, self.target.logits(rows), strict=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -24,7 +25,7 @@ from srt.models.draft_references import DFlash, DSpark, Eagle3, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
-from srt.models.v4_drafts import save_v4
+from srt.models.v4_drafts import V4DSpark, save_v4
 
 Reference = Callable[[list[int], int], Tensor]
 
@@ -163,6 +164,45 @@ def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], 
     texts = [[*prompt, *plain[i]] for i, prompt in enumerate(prompts())]
     assert run(scheduler, GREEDY) == plain, "with prompts and outputs from the cache"
     proposals.check(texts, pair.reference, 16)
+
+
+@pytest.mark.parametrize("name", ["dspark_rnn", "v4_dspark"])
+def test_a_confidence_head_says_how_likely_guesses_stand(name: str, tmp_path: Path) -> None:
+    """For each request and guess what the reference says; all guesses of a block are made, however few a step takes."""
+    pair = PAIRS[name](tmp_path)
+    scheduler = scheduler_of(pair.target, **pair.flags, speculative_num_draft_tokens=5)
+    drafter, reference = scheduler.runner.drafter, pair.reference
+    assert drafter is not None and isinstance(reference, DSpark | V4DSpark)
+    seen: list[tuple[int, int, list[int], list[float]]] = []
+    propose = drafter.propose
+
+    def spy(step: DraftStep, num_guesses: int) -> Tensor:
+        guesses = propose(step, min(num_guesses, 1))
+        if not num_guesses:
+            assert step.confidence is None
+            return guesses
+        assert step.confidence is not None and guesses.shape == step.confidence.shape == (len(step.slots), 4)
+        for slot, length, token, end, row, likely in zip(
+            step.slots.tolist(), step.lens.tolist(), step.tokens.tolist(), step.ends.tolist(), guesses.tolist(),
+            step.confidence.tolist(), strict=True,
+        ):  # fmt: skip
+            if slot and length + drafter.tokens_ahead <= end:
+                seen.append((length, token, row, likely))
+        return guesses
+
+    drafter.propose = spy  # type: ignore[method-assign]
+    plain = run(scheduler, GREEDY)
+    texts = [[*prompt, *plain[i]] for i, prompt in enumerate(prompts())]
+    checked = 0
+    for length, token, guesses, likely in seen[:: len(seen) // 8]:
+        for text in texts:
+            if len(text) > length and text[length] == token:
+                known = text[: length + 1]
+                if reference(known, 4).argmax(-1).tolist() == guesses:
+                    wanted = reference.confidences(known, guesses)
+                    torch.testing.assert_close(torch.tensor(likely), wanted, rtol=0.0, atol=1e-3)
+                    checked += 1
+    assert checked >= 6
 
 
 def test_sampled_tokens_are_those_of_the_plain_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.layers.block_convolution import ConvolvedBlock
 from sglang.srt.layers.residual import MIXER
-from sglang.srt.models.guess_heads import GuessHead, build_guess_head
+from sglang.srt.models.guess_heads import GuessHead, build_confidence, build_guess_head
 from sglang.srt.plan.drafts.description import Block
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class BlockDraft:
         self.layers = [parts.layer(i, partial(self._convolved, i)) for i in range(len(parts.model.layers))]
         self.ending = parts.ending()
         self.head: GuessHead | None = build_guess_head(parts, form)
+        self.confidence = build_confidence(parts, form, self.head)
 
     def _convolved(self, i: int, name: str, block: Any) -> Any:
         """Returns the block of a layer, between convolutions where the draft has some."""

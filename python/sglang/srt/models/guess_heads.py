@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.parameter import Init, Part
 from sglang.srt.plan.drafts.description import Block
-from sglang.srt.plan.drafts.heads import Domino, Markov, Selector
+from sglang.srt.plan.drafts.heads import Confidence, Domino, Markov, Selector
+from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.models.draft_parts import DraftParts
@@ -70,6 +72,26 @@ class MarkovHead:
         elif self.gate is not None:
             latent = torch.sigmoid(self.gate(torch.cat((rows, latent), dim=-1))) * latent
         return logits + self.linear(latent, self.w2, None, torch.float32), state
+
+
+class ConfidenceHead:
+    """Says how likely guesses stand; see `plan.drafts.heads.Confidence`. Whole on every rank, and the first rank's
+    numbers count on all: depths are chosen by them."""
+
+    def __init__(self, parts: DraftParts, spec: Confidence, markov: MarkovHead | None) -> None:
+        scope, size = replace(parts.scope, path="confidence"), spec.size(parts.model.hidden_size)
+        assert not spec.rank or markov is not None
+        self.table = markov.w1 if spec.rank and markov is not None else None
+        self.weight = scope.param("weight", (1, size))
+        self.bias = scope.param("bias", (1,), {PartKey(): Part((1,), optional=True)}, Init.ZEROS)
+        self.group = scope.groups.tp
+
+    def __call__(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """rows [R, n, H], previous [R, n]: the token before each guess -> [R, n] fp32, from 0 to 1."""
+        if self.table is not None:
+            rows = torch.cat((rows, F.embedding(previous, self.table)), dim=-1)
+        likely = torch.sigmoid((rows.float() * self.weight[0].float()).sum(-1) + self.bias.float())
+        return self.group.all_gather(likely, dim=0)[: len(likely)]
 
 
 class DominoHead:
@@ -142,6 +164,13 @@ _HEADS: dict[type, Callable[[DraftParts, Any, int], GuessHead]] = {
     Domino: DominoHead,
     Selector: SelectorHead,
 }
+
+
+def build_confidence(parts: DraftParts, form: Block, head: GuessHead | None) -> ConfidenceHead | None:
+    """Builds the head that says how likely guesses stand; None: nothing says it."""
+    if form.confidence is None:
+        return None
+    return ConfidenceHead(parts, form.confidence, head if isinstance(head, MarkovHead) else None)
 
 
 def build_guess_head(parts: DraftParts, form: Block) -> GuessHead | None:

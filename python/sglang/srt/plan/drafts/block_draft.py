@@ -15,7 +15,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
 from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
-from sglang.srt.plan.drafts.heads import Convolution, Head
+from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.mixers import GQA
@@ -44,6 +44,7 @@ class BlockSettings:
     first_row: int = 1
     head: Head | None = None
     convolution: Convolution | None = None
+    confidence: Confidence | None = None
     unread: tuple[str, ...] = ()
 
 
@@ -98,6 +99,7 @@ def describe_block_draft(
         head=settings.head,
         convolution=settings.convolution,
         num_layers=len(model.layers),
+        confidence=settings.confidence,
     )
     layers = tuple(_in_blocks(layer, settings.trained) for layer in model.layers)
     draft = DraftDescription(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.plan.drafts.heads import Convolution, Head
+from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
 from sglang.srt.plan.layer_spec import Elements, HyperConnections, Matrix, Weights
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -134,7 +134,7 @@ class Block:
 
     `first_row`: the row whose output guesses the token behind the last sampled one: 0, or 1 where every mask token
     becomes the token at its own place. `head`: corrects the guesses from left to right. `convolution`: around both
-    blocks of each of the `num_layers` layers.
+    blocks of each of the `num_layers` layers. `confidence`: says how likely guesses stand, by which steps are cut.
     """
 
     num_captures: int
@@ -146,6 +146,7 @@ class Block:
     head: Head | None = None
     convolution: Convolution | None = None
     num_layers: int = 0
+    confidence: Confidence | None = None
 
     final_norm = True
     reads_streams = False
@@ -159,7 +160,8 @@ class Block:
         backbone = (Matrix("fc", ("",), hidden_size, captured, quantized=False), Elements(hidden_size))
         head = () if self.head is None else self.head.weights(hidden_size, self.vocab_size)
         convolutions = () if self.convolution is None else self.convolution.weights(hidden_size) * 2 * self.num_layers
-        return (*backbone, *convolutions, *head)
+        confidence = () if self.confidence is None else self.confidence.weights(hidden_size)
+        return (*backbone, *convolutions, *head, *confidence)
 
 
 @dataclass(frozen=True, slots=True)

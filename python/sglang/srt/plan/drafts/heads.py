@@ -73,6 +73,20 @@ Head = Markov | Domino | Selector
 
 
 @dataclass(frozen=True, slots=True)
+class Confidence:
+    """A head that says how likely each guess stands if those before it do (DSpark, arXiv 2607.05147): the sigmoid of a
+    product with the row's output and, where `rank` > 0, the row of Markov's w1 of the token before the guess."""
+
+    rank: int = 0
+
+    def size(self, hidden_size: int) -> int:
+        return hidden_size + self.rank
+
+    def weights(self, hidden_size: int) -> Weights:
+        return (Elements(self.size(hidden_size) + 1),)
+
+
+@dataclass(frozen=True, slots=True)
 class Convolution:
     """A convolution over the rows of a block, one before and one behind a layer's block (DFlash 2): row i becomes the
     sum over `taps` rows i, i - 1, ... of the same block, each channel times a weight of its own and one that a product
