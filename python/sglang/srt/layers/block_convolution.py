@@ -1,8 +1,8 @@
 """Convolutions over the rows of a draft's blocks, around a layer's block; see `plan.drafts.heads.Convolution`.
 
-    out[i, c] = sum over taps t of (base[t, c] + made[i, t, c // group]) x[i - t, c]    rows before the block are 0
+    out[i, c] = sum over taps t of (base[t, c] + kernels[i, t, c // group]) x[i - t, c]    rows before the block are 0
 
-`made` is a product of the row before the layer's block, for both sides. What comes out of the layer's block enters
+`kernels` are a product of the row before the layer's block, for both sides. What comes out of the layer's block enters
 linearly, so that ranks may convolve their summands before they are added up.
 """
 
@@ -45,15 +45,15 @@ class ConvolvedBlock:
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         values = values_of(x)
-        made = self.projection(values).view(-1, self.rows, 2, self.spec.taps, values.shape[-1] // self.spec.group)
-        out = self.block(self._convolved(values, made[:, :, 0], self.base[0]), batch)
-        return self._convolved(out, made[:, :, 1], self.base[1])
+        kernels = self.projection(values).view(-1, self.rows, 2, self.spec.taps, values.shape[-1] // self.spec.group)
+        out = self.block(self._convolved(values, kernels[:, :, 0], self.base[0]), batch)
+        return self._convolved(out, kernels[:, :, 1], self.base[1])
 
-    def _convolved(self, x: torch.Tensor, made: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """x [R * B, H], made [R, B, taps, groups], base [taps, H] -> [R * B, H], added up in fp32."""
+    def _convolved(self, x: torch.Tensor, kernels: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """x [R * B, H], kernels [R, B, taps, groups], base [taps, H] -> [R * B, H], added up in fp32."""
         rows = x.view(-1, self.rows, x.shape[-1] // self.spec.group, self.spec.group).float()
         total = torch.zeros_like(rows)
         for tap in range(min(self.spec.taps, self.rows)):
-            weight = base[tap].view(-1, self.spec.group) + made[:, :, tap, :, None].float()
+            weight = base[tap].view(-1, self.spec.group) + kernels[:, :, tap, :, None].float()
             total += weight * F.pad(rows[:, : self.rows - tap], (0, 0, 0, 0, tap, 0))
         return total.to(x.dtype).view_as(x)
