@@ -13,6 +13,7 @@ from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.plan import serving_of
@@ -261,10 +262,17 @@ def _prospect(
         prefill=floors.prefill(load.length),
         commands=tuple(layout.commands(words, a_machine // layout.gpus_each if a_machine else None)),
         notes=explained.notes,
-        predicted=predict(model, serving, explained.arch, a_step, load.length) if layout.machines == 1 else None,
+        predicted=_predicted(explained, model, serving, a_step, load.length) if layout.machines == 1 else None,
         starts=explained.problem is None,
         loaded_bytes=0 if explained.arch.unified_memory else int(cost.bytes_per_token * load.length) + cost.state_bytes,
     )
+
+
+def _predicted(
+    explained: Explanation, model: ModelDescription, serving: Serving, requests: int, length: int
+) -> Prediction | None:
+    draft = None if explained.draft is None else explained.draft.description
+    return predict(model, serving, explained.arch, requests, length, draft, explained.width)
 
 
 def requests_that_fit(plan: dict[str, Any], length: int) -> int:

@@ -7,7 +7,7 @@ total(rows).seconds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
@@ -50,11 +50,13 @@ from sglang.tuning.rates import ceilings_of
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`batch` requests; decoding: one new token each, `context` cached ones with it. A prompt: `new` tokens each."""
+    """`batch` requests; decoding: one new token each, `context` cached ones with it. A prompt: `new` tokens each.
+    `verifies`: the `new` tokens are the last one and guesses, and all of them have logits."""
 
     batch: int
     new: int
     context: int
+    verifies: bool = False
 
     @property
     def tokens(self) -> int:
@@ -67,11 +69,17 @@ class Step:
     def __str__(self) -> str:
         if self.decodes:
             return f"decode {self.batch} at {self.context} tokens"
+        if self.verifies:
+            return f"verify {self.new} tokens of each of {self.batch} at {self.context} tokens"
         return f"prefill of {self.tokens} tokens"
 
 
 def decode_step(batch: int, context: int = 2048) -> Step:
     return Step(batch, 1, context)
+
+
+def verify_step(batch: int, width: int, context: int = 2048) -> Step:
+    return Step(batch, width, context, verifies=width > 1)
 
 
 def prefill_step(tokens: int) -> Step:
@@ -127,9 +135,13 @@ def unserved_ops(model: ModelDescription, serving: Serving, arch: ArchTraits) ->
 
 def time_step(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> list[TimedOp]:
     """Raises UserError where experts cannot be divided, or for a card that nobody measured."""
-    unserved = unserved_ops(model, serving, arch)
+    return timed(ops_of(model, serving, step), unserved_ops(model, serving, arch), arch)
+
+
+def timed(ops: Iterable[tuple[str, Op]], unserved: frozenset[str], arch: ArchTraits) -> list[TimedOp]:
+    """Returns the ops with their times, equal ones together. Raises UserError for a card that nobody measured."""
     counts: dict[tuple[str, Op], int] = {}
-    for name, op in ops_of(model, serving, step):
+    for name, op in ops:
         counts[name, op] = counts.get((name, op), 0) + 1
     ceilings = ceilings_of(arch)
     return [
@@ -164,16 +176,20 @@ def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tu
     scheme = quant.scheme if quant else None
     yield "embedding", Elementwise("embedding", 4.0 * tokens * hidden)
     for i, layer in enumerate(model.layers):
-        yield from _layer(model, i, layer, serving, step, rows, scheme)
-    vocab = -(-model.vocab_size // serving.tp_size)
-    head = model.head_quant
-    yield "lm_head", Linear(step.batch, vocab, hidden, head.scheme if head else None)
+        yield from layer_ops(model, i, layer, serving, step, rows, scheme)
+    yield from head_ops(model, serving, tokens if step.verifies else step.batch)
+
+
+def head_ops(model: ModelDescription, serving: Serving, rows: int) -> Iterator[tuple[str, Op]]:
+    """Yields the ops from the last hidden states of `rows` tokens to what is sampled."""
+    vocab, head = -(-model.vocab_size // serving.tp_size), model.head_quant
+    yield "lm_head", Linear(rows, vocab, model.hidden_size, head.scheme if head else None)
     if serving.tp_size > 1:
-        yield "all_gather of logits", AllGather(4 * step.batch * model.vocab_size, serving.tp_size)
-    yield "sampling", Elementwise("sampling", 4.0 * 3 * step.batch * model.vocab_size, 3)
+        yield "all_gather of logits", AllGather(4 * rows * model.vocab_size, serving.tp_size)
+    yield "sampling", Elementwise("sampling", 4.0 * 3 * rows * model.vocab_size, 3)
 
 
-def _layer(
+def layer_ops(
     model: ModelDescription,
     index: int,
     layer: LayerSpec,
@@ -225,7 +241,10 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
         sharing = mixer.token_ranks(tp, serving.dcp_size)
         yield from _gathered_queries(step, sharing, heads * dims[0])
-        if mixer.indexer is not None and step.context > mixer.top_k:
+        if mixer.block > 1:  # the rows of a draft's block attend as the heads of one
+            one = decode_step(step.batch, step.context)
+            yield _attention(one, heads * mixer.block, kv, dims, item, mixer.window)
+        elif mixer.indexer is not None and step.context > mixer.top_k:
             yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
         else:
             local = _own_tokens(step, sharing)
@@ -311,14 +330,15 @@ def _blocks(
 
 
 def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iterator[tuple[str, Op]]:
-    """Absorbed where a step decodes or selects; other prompts over keys and values that are made of latents."""
+    """Absorbed where a step decodes, verifies or selects; other prompts over keys and values that are made of
+    latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
     yield "latent_norm_rope_store", Elementwise("latent_norm_rope_store", size)
     selects = mixer.sparse and step.context > mixer.top_k
     if mixer.indexer is not None and selects:
         yield "sparse_indexer", EntryChoice(tokens, _mean_context(step), step.batch, mixer.indexer.num_heads)
-    if step.decodes or selects:
+    if step.decodes or step.verifies or selects:
         yield "latent_absorb", LatentAbsorb(tokens, heads, lora, mixer.nope_dim)
         yield from _gathered_queries(step, sharing, heads * mixer.latent_dim)
         if selects:
@@ -327,7 +347,7 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iter
             yield "sparse_attention", SelectedAttention(*sizes)
         else:
             context = _own_tokens(step, sharing).context
-            keys_of = Keys(step.batch, context, heads * sharing, 1, mixer.latent_dim, lora, item, True)
+            keys_of = Keys(step.batch, context, heads * sharing * step.new, 1, mixer.latent_dim, lora, item, True)
             yield "decode_attention", DecodeAttention(keys_of)
         yield from _exchanged_parts(step, sharing, heads * lora)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)

@@ -170,6 +170,7 @@ class Settled:
 
     counts: torch.Tensor  # [R] int32: of the tokens that were sampled for it the first so many stand
     guesses: torch.Tensor  # [R, k - 1] int64; those that were not made are 0
+    confidence: torch.Tensor | None = None  # [R, k - 1] fp32: how likely each guess stands if those before it do
 
 
 @dataclass(slots=True)
@@ -198,6 +199,7 @@ class StepResult:
     prompt_logprobs: LogprobResult | None = None
     hidden: torch.Tensor | None = None  # [N, H] fp32, host memory
     guesses: torch.Tensor | None = None  # [R, k - 1] int64, host memory: what the next step verifies
+    confidence: torch.Tensor | None = None  # [R, k - 1] fp32, host memory, as in Settled
 
     def wait(self) -> None:
         if self.ready is not None:

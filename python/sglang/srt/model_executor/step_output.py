@@ -106,6 +106,7 @@ class StepOutput:
         if settled is not None:
             result.counts = to_host(settled.counts) if step.widths is not None else None
             result.guesses = to_host(settled.guesses) if step.reads_guesses else None
+            result.confidence = None if settled.confidence is None else to_host(settled.confidence)
         result.ready = event_on(self.state.device)
         return result
 
@@ -117,7 +118,8 @@ class StepOutput:
         else:
             settled = self.drafts.settle(shape_of(step), output, tokens)
         count = len(step.sampled_slots)
-        settled = Settled(settled.counts[:count], settled.guesses[:count])
+        confidence = None if settled.confidence is None else settled.confidence[:count]
+        settled = Settled(settled.counts[:count], settled.guesses[:count], confidence)
         for record in output.batch.state_records or ():
             record.commit(settled.counts)
         if step.width > 1 and self.table.has_penalties(step.slots):

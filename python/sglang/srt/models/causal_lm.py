@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
 """Computes a block: x [T, H] -> [T, H]."""
 
+Around = Callable[[str, Any], Any]
+
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
@@ -102,9 +104,13 @@ class DecoderLayer:
     """A mixer and a feed-forward block, or one of them, and what tokens add in every layer, joined to the residual
     stream."""
 
-    def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
+    def __init__(
+        self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream, around: Around | None = None
+    ) -> None:
+        """`around`: makes the block that stands in each one's place, given its name."""
+        around = around or (lambda name, block: block)
         self.blocks = [
-            (residual.join(scope, name), build_block(scope, block, site))
+            (residual.join(scope, name), around(name, build_block(scope, block, site)))
             for name, block in ((NGRAMS, spec.ngrams), (MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]

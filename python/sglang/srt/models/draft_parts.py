@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.models.causal_lm import RESIDUALS, CausalLM, DecoderLayer
+from sglang.srt.models.causal_lm import RESIDUALS, Around, CausalLM, DecoderLayer
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -101,8 +101,11 @@ class DraftParts:
         head = LMHead(self.scope.sub("lm_head"), self.draft.head_size)
         return ReducedHead(self.scope, head, self.draft) if self.draft.reduced else head
 
-    def layer(self, i: int) -> DecoderLayer:
-        return DecoderLayer(self.scope.sub("layers").sub(i), self.model.layers[i], self.site(i), self.residual)
+    def layer(self, i: int, around: Around | None = None) -> DecoderLayer:
+        return DecoderLayer(self.layer_scope(i), self.model.layers[i], self.site(i), self.residual, around)
+
+    def layer_scope(self, i: int) -> Scope:
+        return self.scope.sub("layers").sub(i)
 
     def site(self, i: int) -> Site:
         return Site(i, self.model, self.rotary)

@@ -433,6 +433,8 @@ class Scheduler:
             self.stats.drafts.verified(widths, counts)
             if self.depth is not None:
                 self.depth.observe(widths, counts)
+        if self.depth is not None and batch.result is not None and batch.result.confidence is not None:
+            self.depth.expect(batch.result.confidence.tolist())
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
