@@ -601,6 +601,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kimi_linear": ("KimiLinearConfig", KIMI_LINEAR),
     "glm5_next": ("Glm5NextConfig", POOLED_LATENT),
+    "glm5_next_small": (
+        "Glm5NextConfig",
+        POOLED_LATENT
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", DSA], "mlp_layer_types": ["sparse", "dense"]}
+        | {"index_topk": 8, "hc_mult": 2, "hc_sinkhorn_iters": 2, "linear_lower_bound": -2.0},
+    ),
     "glm5_next_wide": (
         "Glm5NextConfig",
         POOLED_LATENT
