@@ -525,7 +525,8 @@ def _pooled_latent(mixer: PooledLatent, tp_size: int, arch: ArchTraits) -> None:
         norms = [empty(index.head_dim, dtype=torch.float32)] * 2
         index_rope.index_norm_rope(empty(tokens, index.head_dim), None, 0, at, cos_sin, *norms, 1e-6)
         rows = empty(tokens, 2, index.head_dim, dtype=torch.float32)
-        bias, state = rows.new_empty(mixer.block, index.head_dim), rows.new_empty(REQUESTS, mixer.block, *rows.shape[1:])
+        bias = rows.new_empty(mixer.block, index.head_dim)
+        state = rows.new_empty(REQUESTS, mixer.block, *rows.shape[1:])
         keys = empty(SLOTS // mixer.block, 1, index.head_dim)
         compressor.compress(rows, bias, state, at, at, at, None, 0.0, None, keys, at)
         compressor.keep(rows, state, at, at, at)

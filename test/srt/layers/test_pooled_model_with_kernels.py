@@ -1,5 +1,5 @@
-"""Tiny models of Qwen3.8-Flash-Next and GLM-5.3-Flash whose layers run the Triton kernels: they compute what the torch kernels do, also
-for prompts in parts, padding, and guesses that are taken back."""
+"""Tiny models of Qwen3.8-Flash-Next and GLM-5.3-Flash whose layers run the Triton kernels: they compute what the torch
+kernels do, also for prompts in parts, padding, and guesses that are taken back."""
 
 from __future__ import annotations
 

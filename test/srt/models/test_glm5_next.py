@@ -127,7 +127,8 @@ def with_draft_layer(folder: Path) -> None:
     """What published checkpoints have behind the last layer, and nothing reads without drafts."""
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
-    tensors |= {f"model.language_model.layers.3.{name}.weight": torch.zeros(3) for name in ("eh_proj", "shared_head.norm")}
+    names = ("eh_proj", "shared_head.norm")
+    tensors |= {f"model.language_model.layers.3.{name}.weight": torch.zeros(3) for name in names}
     safetensors.torch.save_file(tensors, file)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {"num_nextn_predict_layers": 1, "indexer_types": ["full"] * 4}

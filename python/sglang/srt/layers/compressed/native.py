@@ -72,9 +72,9 @@ def compress(
     entry is at their slot // rate.
 
     An entry is the sum over its tokens of softmax(gates) * values, channel by channel, then normed, then rotated at the
-    position of the run's first token; without weight and cos_sin neither. With W = D it is made of its run, R = rate. With W = 2 D runs overlap, R = 2
-    rate: an entry is made of the first D channels of the run before (none before the first one) and the last D of its
-    own.
+    position of the run's first token; without weight and cos_sin neither. With W = D it is made of its run, R = rate.
+    With W = 2 D runs overlap, R = 2 rate: an entry is made of the first D channels of the run before (none before the
+    first one) and the last D of its own.
     """
     rate, size, dim = len(bias), state.shape[1], cache.shape[-1]
     ends = ((positions + 1) % rate == 0).nonzero()[:, 0]
