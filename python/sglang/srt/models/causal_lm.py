@@ -24,6 +24,7 @@ from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ngrams.block import NgramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
+from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
 from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
@@ -40,6 +41,7 @@ from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, L
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
@@ -82,6 +84,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     MLA: BlockKind("attn", LatentAttention),
     CompressedSparse: BlockKind("attn", _compressed),
     PooledSparse: BlockKind("attn", PooledSparseAttention),
+    PooledLatent: BlockKind("attn", PooledLatentAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     KimiDelta: BlockKind("kda", KimiDeltaAttention),
     Mamba2: BlockKind("ssm", Mamba2Mixer),

@@ -320,6 +320,8 @@ class HyperConnections:
     """Rounds of Sinkhorn's normalization: columns, then rows and columns in turns."""
     eps: float = 1e-6
     """Number added to what is normalized, and to its sums."""
+    mean_head: bool = False
+    """Behind the last layer the streams become their mean (GLM-5.3-Flash), and not what a learned matrix makes."""
 
     @property
     def outputs(self) -> int:
@@ -335,6 +337,8 @@ class HyperConnections:
 
     def head_weights(self, hidden_size: int) -> Weights:
         """Returns the weights before the final norm, where the streams become one."""
+        if self.mean_head:
+            return ()
         return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
 
 

@@ -58,7 +58,7 @@ class GQA:
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
-    rotate apart.
+    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint.
     """
 
     num_heads: int
@@ -88,6 +88,7 @@ class GQA:
     block: int = 1
     indexer: BlockIndexer | None = None
     interleaved: bool = False
+    scale_rows: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -120,6 +121,21 @@ class GQA:
         shared = copies is not None and copies % dcp_size == 0
         shared = shared and not self.window and self.block == 1 and self.indexer is None
         return dcp_size if shared else 1
+
+    def widened(self, tp_size: int) -> bool:
+        """Returns whether ranks hold q, k and v in the model's type although the checkpoint quantizes them: their heads
+        begin or end within rows that share scales."""
+        shares = self.shares(tp_size)
+        return (
+            self.scale_rows > 1
+            and not shares.padded
+            and any(
+                shares.cuts(part.dims, part.of_kv, rank, self.scale_rows)
+                for part in self.head_dims()
+                if part.matrix == "attn.qkv"
+                for rank in range(tp_size)
+            )
+        )
 
     def head_dims(self) -> Iterator[HeadDims]:
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
@@ -201,7 +217,9 @@ class GQA:
             del parts["v"]
         width = self.input_size or hidden_size
         return (
-            Matrix("attn.qkv", tuple(parts), sum(parts.values()), width, self.qkv_bias),
+            Matrix(
+                "attn.qkv", tuple(parts), sum(parts.values()), width, self.qkv_bias, quantized=not self.widened(tp_size)
+            ),
             *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),

@@ -216,6 +216,19 @@ class HeadShares:
             run = slice(run.start + part.start, run.start + part.stop)
         return Share(self.num_heads, run, self.padded_heads)
 
+    @property
+    def padded(self) -> bool:
+        """Returns whether a rank has fewer heads, of either kind, than it allocates."""
+        ranks = range(self.tp_size)
+        return any(self.heads(rank).padded or self.kv_heads(rank).padded for rank in ranks)
+
+    def cuts(self, dims: int, of_kv: bool, rank: int, group: int) -> bool:
+        """Returns whether what a rank has of a matrix begins or ends within `group` neighbouring rows or columns, of
+        which each query head (each KV head with `of_kv`) has `dims`."""
+        share = (self.kv_heads(rank) if of_kv else self.heads(rank)).of_dims(dims)
+        ends = {share.run.start, share.run.stop} - {share.total}
+        return any(end % group for end in ends)
+
 
 def even_slice(total: int, rank: int, size: int) -> slice:
     """Returns this rank's run of `total` things; of sizes that do not divide the first ranks have one more."""
