@@ -170,7 +170,7 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
 def _of_shared_tokens(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
     """What it gains and costs that ranks share out the tokens of caches."""
     model, serving = planner.describe(args)
-    sites = [site_of(layer.mixer, serving.tp_size, serving.dcp_size) for layer in model.layers]
+    sites = [site_of(layer.mixer, serving.attn_tp_size, serving.dcp_size) for layer in model.layers]
     layers = sum(site is not None and site.token_ranks > 1 for site in sites)
     try:
         whole = trial_or_advice(replace(planner, advises=False), replace(args, dcp_size=1)).capacity

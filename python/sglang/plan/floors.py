@@ -89,7 +89,7 @@ class StepFloors:
         """The bytes of each collective in which ranks that share out tokens gather queries, and exchange what each made
         of its own: those that one rank receives or keeps, of half of which an all-reduce would take as long."""
         ranks, sizes = self.serving.ranks, []
-        for site in (site_of(layer.mixer, ranks.tp_size, ranks.dcp_size) for layer in self.model.layers):
+        for site in (site_of(layer.mixer, ranks.attn_tp_size, ranks.dcp_size) for layer in self.model.layers):
             if site is not None and site.token_ranks > 1:
                 heads = num_requests * site.gathered.num_heads * self._item
                 sizes += [float(heads * site.shape.head_dim), float(heads * site.shape.v_head_dim)]
