@@ -47,7 +47,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "states": ("qwen3_next", {"tie_word_embeddings": True}),
     "biases": ("gpt_oss", {}),
     "embedded": ("", {}),
+    "delta attention": ("kimi_linear", {}),
+    "scans": ("nemotron_h_latent", {}),
+    "branches": ("gemma4_moe", {}),
+    "compressed": ("deepseek_v4", {}),
+    "gates": ("step3p7", {}),
 }
+WITH_STATES = ("states", "delta attention", "scans", "compressed")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
 CELLS = {
     **{layout: tuple(WITH_EXPERTS if ranks.ep_size > 1 else MODELS) for layout, ranks in LAYOUTS.items()},
@@ -93,7 +99,7 @@ def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, wh
     assert got == of_first_rank, where
     assert got.finishes == one.finishes, where
     assert got.num_cached > 0, where
-    assert got.num_retracted > 0 or groups > 2 or where.startswith("states"), where
+    assert got.num_retracted > 0 or groups > 2 or where.startswith(WITH_STATES), where
     aborted, other = got.tokens["aborted"], one.tokens["aborted"]
     assert aborted and aborted[: len(other)] == other[: len(aborted)] and len(aborted) < NEW_TOKENS, where
     assert {**got.tokens, "aborted": other} == one.tokens, where

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
+TOKEN_IDS = "ids of all attention groups"
+"""Name in `ForwardBatch.handed_on` of the token ids of the gathered rows."""
+
+
 def valid_rows(counts: Sequence[int], each: int) -> np.ndarray:
     """[sum of counts] int64: where the rows of each group lie among those that were gathered."""
     return np.concatenate([np.arange(count, dtype=np.int64) + i * each for i, count in enumerate(counts)])
@@ -61,7 +65,7 @@ class RowExchange:
         summed = self.groups.dp.reduce_scatter(rows.view(self.groups.dp.size, self.each, *rows.shape[1:]))
         return self.groups.attention.all_reduce(summed)[:count]
 
-    def own(self, total: torch.Tensor, count: int) -> torch.Tensor:
+    def local_rows(self, total: torch.Tensor, count: int) -> torch.Tensor:
         """[N, H], alike on every rank -> the first `count` own rows."""
         first = self.groups.dp.rank * self.each
         return self._spread(total)[first : first + count]
@@ -78,15 +82,21 @@ class SharedByAllGroups:
     """A block of a layer that all ranks compute for the rows of all attention groups: x [T, H] of this group -> [T, H].
     What it makes is summed here, so that nothing is left to the next norm."""
 
-    def __init__(self, block: Any) -> None:
-        self.block = block
+    def __init__(self, block: Any, reads_ids: bool = False) -> None:
+        """reads_ids: the block looks at the ids of the tokens."""
+        self.block, self.reads_ids = block, reads_ids
         self.is_summand = block.defer_all_reduce() is not None
 
     def defer_all_reduce(self) -> Group | None:
         return None
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
-        exchange, own = batch.exchange, values_of(x)
+        exchange, local = batch.exchange, values_of(x)
         assert exchange is not None, "steps of ranks with requests of their own have one"
-        out = self.block(exchange.gather(own), replace(batch, num_valid_tokens=exchange.num_valid))
-        return exchange.scatter(out, len(own)) if self.is_summand else exchange.own(out, len(own))
+        everyones = replace(batch, num_valid_tokens=exchange.num_valid)
+        if self.reads_ids:
+            if TOKEN_IDS not in batch.handed_on:
+                batch.handed_on[TOKEN_IDS] = exchange.gather(batch.input_ids)
+            everyones.input_ids = batch.handed_on[TOKEN_IDS]
+        out = self.block(exchange.gather(local), everyones)
+        return exchange.scatter(out, len(local)) if self.is_summand else exchange.local_rows(out, len(local))

@@ -70,16 +70,16 @@ class GroupOutput:
         self, forward: LaunchedForward, steps: GroupSteps, vocab_mask: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tokens [A, rows] of all groups, and their log probabilities, packed [A, rows, W], if any group asks."""
-        head, logits, own = self.model.head, forward.output.logits, self.groups.dp.rank
+        head, logits, group = self.model.head, forward.output.logits, self.groups.dp.rank
         assert head is not None, "there are no stages"
-        count = steps.num_sampled[own]
+        count = steps.num_sampled[group]
         if not self.model.vocabulary_of_group and head.is_shard(logits) and steps.only_largest:
             tokens = head.first_largest(logits).view(self.groups.dp.size, -1)
-            self._enter(forward, tokens[own, :count])
+            self._enter(forward, tokens[group, :count])
             return tokens, None
         mine, sampling = self._own_rows(logits, steps), self.table.view(forward.host_slots, forward.slots)
         rows, asked = mine.rows, steps.logprobs
-        request = None if asked is None else _part(asked, rows, sum(steps.num_sampled[:own]))
+        request = None if asked is None else _part(asked, rows, sum(steps.num_sampled[:group]))
         tokens = forward.slots.new_empty(0)
         packed = None
         if rows.start < rows.stop:
@@ -88,8 +88,8 @@ class GroupOutput:
             out = self.sampler(mine.logits, part, positions, mask, request, counts=False)
             tokens, packed = out.next_token_ids, out.logprobs
         everyones = mine.gather(tokens)
-        sampling.count(everyones[own, :count])
-        self._enter(forward, everyones[own, :count])
+        sampling.count(everyones[group, :count])
+        self._enter(forward, everyones[group, :count])
         if asked is None:
             return everyones, None
         if packed is None:
@@ -109,9 +109,9 @@ class GroupOutput:
         def gather(x: torch.Tensor) -> torch.Tensor:
             return dp.all_gather(_padded(x, each), dim=0).view(dp.size, each, *x.shape[1:])
 
-        if not head.is_shard(logits):
+        if not head.is_shard(logits) or (of_group and not count):
             return OwnRows(slice(0, count), self.own_logits(logits, steps), gather)
-        share = head.whole_share(logits, 1)
+        share = head.whole_share(logits[:count] if of_group else logits, 1)
         if of_group:
             return OwnRows(share.rows, share.logits, lambda x: gather(share.gather(x)))
         # The rows of a group are a multiple of its ranks, so that each gets rows of its own group.

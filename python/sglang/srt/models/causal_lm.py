@@ -127,7 +127,9 @@ class DecoderLayer:
 def _of_layer(scope: Scope, name: str, spec: object, site: Site) -> Any:
     """Builds a block of a layer. A mixer computes the requests of its ranks, other blocks those of all."""
     block = build_block(scope, spec, site)
-    return block if name == MIXER or scope.groups.dp.size == 1 else SharedByAllGroups(block)
+    if name == MIXER or scope.groups.dp.size == 1:
+        return block
+    return SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
 
 
 def captured_name(layer: int) -> str:

@@ -66,12 +66,12 @@ class AttentionGroups:
 
     def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
         self.args, self.runner, self.plan = args, runner, runner.plan
-        self.own = runner.groups.dp.rank
+        self.group = runner.groups.dp.rank
         count = runner.groups.dp.size
         if args.max_queued_requests is not None:
             args = replace(args, max_queued_requests=-(-args.max_queued_requests // count))
         self.schedulers = [
-            Scheduler(args, _GroupRunner(runner, group == self.own), stop_checker)  # type: ignore[arg-type]
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker)  # type: ignore[arg-type]
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache
@@ -98,15 +98,15 @@ class AttentionGroups:
         there = [batch for batch in batches if batch is not None]
         plain = all(not batch.needs_mask and all(map(_takes_largest, batch.sampled)) for batch in there)
         steps = GroupSteps.of([None if batch is None else batch.step for batch in batches], plain)
-        own_step: StepInput = steps.steps[self.own]
-        own_step.groups = steps
-        forward = self.runner.forward(own_step)
+        step: StepInput = steps.steps[self.group]
+        step.groups = steps
+        forward = self.runner.forward(step)
         mask: np.ndarray | None = None
         for group, (scheduler, batch) in enumerate(zip(self.schedulers, batches, strict=True)):
             if batch is None or not batch.needs_mask:
                 continue
             scheduler.settle(set(batch.limited))
-            if group == self.own:
+            if group == self.group:
                 mask = vocab_mask(batch, self.plan.model.vocab_size, scheduler.masks)
         results = self.runner.sample_groups(forward, mask)
         for scheduler, batch, result in zip(self.schedulers, batches, results, strict=True):
@@ -193,16 +193,16 @@ class AttentionGroups:
 
     @property
     def compiling(self) -> dict[str, tuple[Req, PendingGrammar]]:
-        return {rid: held for scheduler in self.schedulers for rid, held in scheduler.compiling.items()}
+        return {rid: entry for scheduler in self.schedulers for rid, entry in scheduler.compiling.items()}
 
     @property
     def outbox(self) -> list[BatchTokenIDOut]:
-        """Takes the messages of all groups; what is set comes before later ones."""
-        for scheduler in self.schedulers:
-            self.schedulers[0].outbox += scheduler.outbox if scheduler is not self.schedulers[0] else []
-            if scheduler is not self.schedulers[0]:
-                scheduler.outbox = []
-        return self.schedulers[0].outbox
+        """The messages of all groups since it was set."""
+        first, *others = self.schedulers
+        for scheduler in others:
+            first.outbox += scheduler.outbox
+            scheduler.outbox = []
+        return first.outbox
 
     @outbox.setter
     def outbox(self, messages: list[BatchTokenIDOut]) -> None:
