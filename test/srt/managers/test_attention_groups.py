@@ -53,6 +53,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "compressed": ("deepseek_v4", {}),
     "gates": ("step3p7", {}),
 }
+POOLS = {"compressed": 112}
+"""Pools of models with large pages, of which a request has two at least."""
 WITH_STATES = ("states", "delta attention", "scans", "compressed")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
 CELLS = {
@@ -69,7 +71,8 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flag
         for graphs in (False, True):
             replayed = set[int]() if graphs else None
             embedding.FEWEST_SHARDED_ROWS = 2 if graphs else 16
-            result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}.{graphs}", replayed, **flags)
+            more = {**flags, "max_total_tokens": POOLS.get(name, POOL)}
+            result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}.{graphs}", replayed, **more)
             (out / f"{name}.{graphs}.{rank}.json").write_text(json.dumps(result.__dict__))
             parallel_state.shutdown()
             assert not graphs or replayed, "steps had graphs"
@@ -83,7 +86,7 @@ def check(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
         if tiny:
             save_tiny(tiny, Path(folders[name]), **changes)
     alone = {name: outcome(folder, ONE_RANK, 0, None) for name, folder in folders.items()}
-    flags = {"max_total_tokens": POOL, "chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
+    flags = {"chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
     mp.spawn(_rank, (ranks, folders, tmp_path, flags), nprocs=ranks.world_size)
     for name, one in alone.items():
         for graphs in (False, True):
