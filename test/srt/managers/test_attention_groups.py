@@ -59,9 +59,9 @@ WITH_STATES = ("states", "delta attention", "scans", "compressed")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
 CELLS = {
     **{layout: tuple(WITH_EXPERTS if ranks.ep_size > 1 else MODELS) for layout, ranks in LAYOUTS.items()},
-    "a few": ("latents", "dense"),
+    "latents": ("latents",),
 }
-"""Models of each layout; "a few" are those that are not thorough."""
+"""Models of each layout; "latents" are not thorough."""
 
 
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, wh
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[pytest.mark.thorough] * (cell != "a few")) for cell in CELLS]
+    "cell", [pytest.param(cell, marks=[pytest.mark.thorough] * (cell != "latents")) for cell in CELLS]
 )
 def test_groups_give_the_tokens_of_one_process(cell: str, tmp_path: Path) -> None:
     check(LAYOUTS.get(cell, DP2), CELLS[cell], tmp_path)
