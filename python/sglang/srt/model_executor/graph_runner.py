@@ -202,7 +202,7 @@ class GraphRunner:
 
     def _capture(self, shape: StepShape, pool: Any) -> None:
         arrays = self._arrays[shape.has_prompts]
-        values = {}
+        values: dict[str, np.ndarray] = {}
         if self.groups.dp.size > 1:
             values["row_order"] = np.arange(self.groups.dp.size * shape.num_tokens)
         if shape.has_prompts:  # all tokens are of one prompt, which is padding
@@ -321,7 +321,10 @@ class GraphRunner:
             values |= {"table_index": step.table_update.index, "table_value": step.table_update.value}
         if step.groups is not None:
             counts = step.groups.num_tokens
-            values |= {"row_order": padded_order(counts, shape.num_tokens), "num_rows": np.array([sum(counts)], np.int32)}
+            values |= {
+                "row_order": padded_order(counts, shape.num_tokens),
+                "num_rows": np.array([sum(counts)], np.int32),
+            }
         arrays.load(**values, num_tokens=np.array([num_tokens], np.int32))
 
 

@@ -118,9 +118,7 @@ class GroupOutput:
         first = dp.rank * each
         begin, end = (min(row - first, count) for row in (share.rows.start, share.rows.stop))
         rows = slice(begin, end)
-        return OwnRows(
-            rows, share.logits[: end - begin], lambda x: share.gather(x).view(dp.size, each, *x.shape[1:])
-        )
+        return OwnRows(rows, share.logits[: end - begin], lambda x: share.gather(x).view(dp.size, each, *x.shape[1:]))
 
     def _prompt_logprobs(self, forward: LaunchedForward, group: int, step: StepInput) -> LogprobResult | None:
         """Every rank computes those of all groups, of hidden states that the group sends."""

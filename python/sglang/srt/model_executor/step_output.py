@@ -30,8 +30,8 @@ class StepOutput:
         drafts: DraftRunner | None = None,
         of_groups: GroupOutput | None = None,
     ) -> None:
-        """pp_tokens: the ranks that the sampled tokens go to. of_groups: samples where attention groups have requests of
-        their own."""
+        """pp_tokens: the ranks that the sampled tokens go to. of_groups: samples where attention groups have
+        requests of their own."""
         self.state, self.table, self.sampler, self.pp_tokens = state, table, sampler, pp_tokens
         self.drafts, self.of_groups = drafts, of_groups
         self.model = state.model

@@ -198,9 +198,7 @@ class Serving:
 
     @property
     def ranks(self) -> RankLayout:
-        return RankLayout(
-            self.tp_size, self.ep_size, self.pp_size, self.dcp_size, self.attn_dp_size, self.dp_lm_head
-        )
+        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size, self.attn_dp_size, self.dp_lm_head)
 
     @property
     def attn_tp_size(self) -> int:

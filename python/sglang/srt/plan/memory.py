@@ -136,7 +136,9 @@ def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: Ran
     if model.media is None:
         return 0
     encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
-    windows = [site.shape for site in attention_sites(model, ranks.attn_tp_size) if site.window and model.media.both_ways]
+    windows = [
+        site.shape for site in attention_sites(model, ranks.attn_tp_size) if site.window and model.media.both_ways
+    ]
     sizes = [(shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.v_head_dim) for shape in windows]
     return FEATURE_BYTES + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
 

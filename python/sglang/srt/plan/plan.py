@@ -124,7 +124,9 @@ class Plan:
     @property
     def selection(self) -> str:
         """Description of where attention reads what an indexer selects, and why not everywhere."""
-        return describe_selection(self.description, Serving(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size))
+        return describe_selection(
+            self.description, Serving(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size)
+        )
 
     @property
     def pool_sizes(self) -> PoolSizes:

@@ -180,7 +180,7 @@ class AttentionGroups:
         if any(req.slot for req in reqs) or (reqs and not self.paused):
             return False
         self.router.forget_prefixes()
-        return all([scheduler.flush_cache() for scheduler in self.schedulers])
+        return all(scheduler.flush_cache() for scheduler in self.schedulers)  # none refuses now
 
     @property
     def reqs(self) -> dict[str, Req]:
