@@ -158,9 +158,11 @@ def explain(
         except UserError as error:
             unfit = str(error)
     settings = speculative_settings(args, model.architecture)
-    uneven = uneven_heads(model, args.tp_size)
+    uneven = uneven_heads(model, serving.attn_tp_size)
     if plan is not None and args.dcp_size > 1:
         notes = (*notes, *_of_shared_tokens(planner, args, plan["max_total_num_tokens"]))
+    if plan is not None and args.attn_dp_size > 1:
+        notes = (*notes, _of_attention_groups(planner, args, plan["max_total_num_tokens"]))
     return replace(
         nothing,
         unfit=unfit,
@@ -183,10 +185,26 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
     raise AssertionError("the planner takes a layout that was refused")
 
 
+def _of_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -> str:
+    """What it gains and costs that groups of ranks have requests of their own."""
+    groups = args.attn_dp_size
+    alone = replace(args, attn_dp_size=1, enable_dp_attention=False, enable_dp_lm_head=False)
+    each = f"{groups} groups of {args.tp_size // groups} GPUs hold {tokens:,} tokens each, {groups * tokens:,} in all"
+    try:
+        whole = trial_or_advice(replace(planner, advises=False), alone)
+        more = planner.weights(args) - planner.weights(alone)
+        gain = (
+            f"{each}, in the place of {whole.capacity.max_total_num_tokens:,}; a GPU has {more / 1024**3:.2f} GiB more"
+        )
+    except UserError:
+        return f"--attn-dp-size {groups}: {each}; without it there is room for none."
+    return f"--attn-dp-size {groups}: {gain} of weights."
+
+
 def _of_shared_tokens(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
     """What it gains and costs that ranks share out the tokens of caches."""
     model, serving = planner.describe(args)
-    sites = [site_of(layer.mixer, serving.tp_size, serving.dcp_size) for layer in model.layers]
+    sites = [site_of(layer.mixer, serving.attn_tp_size, serving.dcp_size) for layer in model.layers]
     layers = sum(site is not None and site.token_ranks > 1 for site in sites)
     try:
         whole = trial_or_advice(replace(planner, advises=False), replace(args, dcp_size=1)).capacity

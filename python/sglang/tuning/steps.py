@@ -182,7 +182,7 @@ def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tu
 
 def head_ops(model: ModelDescription, serving: Serving, rows: int) -> Iterator[tuple[str, Op]]:
     """Yields the ops from the last hidden states of `rows` tokens to what is sampled."""
-    vocab, head = -(-model.vocab_size // serving.tp_size), model.head_quant
+    vocab, head = -(-model.vocab_size // serving.ranks.vocab_tp_size), model.head_quant
     yield "lm_head", Linear(rows, vocab, model.hidden_size, head.scheme if head else None)
     if serving.tp_size > 1:
         yield "all_gather of logits", AllGather(4 * rows * model.vocab_size, serving.tp_size)
@@ -199,23 +199,50 @@ def layer_ops(
     expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
     tokens, hidden = step.tokens, model.hidden_size
-    blocks = [(layer.mixer.weights(hidden, serving.tp_size), _mixer(layer, serving, step))]
+    of_group = step_of_group(step, serving.attn_dp_size)
+    mixer = (layer.mixer.weights(hidden, serving.attn_tp_size), _mixer(layer, serving, of_group))
+    blocks = [(*mixer, of_group.tokens, _sums(of_group.tokens * hidden, serving.attn_tp_size))]
     blocks += (
-        (block.weights(hidden, serving.ranks, rows), _feed_forward(model, block, serving, tokens, rows, expert_scheme))
+        (
+            block.weights(hidden, serving.ranks, rows),
+            _feed_forward(model, block, serving, tokens, rows, expert_scheme),
+            tokens,
+            _sums_of_groups(tokens * hidden, serving),
+        )
         for block in layer.token_blocks
     )
-    for parts, ops in blocks:
+    for parts, ops, computed, sums in blocks:
         matrices = [part for part in parts if isinstance(part, Matrix)]
         if not parts:
             continue
-        yield from _residual(layer, tokens, hidden)
+        yield from _residual(layer, of_group.tokens, hidden)
         for matrix in matrices:
             if not matrix.experts:
                 quant = model.quant_of(index, matrix)
-                yield matrix.name, Linear(tokens, matrix.rows, matrix.cols, quant.scheme if quant else None)
+                yield matrix.name, Linear(computed, matrix.rows, matrix.cols, quant.scheme if quant else None)
         yield from ops
-        if serving.tp_size > 1:
-            yield "all_reduce", AllReduce(2 * tokens * hidden, serving.tp_size)
+        yield from sums
+
+
+def step_of_group(step: Step, attn_dp_size: int) -> Step:
+    """Returns the part of a step that the busiest attention group has, where groups have requests of their own."""
+    return replace(step, batch=-(-step.batch // attn_dp_size))
+
+
+def _sums(elements: int, ranks: int) -> Iterator[tuple[str, Op]]:
+    if ranks > 1:
+        yield "all_reduce", AllReduce(2 * elements, ranks)
+
+
+def _sums_of_groups(elements: int, serving: Serving) -> Iterator[tuple[str, Op]]:
+    """Attention groups with requests of their own gather rows and scatter sums: each has half of the bytes of a sum on
+    all ranks, and is counted as a sum of half as many."""
+    if serving.attn_dp_size == 1:
+        yield from _sums(elements, serving.tp_size)
+        return
+    yield from _sums(elements // 2, serving.tp_size)
+    yield from _sums(elements // 2, serving.tp_size)
+    yield from _sums(elements // serving.attn_dp_size, serving.attn_tp_size)
 
 
 def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
@@ -228,7 +255,7 @@ def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str,
 
 
 def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
-    mixer, tp = layer.mixer, serving.tp_size
+    mixer, tp = layer.mixer, serving.attn_tp_size
     item = math.ceil(value_bytes(serving.kv_dtype))  # the model has no four-bit kernels: as FP8, at most
     if isinstance(mixer, GQA):
         heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
@@ -278,7 +305,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
 
 def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tuple[str, Op]]:
     """Prompts take four launches, which hand on the sums of decays in fp32, u, w, and numbers for pairs of tokens."""
-    width, heads = mixer.width(serving.tp_size), mixer.num_heads // serving.tp_size
+    width, heads = mixer.width(serving.attn_tp_size), mixer.num_heads // serving.attn_tp_size
     yield "causal_conv1d", Elementwise("causal_conv1d", 12.0 * step.tokens * width)
     item = KV_DTYPE_BYTES.get(serving.state_dtype or mixer.state_dtype, 4)
     states, rows = 2.0 * step.batch * width * mixer.head_dim * item, 10.0 * step.tokens * width

@@ -14,6 +14,7 @@ from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.model_executor.group_steps import GroupSteps
     from sglang.srt.utils.device_arrays import DeviceArrays
     from sglang.srt.utils.media_item import MediaItem
 
@@ -79,6 +80,8 @@ class StepInput:
     reads_guesses: bool = False
     """True if the host wants to know the guesses that are made behind the step."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
+    groups: GroupSteps | None = None
+    """The steps of all attention groups, of which this is one; None: all have this one, or there are none."""
     hidden_rows: np.ndarray | None = None
     """[N] int64, tokens (of T, or of B * width with `widths`) whose final hidden states are wanted."""
 

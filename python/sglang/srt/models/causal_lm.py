@@ -33,6 +33,7 @@ from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
+from sglang.srt.layers.row_exchange import RowExchange, SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
@@ -113,7 +114,7 @@ class DecoderLayer:
         """`around`: makes the block that stands in each one's place, given its name."""
         around = around or (lambda name, block: block)
         self.blocks = [
-            (residual.join(scope, name), around(name, build_block(scope, block, site)))
+            (residual.join(scope, name), around(name, _of_layer(scope, name, block, site)))
             for name, block in ((NGRAMS, spec.ngrams), (MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
@@ -130,6 +131,14 @@ class DecoderLayer:
             if self.input_name and number == 0:  # the norm has added up what the layer before it made
                 batch.handed_on[self.input_name] = self.residual.captured(stream)
             join.after(stream, block(rows, batch))
+
+
+def _of_layer(scope: Scope, name: str, spec: object, site: Site) -> Any:
+    """Builds a block of a layer. A mixer computes the requests of its ranks, other blocks those of all."""
+    block = build_block(scope, spec, site)
+    if name == MIXER or scope.groups.dp.size == 1:
+        return block
+    return SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
 
 
 def captured_name(layer: int) -> str:
@@ -198,6 +207,8 @@ class CausalLM:
         self.elsewhere = scope.elsewhere
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
+        self.vocabulary_of_group = plan.ranks.vocab_tp_size == plan.ranks.attn_tp_size
+        """True if the ranks that share the vocabulary have the same requests."""
         self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
         self.embed: VocabParallelEmbedding | None = None
         if model.has_embedding:
@@ -288,9 +299,12 @@ class CausalLM:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.head(hidden)
 
-    def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
         """Returns logits as `logits` does, or, of many rows and several ranks, this rank's columns
-        (`LMHead.of_step`)."""
+        (`LMHead.of_step`). exchange: of the rows of all attention groups, whose logits these are then, padding
+        included."""
+        if exchange is not None and not self.vocabulary_of_group:
+            hidden = exchange.gather(hidden)
         return self.logits(hidden) if self.head is None else self.head.of_step(hidden)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
@@ -298,7 +312,7 @@ class CausalLM:
         some."""
         assert self.embed is not None, "the first stage has it"
         ids, rows = batch.input_ids, batch.embedding_rows
-        embedded = self.embed(ids)
+        embedded = self.embed(ids, None if self.vocabulary_of_group else batch.exchange)
         if rows is not None:
             embedded[rows.index] = rows.rows
         if self.layer_inputs is not None:

@@ -193,10 +193,16 @@ class Serving:
     ep_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1
+    attn_dp_size: int = 1
+    dp_lm_head: bool = False
 
     @property
     def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size)
+        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size, self.attn_dp_size, self.dp_lm_head)
+
+    @property
+    def attn_tp_size(self) -> int:
+        return self.ranks.attn_tp_size
 
     def need(
         self,
@@ -437,4 +443,4 @@ class LayerSpec:
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the layer's blocks."""
         others = (part for block in self.token_blocks for part in block.weights(hidden_size, ranks, expert_rows))
-        return (*self.mixer.weights(hidden_size, ranks.tp_size), *others)
+        return (*self.mixer.weights(hidden_size, ranks.attn_tp_size), *others)

@@ -371,6 +371,15 @@ class ScheduleBatch:
     """Requests whose hidden states this step computes, and of how many positions, in row order."""
     result: StepResult | None = None
 
+    @property
+    def limited(self) -> list[Req]:
+        """Requests of which a grammar, or a limit of thoughts, may forbid tokens."""
+        return [req for req in self.sampled if req.grammar is not None or req.thoughts is not None]
+
+    @property
+    def needs_mask(self) -> bool:
+        return any(req.needs_mask for req in self.limited)
+
     def read(self, running: RunningBatch) -> SampledTokens:
         """Waits for the device, files prompts' log probabilities and hidden states, and settles the lengths."""
         assert self.result is not None

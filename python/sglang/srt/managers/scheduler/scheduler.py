@@ -120,6 +120,10 @@ class Scheduler:
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
+        self.read_back(batch)
+
+    def read_back(self, batch: ScheduleBatch | None) -> None:
+        """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
         if self.host_tier is not None:
             self.host_tier.launch()
             if batch is None and not self.in_flight:
@@ -133,9 +137,8 @@ class Scheduler:
         forward pass runs, and sampling waits for it."""
         forward = self.runner.forward(batch.step)
         mask = None
-        limited = [req for req in batch.sampled if req.grammar is not None or req.thoughts is not None]
-        if any(req.needs_mask for req in limited):
-            self.settle(set(limited))
+        if batch.needs_mask:
+            self.settle(set(batch.limited))
             mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
         self.in_flight.append(batch)
@@ -565,6 +568,16 @@ class Scheduler:
         if self.media.features is not None:
             self.media.features.clear()
         return True
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that may enter beside those that run."""
+        return self.kv.num_free_rows()
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the cache holds."""
+        return self.kv.size
 
     def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""

@@ -89,8 +89,9 @@ def _connect_gpus(
         topology = Topology.NVLINK
     else:
         topology = pci_topology([pci_address(device) for device in node.devices])
-    if args.pp_size > 1 or node.count > 1:
-        reason = "--nnodes: machines" if node.count > 1 else "--pp-size: the ranks of a stage"
+    if args.pp_size > 1 or node.count > 1 or args.attn_dp_size > 1:
+        reason = "--pp-size: the ranks of a stage" if args.pp_size > 1 else "--attn-dp-size: groups of ranks"
+        reason = "--nnodes: machines" if node.count > 1 else reason
         return PeerLinks(topology, f"{reason} add up through NCCL", f"{reason} add up through NCCL")
     fuse, disabled = args.enable_flashinfer_allreduce_fusion, args.disable_custom_all_reduce
     reason = "--disable-custom-all-reduce" if disabled else ""
