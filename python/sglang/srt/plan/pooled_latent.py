@@ -65,7 +65,7 @@ class PooledLatent:
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         index, rank, rotary = self.indexer, self.latent.kv_lora_rank, self.rope.rot_dim
-        dims, heads = (rank, rank), (self.shares(serving.tp_size).padded_heads, 1)
+        dims, heads = (rank, rank), (self.shares(serving.attn_tp_size).padded_heads, 1)
         yield serving.need("shared_kv_norm_rope_store", dims, uneven_sizes(rank, rotary), heads, rotary)
         yield Need("index_norm_rope", q_dtype=serving.dtype, heads=(index.num_heads, 1))
         index_dims = (index.head_dim, index.head_dim)

@@ -64,6 +64,8 @@ class _GroupRunner:
 class AttentionGroups:
     """Has the interface of a `Scheduler`, and a scheduler for each group."""
 
+    host_tier = None  # --enable-hierarchical-cache is refused
+
     def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.group = runner.groups.dp.rank

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.configs.storage_backend import StorageConfig, read_storage_config
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import open_store
 from sglang.srt.mem_cache.storage.engine import StorageEngine
@@ -21,7 +22,7 @@ NO_TIER = (
 )
 
 
-def describe(scheduler: Scheduler) -> dict[str, Any]:
+def describe(scheduler: Scheduler | AttentionGroups) -> dict[str, Any]:
     """As SGLang names it; all None without a store."""
     tier = scheduler.host_tier
     config = None if tier is None or tier.storage is None else tier.storage.config
@@ -35,7 +36,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def attach(scheduler: Scheduler, args: Mapping[str, Any]) -> str:
+def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> str:
     """Returns why it cannot be done on some rank; "" if it was. A collective."""
     problem = _not_now(scheduler)
     if problem:
@@ -68,7 +69,7 @@ def attach(scheduler: Scheduler, args: Mapping[str, Any]) -> str:
     return ""
 
 
-def detach(scheduler: Scheduler) -> str:
+def detach(scheduler: Scheduler | AttentionGroups) -> str:
     """Returns why it cannot be done; "" if it was, or there was none. A collective."""
     problem = _not_now(scheduler)
     if not problem:
@@ -77,7 +78,7 @@ def detach(scheduler: Scheduler) -> str:
     return problem
 
 
-def _not_now(scheduler: Scheduler) -> str:
+def _not_now(scheduler: Scheduler | AttentionGroups) -> str:
     if scheduler.host_tier is None:
         return NO_TIER
     scheduler.settle()
