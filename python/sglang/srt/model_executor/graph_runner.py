@@ -34,8 +34,7 @@ from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
-from sglang.srt.model_executor.group_steps import GroupSteps
-from sglang.srt.model_executor.step import ModelOutput, Settled, StepInput, step_arrays
+from sglang.srt.model_executor.step import GroupSteps, ModelOutput, Settled, StepInput, step_arrays
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
 MAX_PROMPTS = 16

@@ -25,14 +25,15 @@ from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.group_output import GroupOutput
-from sglang.srt.model_executor.group_steps import GroupSteps, no_prompts
 from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
 from sglang.srt.model_executor.step import (
+    GroupSteps,
     LaunchedForward,
     ModelOutput,
     PromptTokens,
     StepInput,
     StepResult,
+    no_prompts,
     step_arrays,
 )
 from sglang.srt.model_executor.step_output import StepOutput

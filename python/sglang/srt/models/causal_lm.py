@@ -33,7 +33,8 @@ from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.layers.row_exchange import RowExchange, SharedByAllGroups
+from sglang.srt.layers.row_exchange import RowExchange
+from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE

@@ -24,7 +24,7 @@ from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import AbortReq, BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from sglang.srt.model_executor.group_steps import GroupSteps
+from sglang.srt.model_executor.step import GroupSteps
 from sglang.srt.sampling.sampling_table import takes_largest
 from sglang.srt.server_args import ServerArgs
 
