@@ -22,8 +22,11 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.step import StepInput, StepResult
+from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -70,13 +73,19 @@ class NoModel:
     """A model runner whose requests never end, at no cost."""
 
     tokens_per_step = 1
+    tokens_ahead = next_tokens_read = 0
 
-    def __init__(self, num_reqs: int) -> None:
+    def __init__(self, num_reqs: int, media: MediaFeatures | None = None) -> None:
+        self.media = media
         self.plan = SimpleNamespace(
             pool_sizes=PoolSizes(1 << 20, 1, num_reqs, 4096), page_size=1, context_len=4096, caches_prefixes=True,
-            chunked_prefill_size=-1, max_prefill_tokens=1 << 20, model=SimpleNamespace(vocab_size=1 << 17),
+            host_cache=None, chunked_prefill_size=-1, max_prefill_tokens=1 << 20,
+            model=SimpleNamespace(vocab_size=1 << 17),
         )  # fmt: skip
         self.sampling_table = SimpleNamespace(set=lambda *row: None, clear=lambda slot: None)
+
+    def begin(self, slot: int, tokens: object, position_delta: int) -> None:
+        pass
 
     def decodes_in_graph(self, num_reqs: int) -> bool:
         return False
@@ -88,10 +97,11 @@ class NoModel:
         return StepResult(torch.ones(forward, 1, dtype=torch.int64), None)
 
 
-def scheduler_step(num_reqs: int, stream: bool) -> float:
-    """Choosing, launching and reading back one decode step, without the model and the device."""
+def scheduler_step(num_reqs: int, stream: bool, media: MediaFeatures | None = None) -> float:
+    """Choosing, launching and reading back one decode step, without the model and the device. media: of a model that
+    sees, which reads text alone here."""
     args = ServerArgs.from_kwargs(model_path="none")
-    scheduler = Scheduler(args, NoModel(num_reqs), StopChecker(None))  # type: ignore[arg-type]
+    scheduler = Scheduler(args, NoModel(num_reqs, media), StopChecker(None))  # type: ignore[arg-type]
     params = SamplingParams(max_new_tokens=4000, ignore_eos=True)
     for i in range(num_reqs):
         msg = TokenizedGenerateReq(rid=str(i), input_ids=[i + 1] * 20, sampling_params=params, stream=stream)
@@ -104,6 +114,25 @@ def scheduler_step(num_reqs: int, stream: bool) -> float:
         scheduler.outbox.clear()
 
     return best_of(step, 1000)
+
+
+def features() -> MediaFeatures:
+    """What a server of a model that sees has beside the others."""
+    tower = Qwen3VLTower(
+        hidden_size=64, intermediate_size=64, num_layers=1, num_heads=1, patch_shape=(3, 2, 16, 16), merge=2,
+        out_size=64, side=8,
+    )  # fmt: skip
+    description = MediaDescription(image_token=1, video_token=2, sections=True, tower=tower)
+    return MediaFeatures(description, 64, torch.float32, 1 << 20, "cpu", None)
+
+
+def with_and_without_tower(num_reqs: int, rounds: int = 12) -> tuple[float, float]:
+    """A step of requests of text, of a model that only reads and of one that sees, in turns: the best of each."""
+    of_text, of_seeing = zip(
+        *((scheduler_step(num_reqs, True), scheduler_step(num_reqs, True, features())) for _ in range(rounds)),
+        strict=True,
+    )
+    return min(of_text), min(of_seeing)
 
 
 def import_seconds() -> float:
@@ -125,6 +154,10 @@ def main() -> None:
         "scheduler, 256 requests that stream": scheduler_step(256, True),
     }.items():
         print(f"{name:<40} {seconds * 1e6:>10.1f} us {seconds / step:>8.2%} of a step")
+    for count in (1, 256):
+        text, seeing = with_and_without_tower(count)
+        name = f"scheduler, {count} requests, and with a tower"
+        print(f"{name:<40} {text * 1e6:>10.1f} us {seeing * 1e6:>10.1f} us {seeing / text - 1:>+8.2%}")
     print(f"{'import sglang':<40} {import_seconds() * 1e6:>10.1f} us")
 
 

@@ -41,17 +41,29 @@ from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.remedies import trial_or_advice
-from sglang.srt.plan.speculation import ngram_needs
+from sglang.srt.plan.speculation import ngram_needs, speculative_settings
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
-from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, time_lines
+from sglang.tuning.report import (
+    CONTEXT,
+    Drafts,
+    drafted_json,
+    drafted_lines,
+    shape_json,
+    shape_lines,
+    time_json,
+    time_lines,
+)
 
 USUAL_FREE_SHARE = 0.97
 """The share of a GPU's memory that is free once the driver and a CUDA context have theirs."""
 
 WOULD_NOT_START = 2
 """Exit status, as of the server."""
+
+USUAL_LENGTHS = (2, 3, 4, 5)
+"""Accept lengths for which speeds are given where none are asked for."""
 
 COLUMNS = ("op", "kernel", "tile", "smem", "regs", "spill", "mma")
 
@@ -69,6 +81,8 @@ class Explanation:
     refused: str | None = None  # why no server starts in this layout
     unfit: str | None = None  # why there is no room for it
     draft: DraftPlan | None = None
+    width: int = 1
+    """Tokens of a request in a step, of which all but the last sampled one are guesses."""
     groups: tuple[CacheGroup, ...] = ()
     outcomes: tuple[Choice | NoKernel, ...] = ()
     bands: Mapping[str, OpBands] = field(default_factory=dict)  # the plan's, by the key of the need
@@ -143,13 +157,17 @@ def explain(
             plan, notes = _plan(planner, args, chosen)
         except UserError as error:
             unfit = str(error)
-    uneven = uneven_heads(model, args.tp_size)
+    settings = speculative_settings(args, model.architecture)
+    uneven = uneven_heads(model, serving.attn_tp_size)
     if plan is not None and args.dcp_size > 1:
         notes = (*notes, *_of_shared_tokens(planner, args, plan["max_total_num_tokens"]))
+    if plan is not None and args.attn_dp_size > 1:
+        notes = (*notes, _of_attention_groups(planner, args, plan["max_total_num_tokens"]))
     return replace(
         nothing,
         unfit=unfit,
         draft=draft,
+        width=1 if settings is None else settings.num_draft_tokens,
         groups=cache_groups(with_draft_layers(model, draft), serving),
         outcomes=chosen.outcomes,
         bands=cut_bands((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
@@ -167,10 +185,26 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
     raise AssertionError("the planner takes a layout that was refused")
 
 
+def _of_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -> str:
+    """What it gains and costs that groups of ranks have requests of their own."""
+    groups = args.attn_dp_size
+    alone = replace(args, attn_dp_size=1, enable_dp_attention=False, enable_dp_lm_head=False)
+    each = f"{groups} groups of {args.tp_size // groups} GPUs hold {tokens:,} tokens each, {groups * tokens:,} in all"
+    try:
+        whole = trial_or_advice(replace(planner, advises=False), alone)
+        more = planner.weights(args) - planner.weights(alone)
+        gain = (
+            f"{each}, in the place of {whole.capacity.max_total_num_tokens:,}; a GPU has {more / 1024**3:.2f} GiB more"
+        )
+    except UserError:
+        return f"--attn-dp-size {groups}: {each}; without it there is room for none."
+    return f"--attn-dp-size {groups}: {gain} of weights."
+
+
 def _of_shared_tokens(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
     """What it gains and costs that ranks share out the tokens of caches."""
     model, serving = planner.describe(args)
-    sites = [site_of(layer.mixer, serving.tp_size, serving.dcp_size) for layer in model.layers]
+    sites = [site_of(layer.mixer, serving.attn_tp_size, serving.dcp_size) for layer in model.layers]
     layers = sum(site is not None and site.token_ranks > 1 for site in sites)
     try:
         whole = trial_or_advice(replace(planner, advises=False), replace(args, dcp_size=1)).capacity
@@ -365,6 +399,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--time", action="store_true", help="predict the time of steps, op by op")
     parser.add_argument("--time-context", type=int, default=CONTEXT, metavar="TOKENS", help="that requests have")
     parser.add_argument(
+        "--accept-length",
+        type=float,
+        action="append",
+        default=[],
+        metavar="TOKENS",
+        help="of a request and step with drafts, for which --time gives speeds; may be repeated",
+    )
+    parser.add_argument(
         "--shape",
         action="append",
         default=[],
@@ -391,17 +433,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
     content = to_json(explanation)
     if options.time and explanation.refused is None:
-        content["time"] = time_json(explanation.model, explanation.serving, explanation.arch, options.time_context)
+        where = explanation.serving, explanation.arch, options.time_context
+        content["time"] = time_json(explanation.model, *where)
+        if explanation.width > 1:
+            content["time_with_drafts"] = drafted_json(_drafts(explanation, options), *where)
     return json.dumps(content, indent=2)
 
 
 def _text(explanation: Explanation, options: argparse.Namespace) -> str:
     if not options.time or explanation.refused is not None:
         return to_text(explanation)
-    lines = [to_text(explanation).splitlines()[0]]
-    return "\n".join(
-        [*lines, *time_lines(explanation.model, explanation.serving, explanation.arch, options.time_context)]
-    )
+    where = explanation.serving, explanation.arch, options.time_context
+    lines = [to_text(explanation).splitlines()[0], *time_lines(explanation.model, *where)]
+    if explanation.width > 1:
+        lines += ["", *drafted_lines(_drafts(explanation, options), *where)]
+    return "\n".join(lines)
+
+
+def _drafts(explanation: Explanation, options: argparse.Namespace) -> Drafts:
+    """Raises UserError for accept lengths that no step reaches."""
+    width = explanation.width
+    for length in options.accept_length:
+        if not 1 <= length <= width:
+            raise UserError(
+                f"--accept-length {length:g}: a step verifies {width} tokens of a request; give 1 to {width}."
+            )
+    lengths = tuple(options.accept_length) or tuple(float(n) for n in USUAL_LENGTHS if n <= width) or (float(width),)
+    draft = None if explanation.draft is None else explanation.draft.description
+    return Drafts(explanation.model, draft, width, lengths)
 
 
 def _print_shapes(shapes: Sequence[str], arch: ArchTraits, as_json: bool) -> int:

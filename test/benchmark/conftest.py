@@ -6,4 +6,6 @@ import sys
 from pathlib import Path
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
-sys.path[:0] = [str(BENCHMARK / name) for name in ("kernels/fused_moe_triton", "kernels/card", "parallel", "peers")]
+sys.path[:0] = [
+    str(BENCHMARK / name) for name in ("kernels/fused_moe_triton", "kernels/card", "parallel", "peers", "media")
+]

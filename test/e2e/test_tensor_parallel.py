@@ -25,7 +25,9 @@ REFUSED = [{**GREEDY, "regex": "("}, {**GREEDY, "json_schema": '{"$ref": "#"}'}]
 
 
 @functools.cache
-def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1, dcp_size: int = 1) -> list[object]:
+def answers(
+    tp_size: int, ep_size: int = 1, pp_size: int = 1, dcp_size: int = 1, attn_dp_size: int = 1, own_heads: bool = False
+) -> list[object]:
     with sglang.Engine(
         model_path=DEFAULT_MODEL_PATH,
         max_total_tokens=4096,
@@ -34,6 +36,8 @@ def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1, dcp_size: int = 1)
         ep_size=ep_size,
         pp_size=pp_size,
         dcp_size=dcp_size,
+        attn_dp_size=attn_dp_size,
+        enable_dp_lm_head=own_heads,
         enable_return_hidden_states=True,
     ) as engine:
         results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY, PENALIZED)]
@@ -56,6 +60,21 @@ def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1, dcp_size: int = 1)
 @pytest.mark.thorough
 def test_ranks_that_share_out_tokens_answer_like_one() -> None:
     assert answers(4, dcp_size=2) == answers(1)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "ep_size", "groups", "own_heads"),
+    [
+        (2, 2, 2, False),
+        pytest.param(4, 1, 2, False, marks=pytest.mark.thorough),
+        pytest.param(4, 1, 2, True, marks=pytest.mark.thorough),
+        pytest.param(4, 4, 4, True, marks=pytest.mark.thorough),
+    ],
+)
+def test_groups_with_requests_of_their_own_answer_like_one(
+    tp_size: int, ep_size: int, groups: int, own_heads: bool
+) -> None:
+    assert answers(tp_size, ep_size, attn_dp_size=groups, own_heads=own_heads) == answers(1)
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "pp_size"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from live_server import live_server
+from srt.models import test_dspark_drafts as dspark_drafts
+from srt.models.test_eagle3_drafts import save
+
+from sglang.embedded import DEFAULT_MODEL_PATH
 
 PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?\nAnswer:"
 SEEDED = {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 7}
@@ -195,3 +200,36 @@ def test_refused_texts(drafting: httpx.Client, path: str, body: dict[str, Any], 
 def test_texts_are_for_ngram_drafts(http: httpx.Client, path: str) -> None:
     answer = http.get(path) if "list" in path else http.post(path, json={"documents": ["x"], "corpus_id": "x"})
     assert answer.status_code == 400 and "--speculative-algorithm NGRAM" in answer.text
+
+
+SHIPPED = Path(DEFAULT_MODEL_PATH).parent
+DRAFTERS = ("NEXTN", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK")
+
+
+def draft_flags(drafter: str, folder: Path) -> list[str]:
+    """Drafts that are shipped with the embedded model; it itself as a small model; a block draft of random weights."""
+    if drafter == "NEXTN":
+        return []
+    shipped = {"STANDALONE": DEFAULT_MODEL_PATH, "EAGLE3": SHIPPED / "eagle3", "DFLASH": SHIPPED / "dflash"}
+    path = shipped.get(drafter)
+    if path is None:
+        sizes = {"hidden_size": 256, "vocab_size": 4096, "head_dim": 64, "intermediate_size": 128}
+        config = dspark_drafts.CONFIG | sizes | {"target_layer_ids": [1, 4], "markov_head_type": "rnn"}
+        path = save(folder / "draft", config, dspark_drafts.weights(config))
+    return ["--speculative-draft-model-path", str(path)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_gives_the_same_tokens(http: httpx.Client, drafter: str, tmp_path: Path) -> None:
+    """With grammars, penalties, several answers, stop strings: what a server without drafts answers."""
+    flags = ["--speculative-algorithm", drafter, *draft_flags(drafter, tmp_path)]
+    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for name, params in CALLS.items():
+            plain, drafted = (as_list(generate(each, params)) for each in (http, client))
+            for without, with_drafts in zip(plain, drafted, strict=True):
+                assert with_drafts["output_ids"] == without["output_ids"], name
+                info, expected = with_drafts["meta_info"], without["meta_info"]
+                assert info["finish_reason"] == expected["finish_reason"], name
+                assert name == "one token" or info["spec_verify_ct"] > 0, name
+        assert "Traceback" not in server.log()

@@ -1,27 +1,43 @@
-"""Servers of tiny models in the published layouts of GLM-4.5V and Gemma 4: pictures and MP4 files over HTTP get the
-tokens of transformers' models."""
+"""Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V and
+Gemma 4: pictures and MP4 files over HTTP get the tokens of transformers' models, and real clients their answers."""
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import ollama
 import openai
 import pytest
 import torch
 import transformers
 from live_server import LiveServer
+from safetensors.torch import load_file, save_file
 from srt.models.harness import SIZES, randomize
-from srt.models.media_harness import GEMMA_VISION, GLM_ROPE, GLM_VISION, SEEING, TOWER
+from srt.models.media_harness import (
+    GEMMA_VISION,
+    GLM_ROPE,
+    GLM_VISION,
+    SECTIONS,
+    SEEING,
+    TOWER,
+    clips_of_kimi,
+    take_clips_one_by_one,
+)
+from srt.models.media_harness import PUBLISHED as LAYOUTS
+from srt.models.quantized_checkpoints import FORMS, Form, join_experts, split_experts
 
 from media.moving_pictures import video_file
 from media.pictures import data_url, encoded, picture
-from media.seeing_model import FIRST_ID, TEMPLATE, write_seeing_model
+from media.seeing_model import FIRST_ID, SPECIAL, TEMPLATE, write_seeing_model
 from sglang.srt.managers.front.media.containers import open_video
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
 from sglang.srt.managers.front.media.processors import Patches, image_processor
@@ -34,7 +50,8 @@ OF_QWEN = ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|vid
 
 @dataclass(frozen=True)
 class Published:
-    """`special`: tokens behind those of text; `image`, `video`: what templates write."""
+    """`special`: tokens behind those of text; `image`, `video`: what templates write. `experts`: the form in which
+    experts are stored."""
 
     name: str
     special: tuple[str, ...]
@@ -45,8 +62,10 @@ class Published:
     text: dict[str, Any]
     processor: dict[str, Any]
     video_processor: dict[str, Any]
+    experts: str | None = None
 
 
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 GLM_MARKS = (
     "<|begin_of_image|>",
     "<|end_of_image|>",
@@ -55,7 +74,50 @@ GLM_MARKS = (
     "<|end_of_video|>",
     "<|video|>",
 )
+KIMI_MARKS = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
+KIMI = Published(
+    "kimi_k25",
+    KIMI_MARKS,
+    "{}image{}{}{}".format(*KIMI_MARKS),
+    "<|kimi_k25_video_placeholder|>",
+    {"image_token_id": "<|media_pad|>", "video_token_id": "<|media_pad|>"},
+    {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+    | {"pos_emb_height": 8, "pos_emb_width": 8},
+    {"moe_intermediate_size": 128, "hidden_size": 128, "n_group": 1, "topk_group": 1},
+    {
+        "media_proc_cfg": {
+            "in_patch_limit": 16384,
+            "patch_size": 14,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+            "merge_kernel_size": 2,
+            "fixed_output_tokens": None,
+            "patch_limit_on_one_side": 512,
+            "in_patch_limit_each_frame": 4096,
+            "in_patch_limit_video": None,
+            "sample_fps": 2.0,
+            "max_num_frames_each_video": None,
+            "temporal_merge_kernel_size": 4,
+            "timestamp_mode": "hh:mm:ss.fff",
+        }
+    },
+    {},
+)
 PUBLISHED = {
+    "kimi_k25 in INT4": replace(KIMI, experts="compressed_int4_g32"),
+    "kimi_k25 in NVFP4": replace(KIMI, experts="modelopt_nvfp4"),
+    "qwen3_vl": Published(
+        "qwen3_vl",
+        SPECIAL,
+        *OF_QWEN,
+        {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+        | {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+        TOWER | {"deepstack_visual_indexes": [0, 2], "patch_size": 16},
+        {"rope_parameters": SECTIONS},
+        {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2, **HALF}
+        | {"temporal_patch_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 1 << 18}},
+        {"fps": 2, "min_frames": 4, "max_frames": 8},
+    ),
     "glm4v_moe": Published(
         "glm4v_moe",
         GLM_MARKS,
@@ -84,6 +146,22 @@ PUBLISHED = {
 }
 
 
+PLACES = {
+    "kimi_k25": {"image": 2, "video": 2},
+    "qwen3_vl": {"image": 2, "video": 3},
+    "glm4v_moe": {"image": 2, "video": 2},
+    "gemma4": {"image": 0, "video": 1},
+}
+"""Which of the special tokens stands for an embedding."""
+AROUND = {
+    ("kimi_k25", "image"): ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
+    ("qwen3_vl", "image"): SPECIAL[:2],
+    ("glm4v_moe", "image"): GLM_MARKS[:2],
+    ("glm4v_moe", "video"): GLM_MARKS[3:5],
+}
+"""What a template writes around a placeholder."""
+
+
 def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     """A checkpoint as it is published, with random weights."""
     write_seeing_model(folder)
@@ -93,7 +171,7 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     kept = [token for token in tokenizer["added_tokens"] if token["id"] < FIRST_ID]
     tokenizer["added_tokens"] = kept + [{"id": number, "content": token, **plain} for token, number in ids.items()]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    template = TEMPLATE.replace(OF_QWEN[0], form.image).replace(OF_QWEN[1], form.video)
+    template = TEMPLATE.replace(OF_QWEN[1], form.video).replace(OF_QWEN[0], form.image)
     (folder / "chat_template.jinja").write_text(template)
     (folder / "preprocessor_config.json").write_text(json.dumps(form.processor))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(form.processor | form.video_processor))
@@ -103,10 +181,13 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     named = {key: ids[token] for key, token in form.config.items()}
     settings = copy.deepcopy({"text_config": text, "vision_config": form.vision, **named})
     settings |= {"audio_config": None, "audio_token_id": FIRST_ID + 63} if form.name == "gemma4" else {}
+    settings |= {"projection_hidden_size": form.vision["hidden_size"]} if form.name == "kimi_k25" else {}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, False)
+    if form.name == "kimi_k25":
+        take_clips_one_by_one(model)
     for key, param in model.named_parameters():
         if ("visual." in key or "vision_tower." in key) and "norm" in key:
             torch.nn.init.uniform_(param, 0.5, 1.5)
@@ -116,7 +197,41 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     with torch.no_grad():
         model.lm_head.weight[FIRST_ID:] = 0.0  # nobody says a placeholder
     model.save_pretrained(folder)
+    if form.name in LAYOUTS:
+        LAYOUTS[form.name](folder)
+    if form.experts is not None:
+        quantize_experts(model, FORMS[form.experts], folder)
     return model
+
+
+def quantize_experts(model: transformers.PreTrainedModel, form: Form, folder: Path) -> None:
+    """Stores the experts in `form`, and gives the model the values that they stand for."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    split_experts(tensors)
+    stand_for: dict[str, torch.Tensor] = {}
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        made, stand_for[name] = form.write(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('weight')}{leaf}": value.contiguous() for leaf, value in made.items()}
+    save_file(tensors, file)
+    join_experts(stand_for)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ".mlp.experts." in name:
+                layer = re.search(r"\.(\d+)\.mlp\.experts\.(\w+)$", name)
+                assert layer is not None
+                param.copy_(stand_for[f"language_model.model.layers.{layer[1]}.mlp.experts.{layer[2]}"])
+    config = json.loads((folder / "config.json").read_text())
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    if form.config:
+        config["text_config"]["quantization_config"] = dict(form.config) | {"ignore": ignore}
+        (folder / "config.json").write_text(json.dumps(config))
+        return
+    kept = ["language_model.lm_head", *(f"language_model.model.layers.{i}.self_attn*" for i in range(3))]
+    kept += [f"language_model.model.layers.{i}.mlp.shared_experts*" for i in range(1, 3)]
+    kept += ["language_model.model.layers.0*", "mm_projector*", "vision_tower*"]
+    inner = form.modelopt["quantization"] | {"exclude_modules": kept}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
 
 
 class Served:
@@ -136,18 +251,30 @@ class Served:
 
     def of_image(self) -> tuple[list[int], Patches]:
         patches = image_processor(self.files)(PICTURE)
-        run = "<|image|>" * patches.num_tokens
+        run = self.placeholder("image") * patches.num_tokens
         return self.ids(f"<|image>{run}<image|>" if self.form.name == "gemma4" else run), patches
+
+    def placeholder(self, kind: str) -> str:
+        """The token that stands for an embedding."""
+        return self.form.special[PLACES[self.form.name][kind]]
 
     def of_video(self) -> tuple[list[int], Patches]:
         """Written as transformers' processors write it."""
-        processor = video_processor(self.files)
-        assert processor is not None
-        result = processor(open_video(MOVIE))
-        count = result.patches.num_tokens // len(result.times)
+        result = video_processor(self.files)(open_video(MOVIE))
+        pooled = 4 if self.form.name == "kimi_k25" else 1
+        count = result.patches.num_tokens // len(result.times[::pooled])
         if self.form.name == "gemma4":
             clocks = [f"{int(time // 60):02d}:{int(time % 60):02d}" for time in result.times]
             text = " ".join(f"{clock} <|image>{'<|video|>' * count}<image|>" for clock in clocks)
+        elif self.form.name == "kimi_k25":
+            texts = [
+                f"00:00:{time:06.3f}<|media_begin|>video<|media_content|>{'<|media_pad|>' * count}<|media_end|>"
+                for time in result.times[::4]
+            ]
+            text = "".join(texts)
+        elif self.form.name == "qwen3_vl":
+            frame = f"<|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
+            text = "".join(f"<{time:.1f} seconds>{frame}" for time in result.times)
         else:
             frame = f"<|begin_of_image|>{'<|image|>' * count}<|end_of_image|>"
             text = "".join(f"{frame}{int(time)}" for time in result.times)
@@ -157,20 +284,24 @@ class Served:
         """What the model would have said where `output` stands behind `Look: PLACEHOLDER What is it?`."""
         before, after = self.ids("Look: "), self.ids(" What is it?")
         media, patches = self.of_image() if kind == "image" else self.of_video()
-        if self.form.name == "glm4v_moe":
-            marks = [self.ids(mark) for mark in (GLM_MARKS[:2] if kind == "image" else GLM_MARKS[3:5])]
+        if (self.form.name, kind) in AROUND:
+            marks = [self.ids(mark) for mark in AROUND[self.form.name, kind]]
             media = [*marks[0], *media, *marks[1]]
         prompt = [*before, *media, *after]
         whole = torch.tensor([[*prompt, *output]])
-        placeholder = self.ids("<|video|>" if kind == "video" and self.form.name == "gemma4" else "<|image|>")[0]
-        types = (whole == placeholder).int() * (1 if kind == "image" else 2)
-        logits = self.model(whole, mm_token_type_ids=types, **self.inputs(kind, patches)).logits[0]
+        arguments = self.inputs(kind, patches)
+        if self.form.name != "kimi_k25":
+            arguments["mm_token_type_ids"] = (whole == self.ids(self.placeholder(kind))[0]).int()
+            arguments["mm_token_type_ids"] *= 1 if kind == "image" else 2
+        logits = self.model(whole, **arguments).logits[0]
         said: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         return said
 
     def inputs(self, kind: str, patches: Patches) -> dict[str, torch.Tensor]:
         pixels, (frames, rows, columns) = torch.from_numpy(patches.pixels), patches.grid
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
+        if self.form.name == "kimi_k25":
+            return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of_kimi([patches.grid])}
         if self.form.name != "gemma4":
             return {name: pixels, f"{kind}_grid_thw": torch.tensor([patches.grid])}
         down, right = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -181,7 +312,13 @@ class Served:
         }
 
 
-@pytest.fixture(scope="module", params=["gemma4", pytest.param("glm4v_moe", marks=pytest.mark.thorough)])
+_AT_ONCE = ("gemma4", "kimi_k25 in INT4")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.thorough] * (name not in _AT_ONCE)) for name in PUBLISHED],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(PUBLISHED[request.param], tmp_path_factory.mktemp(request.param))
     try:
@@ -193,7 +330,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.inference_mode()
 def test_tokens_are_those_of_transformers(served: Served) -> None:
-    for kind, url in (("image", data_url(encoded(PICTURE))), ("video", data_url(MOVIE, "video/mp4"))):
+    urls = {"image": data_url(encoded(PICTURE)), "video": data_url(MOVIE, "video/mp4")}
+    for kind, url in urls.items():
         placeholder = served.form.image if kind == "image" else served.form.video
         body = {"text": f"Look: {placeholder} What is it?", f"{kind}_data": url}
         params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -203,18 +341,38 @@ def test_tokens_are_those_of_transformers(served: Served) -> None:
         assert len(output) == NEW_TOKENS and output == served.greedy(kind, output), kind
 
 
-def test_a_conversation_by_openai(served: Served) -> None:
-    client = openai.OpenAI(base_url=f"{served.server.url}/v1", api_key="none", max_retries=0, timeout=120)
-    content: Any = [
-        {"type": "text", "text": "What is this?"},
-        {"type": "image_url", "image_url": {"url": data_url(encoded(PICTURE))}},
-        {"type": "video_url", "video_url": {"url": data_url(MOVIE, "video/mp4")}},
-    ]
-    answer = client.chat.completions.create(
-        model="seeing", messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
+def test_conversations_by_real_clients(served: Served) -> None:
+    """openai, anthropic and ollama are told the same about a picture; openai takes a video, too."""
+    url, picture_file = served.server.url, encoded(PICTURE)
+    of_openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    shown: list[Any] = [{"type": "image_url", "image_url": {"url": data_url(picture_file)}}]
+    words: list[Any] = [{"type": "text", "text": "What is this?"}]
+
+    def chat(content: Any) -> Any:
+        messages: Any = [{"role": "user", "content": content}]
+        return of_openai.chat.completions.create(model="seeing", messages=messages, max_tokens=8, temperature=0)
+
+    first = chat(shown + words)
+    assert first.usage.prompt_tokens > len(served.of_image()[0]) and first.choices[0].message.content
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture_file).decode()}
+    messages: Any = [{"role": "user", "content": [{"type": "image", "source": source}, *words]}]
+    of_anthropic = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+    second = of_anthropic.messages.create(
+        model="seeing", messages=messages, max_tokens=8, extra_body={"temperature": 0}
     )
+    assert second.usage.input_tokens == first.usage.prompt_tokens
+    assert "".join(getattr(block, "text", "") for block in second.content) == first.choices[0].message.content
+    third = ollama.Client(host=url, timeout=120).chat(
+        model="seeing",
+        messages=[{"role": "user", "content": "What is this?", "images": [picture_file]}],
+        options={"num_predict": 8, "temperature": 0},
+    )
+    assert third.prompt_eval_count == first.usage.prompt_tokens
+    assert third.message.content == first.choices[0].message.content
+    film = {"type": "video_url", "video_url": {"url": data_url(MOVIE, "video/mp4")}}
     expected = len(served.of_image()[0]) + len(served.of_video()[0])
-    assert answer.usage is not None and answer.usage.prompt_tokens > expected
+    assert chat([*words, *shown, film]).usage.prompt_tokens > expected
+    assert chat([film, *words, *shown]).usage.prompt_tokens > expected
 
 
 def test_a_damaged_video_is_refused(served: Served) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import base64
+import gzip
+import http.server
+import os
+import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,7 @@ import httpx
 import pytest
 from live_server import LiveServer
 
+from media.launch_seeing import PUBLIC_HERE, TURNING
 from media.moving_pictures import sound_file, video_file
 from media.pictures import animation, data_url, encoded, picture, png_of_size
 
@@ -180,6 +187,150 @@ def test_too_many_images_and_a_prompt_that_is_too_long_are_refused(http: httpx.C
     assert answer.status_code == 400 and "images included" in answer.text
 
 
+class Web(http.server.BaseHTTPRequestHandler):
+    """A server that the media server may ask, and that means no good."""
+
+    secrets_asked = 0
+    inner = ""
+    """The URL of a server at 127.0.0.1."""
+
+    def do_GET(self) -> None:
+        with suppress(OSError):
+            getattr(self, "answer_" + self.path.strip("/").replace("-", "_"))()
+
+    def headed(self, length: int | None = None, mime: str = "image/png") -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", mime)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def redirect(self, location: str) -> None:
+        self.send_response(302)
+        self.send_header("Location", location)
+        self.end_headers()
+
+    def answer_picture(self) -> None:
+        self.headed(len(GOOD))
+        self.wfile.write(GOOD)
+
+    def answer_secret(self) -> None:
+        Web.secrets_asked += 1
+        self.answer_picture()
+
+    def answer_page(self) -> None:
+        self.headed(None, "text/html")
+        self.wfile.write(b"<!DOCTYPE html><html></html>")
+
+    def answer_to_loopback(self) -> None:
+        self.redirect(f"{Web.inner}/secret")
+
+    def answer_to_name_of_loopback(self) -> None:
+        self.redirect(f"{Web.inner.replace('127.0.0.1', 'localhost')}/secret")
+
+    def answer_to_cloud_data(self) -> None:
+        self.redirect("http://169.254.169.254/latest/meta-data")
+
+    def answer_to_file(self) -> None:
+        self.redirect("file:///etc/passwd")
+
+    def answer_in_a_circle(self) -> None:
+        self.redirect("/in-a-circle")
+
+    def answer_to_turning(self) -> None:
+        self.redirect(f"http://{TURNING}:{self.server.server_address[1]}/secret")
+
+    def answer_large(self) -> None:
+        self.headed(1 << 40)
+
+    def answer_endless(self) -> None:
+        self.headed()
+        while True:
+            self.wfile.write(bytes(65536))
+
+    def answer_short(self) -> None:
+        self.headed(2 * len(GOOD))
+        self.wfile.write(GOOD)
+
+    def answer_slow(self) -> None:
+        self.headed()
+        for byte in GOOD:
+            self.wfile.write(bytes([byte]))
+            time.sleep(0.1)
+
+    def answer_slow_head(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        for _ in range(1000):
+            self.wfile.write(b"y")
+            time.sleep(0.1)
+
+    def answer_compressed(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        self.wfile.write(gzip.compress(bytes(1 << 20)))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[str]:
+    """The URL under which the media server finds it."""
+    servers = [http.server.ThreadingHTTPServer((address, 0), Web) for address in (PUBLIC_HERE, "127.0.0.1")]
+    for server in servers:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    Web.inner = f"http://127.0.0.1:{servers[1].server_address[1]}"
+    yield f"http://web.example:{servers[0].server_address[1]}"
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+ANSWERS = {
+    "to-loopback": PRIVATE,
+    "to-name-of-loopback": PRIVATE,
+    "to-cloud-data": PRIVATE,
+    "to-file": "only http and https",
+    "in-a-circle": "more than 5 times",
+    "large": "MiB",
+    "endless": "MiB",
+    "short": "cannot be fetched",
+    "missing": "cannot be fetched",
+    "page": "web page",
+    "compressed": "in no format",
+    "slow": "was not fetched within",
+    "slow-head": "was not fetched within",
+}
+
+
+def test_what_other_servers_answer(http: httpx.Client, neighbour: Neighbour, web: str) -> None:
+    """All at once: those that are slow keep nobody waiting."""
+    assert ask(http, f"{web}/picture").status_code == 200
+    with ThreadPoolExecutor(len(ANSWERS)) as executor:
+        answers = dict(zip(ANSWERS, executor.map(lambda path: ask(http, f"{web}/{path}"), ANSWERS), strict=True))
+    for path, reason in ANSWERS.items():
+        assert answers[path].status_code == 400 and reason in answers[path].text, f"{path}: {answers[path].text}"
+    assert Web.secrets_asked == 0
+
+
+def test_a_name_that_changes_leads_nowhere(http: httpx.Client, neighbour: Neighbour, web: str) -> None:
+    """The first answer of the name server counts, also behind a redirection; a later one is checked again."""
+    port, inner_port = web.rpartition(":")[2], Web.inner.rpartition(":")[2]
+    assert ask(http, f"http://{TURNING}:{port}/picture").status_code == 200
+    refused = ask(http, f"http://{TURNING}:{inner_port}/secret")
+    assert refused.status_code == 400 and PRIVATE in refused.text
+    answers = [ask(http, f"{web}/to-turning").status_code for _ in range(2)]
+    assert answers == [200, 400] and Web.secrets_asked == 1, "asked at the public address alone"
+
+
+def test_a_thousand_images_are_refused(http: httpx.Client, neighbour: Neighbour) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_url(GOOD)}}
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part] * 1000}]})
+    assert answer.status_code == 400 and "16 are the limit" in answer.text
+
+
 def test_files_are_read_under_the_allowed_directory_only(
     http: httpx.Client, neighbour: Neighbour, allowed_directory: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +348,28 @@ def test_files_are_read_under_the_allowed_directory_only(
     ):
         answer = ask(http, f"file://{allowed_directory}/{name}")
         assert answer.status_code == 400 and reason in answer.text, answer.text
+
+
+def resident_bytes(server: LiveServer) -> int:
+    """Of all processes of the server."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            if os.getsid(int(status.parent.name)) == server.process.pid:
+                found = re.search(r"VmRSS:\s+(\d+)", status.read_text())
+                total += int(found[1]) << 10 if found else 0
+    return total
+
+
+def test_memory_returns(http: httpx.Client, neighbour: Neighbour, server: LiveServer) -> None:
+    """Whatever was refused twice over: what the first round left warm, the second does not add to."""
+    bad = [url for url, _ in IMAGES.values() if url.startswith("data:")]
+    sizes = []
+    for _ in range(2):
+        for url in bad:
+            assert 400 <= ask(http, url).status_code < 500
+        sizes.append(resident_bytes(server))
+    assert 0 < sizes[1] < sizes[0] + (48 << 20), sizes
 
 
 def test_nothing_stays_in_shared_memory(http: httpx.Client, neighbour: Neighbour, server: LiveServer) -> None:

@@ -59,6 +59,24 @@ def test_frames_of_glm_have_the_placeholder_of_images() -> None:
     assert expanded == [1, 5, 5, 2, 7, 5, 5, 8, 7, 5, 8, 3] and items[1].spans == [(5, 7), (9, 10)]
 
 
+def test_kimi_has_one_placeholder_for_images_and_videos() -> None:
+    """Templates write a text for a video; items stand in the order of the text, however they came."""
+    config = {"model_type": "kimi_k25", "media_placeholder_token_id": 5, "vision_config": {}}
+    tokens = media_tokens(config)
+    assert tokens is not None and tokens.video_frame == 5
+    image, film = MediaSource("image", "i"), MediaSource("video", "v")
+    text = "a<|kimi_k25_video_placeholder|>b<|media_pad|>c"
+    written, media = tokens.with_placeholders(text, [image, film])
+    assert written == "a<|media_pad|>b<|media_pad|>c" and media == [film, image]
+    assert tokens.with_placeholders(text, [image])[1] == [image], "expand says what is missing"
+    entries = [placed("video", [7], 2, [8], 1), placed("image", 3)]
+    ids, items = expand([1, 5, 2, 5, 3], entries, tokens)
+    assert ids == [1, 7, 5, 5, 8, 5, 2, 5, 5, 5, 3]
+    assert [(item.kind, item.spans) for item in items] == [("video", [(2, 4), (5, 6)]), ("image", [(7, 10)])]
+    with pytest.raises(RequestError, match="2 placeholders"):
+        expand([5, 5], entries[:1], tokens)
+
+
 def test_frames_of_gemma_have_marks() -> None:
     tokens = media_tokens(
         {"model_type": "gemma4", "image_token_id": 5, "video_token_id": 6, "vision_config": {}}

@@ -21,9 +21,7 @@ HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def make(family: str, **settings: Any) -> VideoProcessor:
-    processor = video_processor(ProcessorFiles(family, {}, settings))
-    assert processor is not None
-    return processor
+    return video_processor(ProcessorFiles(family, {}, settings))
 
 
 class Numbered(Video):
@@ -47,6 +45,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm4v": ((4, 8, 14), [0.0, 1.0, 2.0]),
         "glm46v": ((12, 8, 14), [0.0, 0.4, 0.7]),
         "gemma4": ((32, 18, 30), [0.0, 0.1, 0.2]),
+        "kimi_k25": ((8, 10, 16), [0.0, 0.5, 1.0]),
     },
     (33, 24.0, (1280, 720)): {
         "qwen3_vl": ((2, 20, 36), [0.23, 1.1]),
@@ -54,6 +53,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm4v": ((1, 52, 92), [0.0]),
         "glm46v": ((4, 52, 92), [0.0, 0.25, 0.54]),
         "gemma4": ((32, 18, 33), [0.0, 0.04, 0.08]),
+        "kimi_k25": ((2, 50, 86), [0.0, 0.67]),
     },
     (100, 29.97, (640, 480)): {
         "qwen3_vl": ((3, 18, 26), [0.33, 1.65, 2.97]),
@@ -61,6 +61,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm4v": ((3, 34, 46), [0.0, 1.0, 2.0]),
         "glm46v": ((10, 34, 46), [0.0, 0.3, 0.6]),
         "gemma4": ((32, 21, 27), [0.0, 0.1, 0.2]),
+        "kimi_k25": ((6, 36, 46), [0.0, 0.53, 1.1]),
     },
     (9000, 25.0, (40, 40)): {
         "qwen3_vl": ((360, 2, 2), [0.26, 1.26, 2.26]),
@@ -68,8 +69,10 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm4v": ((300, 2, 2), [0.0, 1.24, 2.44]),
         "glm46v": ((180, 2, 2), [0.0, 2.0, 4.0]),
         "gemma4": ((32, 24, 24), [0.0, 11.24, 22.48]),
+        "kimi_k25": ((720, 4, 4), [0.0, 0.48, 1.0]),
     },
 }
+KIMI_AT_2 = ["00:00:02.000<|media_begin|>video<|media_content|>", 40, "<|media_end|>"]
 CASES = [(video, family) for video, families in EXPECTED.items() for family in families]
 
 
@@ -90,6 +93,7 @@ def test_frames_and_sizes(video: tuple[int, float, tuple[int, int]], family: str
         ("glm4v", ["<|begin_of_image|>", 28, "<|end_of_image|>0", "<|begin_of_image|>", 28, "<|end_of_image|>1"]),
         ("glm46v", ["<|begin_of_image|>", 28, "<|end_of_image|>0.0 seconds", "<|begin_of_image|>"]),
         ("gemma4", ["00:00 ", 60, " 00:00 ", 60]),
+        ("kimi_k25", ["00:00:00.000<|media_begin|>video<|media_content|>", 40, "<|media_end|>", *KIMI_AT_2]),
     ],
 )
 def test_texts_between_frames(family: str, parts: list[str | int]) -> None:
@@ -124,6 +128,18 @@ def test_frames_of_gemma_have_the_patches_of_the_image() -> None:
         np.testing.assert_allclose(frame, image.pixels, atol=1e-6)
 
 
+def test_frames_of_kimi_have_the_patches_of_the_image() -> None:
+    """The settings of published checkpoints, and the flag's."""
+    settings = {**HALF, "patch_size": 14, "merge_size": 2, "max_patches": 16384, "sample_fps": 2.0, "max_frames": None}
+    still = picture(96, 64)
+    result = make("kimi_k25", **settings)(decoding.Pictures([encoded(still)] * 5))
+    image = image_processor(ProcessorFiles("kimi_k25", settings, {}))(still)
+    assert result.patches.grid == (5, *image.grid[1:]) and result.patches.num_tokens == 2 * image.num_tokens
+    for frame in np.split(result.patches.pixels, 5):
+        np.testing.assert_array_equal(frame, image.pixels)
+    assert make("kimi_k25", **settings, fps=1.0)(Numbered(40, 10.0, (200, 120))).patches.grid == (4, 10, 16)
+
+
 def test_frames_of_an_animation_are_sampled_by_time() -> None:
     settings = {**HALF, "patch_size": 16, "fps": 2, "min_frames": 4, "max_frames": 6}
     result = make("qwen3_vl", **settings)(open_video(animation(40, milliseconds=100)))
@@ -139,4 +155,5 @@ def test_limits() -> None:
         make("glm46v")(Numbered(4, 2.0, (9000, 40)))
     large = make("qwen3_vl", size={"shortest_edge": 1024, "longest_edge": 1 << 30})(Numbered(4, 1.0, (4000, 3000)))
     assert large.patches.grid[1] * large.patches.grid[2] <= 1 << 14, "one frame fits an encoder step"
-    assert video_processor(ProcessorFiles("kimi_k25", {}, {})) is None
+    tall = make("kimi_k25")(Numbered(9, 2.0, (400, 4000)))
+    assert tall.patches.grid[1] * tall.patches.grid[2] <= 4600, "a clip of four fits an encoder step, but for black"

@@ -188,6 +188,20 @@ def test_it_runs_where_torch_and_triton_are_not_installed(tmp_path: Path) -> Non
     assert "Recommended: TP 8" in done.stdout and "Floors are lower bounds" in done.stdout
 
 
+def test_a_session_that_returns_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where main memory is the GPU's own nothing is loaded."""
+    words = ["--model-path", model_dir(tmp_path, "gpt_oss"), "--length", "65536", "--concurrency", "1"]
+    result = planned(capsys, *words, "--gpu", "rtx-pro-6000")
+    (layout,) = [layout for layout in result["layouts"] if layout["layout"] == result["recommended"]]
+    # The full attention of every other one of 36 layers: keys and values of 8 heads of 64, in 16 bits.
+    assert layout["loaded"]["bytes"] == 65536 * 18 * 2 * 8 * 64 * 2
+    assert 0 < layout["loaded"]["seconds"] < layout["predicted"]["prefill"]["seconds"]
+    assert any("NUMA node" in reason for reason in result["reasons"])
+    spark = planned(capsys, *words, "--gpu", "gb10")
+    assert {layout["loaded"]["bytes"] for layout in spark["layouts"]} == {0}
+    assert not any("NUMA node" in reason for reason in spark["reasons"])
+
+
 def test_steps_are_predicted_with_their_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recommendation rests on predictions, which lie above the floors; not so on a card that nobody timed."""
     words = ["--model-path", model_dir(tmp_path, "gpt_oss"), "--gpus", "2", "--length", "2048", "--concurrency", "16"]

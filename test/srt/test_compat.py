@@ -143,7 +143,7 @@ def test_values_that_are_not_read_say_what_to_write(field: str, value: str) -> N
     assert str(caught.value).endswith(f"got {value!r}. {VALUE_HINTS[field, value]}")
 
 
-@pytest.mark.parametrize("spelling", ["--speculative-dflash-dr", "--enable-lora-over"])
+@pytest.mark.parametrize("spelling", ["--uno-lora-p", "--enable-lora-over"])
 def test_abbreviated_unimplemented_flag(spelling: str) -> None:
     with pytest.raises(UserError, match=f"{spelling}[a-z-]+ is not implemented"):
         ServerArgs.from_cli(["--model", "m", spelling, "1"])

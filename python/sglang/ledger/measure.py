@@ -30,6 +30,7 @@ VARIANT_MODULES = (
     "sglang.ledger.variants.block_sparse",
     "sglang.ledger.variants.compressed",
     "sglang.ledger.variants.streams",
+    "sglang.ledger.variants.page_copies",
 )
 
 

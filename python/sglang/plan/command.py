@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.plan.floors import Floor
 from sglang.plan.layouts import CLEARLY, GIB, Load, Prospect, Survey, check_counts, survey
+from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.tuning.steps import StepTime
 
@@ -25,6 +26,13 @@ PREDICTED = (
 MACHINES = (
     "Between machines nobody has measured collectives of this server: they are counted at 200 Gb/s, and take no less"
     ' time than between two cards of one machine ("with NCCL"). A network takes longer; start it and see.'
+)
+ACCEPT_LENGTH = 2.5
+"""Tokens of a request and step with drafts where nothing is said; what a model reaches depends on its texts."""
+DRAFTED = (
+    "Predicted with drafts, at {length:g} tokens of a request and step (--accept-length), which is assumed: a step that"
+    " verifies all guesses and makes the next ones. Pays from: the accept length from which drafts are faster than"
+    " none."
 )
 COLUMNS = (
     ("layout", "servers and GPUs of each"),
@@ -54,6 +62,12 @@ def run_plan(argv: Sequence[str]) -> None:
     parser.add_argument("--gpu", help="rtx-pro-6000, rtx-5090, gb10, ...; this machine's if not given")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a request, prompt and answer; default 8192")
     parser.add_argument("--concurrency", type=int, default=64, help="requests at once, of all servers; default: 64")
+    parser.add_argument(
+        "--accept-length",
+        type=float,
+        default=ACCEPT_LENGTH,
+        help="tokens of a request and step with drafts, where the flags ask for some; default: %(default)s",
+    )
     parser.add_argument("--free-memory", type=float, help="GiB free on a GPU; default: 97%% of what the card has")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, words = parser.parse_known_args(list(argv))
@@ -62,12 +76,15 @@ def run_plan(argv: Sequence[str]) -> None:
     gpus = options.nodes * max(1, arch.gpus_per_machine) if options.gpus is None else options.gpus
     check_counts(gpus, load, options.nodes, arch)
     free = None if options.free_memory is None else int(options.free_memory * GIB)
+    if not options.accept_length >= 1:
+        raise UserError(f"--accept-length {options.accept_length:g} must be at least 1 token.")
     result = survey(words, gpus, arch, load, free, options.nodes)
-    print(json.dumps(to_json(result), indent=2) if options.json else to_text(result))
+    length = options.accept_length
+    print(json.dumps(to_json(result, length), indent=2) if options.json else to_text(result, length))
 
 
-def to_json(result: Survey) -> dict[str, Any]:
-    """Bytes and seconds."""
+def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, Any]:
+    """Bytes and seconds. accept_length: of steps with drafts."""
     best = result.best()
     return {
         "caveat": CAVEAT,
@@ -78,7 +95,7 @@ def to_json(result: Survey) -> dict[str, Any]:
         "nodes": result.nodes,
         "length": result.load.length,
         "concurrency": result.load.concurrency,
-        "layouts": [_prospect_json(prospect) for prospect in result.prospects],
+        "layouts": [_prospect_json(prospect, accept_length) for prospect in result.prospects],
         "refused": [{"layout": str(layout), "reason": reason} for layout, reason in result.refused],
         "tuned_files": {str(layout): file for layout, file in result.tuned_files},
         "recommended": None if best is None else str(best.layout),
@@ -86,7 +103,7 @@ def to_json(result: Survey) -> dict[str, Any]:
     }
 
 
-def _prospect_json(prospect: Prospect) -> dict[str, Any]:
+def _prospect_json(prospect: Prospect, accept_length: float) -> dict[str, Any]:
     return {
         "layout": str(prospect.layout),
         "tp_size": prospect.layout.tp_size,
@@ -104,6 +121,8 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
         "tokens_per_second_at_most": prospect.tokens_per_second,
         "prefill": _floor_json(prospect.prefill),
         "predicted": _predicted_json(prospect),
+        "loaded": {"bytes": prospect.loaded_bytes, "seconds": prospect.loaded_seconds},
+        "with_drafts": _drafted_json(prospect, accept_length),
         "commands": list(prospect.commands),
         "notes": list(prospect.notes),
     }
@@ -127,6 +146,25 @@ def _predicted_json(prospect: Prospect) -> dict[str, Any] | None:
     }
 
 
+def _drafted_json(prospect: Prospect, accept_length: float) -> dict[str, Any] | None:
+    """Seconds of the parts of steps with drafts, and tokens a second; None without drafts or a prediction."""
+    if prospect.predicted is None or prospect.predicted.drafted is None:
+        return None
+    names = ("decode_one", "decode_load")
+    steps: dict[str, Any] = {
+        name: {
+            "verify_seconds": step.verify.seconds,
+            "draft_seconds": step.draft.seconds,
+            "pays_from": step.pays_from,
+            "tokens_per_second": prospect.layout.servers * step.tokens_per_second(accept_length)
+            if name == "decode_load"
+            else step.tokens_per_second(accept_length),
+        }
+        for name, step in zip(names, prospect.predicted.drafted, strict=True)
+    }
+    return {"accept_length": accept_length, **steps}
+
+
 def _floor_json(floor: Floor) -> dict[str, Any]:
     return {
         "read_bytes": round(floor.read_bytes),
@@ -140,8 +178,8 @@ def _floor_json(floor: Floor) -> dict[str, Any]:
     }
 
 
-def to_text(result: Survey) -> str:
-    """The table, for people."""
+def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
+    """The table, for people. accept_length: of steps with drafts."""
     arch, load = result.explanation.arch, result.load
     lines = [
         f"{result.explanation.model.architecture} on {result.gpus} x {arch.product or arch.name},"
@@ -163,7 +201,7 @@ def to_text(result: Survey) -> str:
         lines.append(f"No kernel here serves {names}.")
     lines += ["", *_table(result), ""]
     lines += [f"{name}: {meaning}" for name, meaning in dict(COLUMNS).items() if name != "layout"]
-    lines += ["", *_traffic(result), *_predictions(result)]
+    lines += ["", *_traffic(result), *_predictions(result), *_drafted(result, accept_length)]
     best = result.best()
     if best is not None:
         lines += ["", f"Recommended: {best.layout}", *(f"  - {reason}" for reason in reasons(result))]
@@ -261,6 +299,25 @@ def _predictions(result: Survey) -> list[str]:
     return lines
 
 
+def _drafted(result: Survey, accept_length: float) -> list[str]:
+    """The table of predicted steps with drafts; nothing without drafts, or for a card that nobody timed."""
+    rows: list[tuple[str, ...]] = [
+        ("layout", "1 req ms", "pays from", "tok/s", "load ms", "pays from", "tok/s"),
+    ]
+    for prospect in result.prospects:
+        if prospect.predicted is None or prospect.predicted.drafted is None:
+            continue
+        cells = [str(prospect.layout)]
+        for step, servers in zip(prospect.predicted.drafted, (1, prospect.layout.servers), strict=True):
+            speed = servers * step.tokens_per_second(accept_length)
+            cells += [f"{step.seconds * 1e3:.2f}", f"{step.pays_from:.2f}", f"{speed:,.0f}"]
+        rows.append(tuple(cells))
+    if len(rows) == 1:
+        return []
+    text = DRAFTED.format(length=accept_length)
+    return ["", *textwrap.wrap(text, 116), "", *_aligned(rows)]
+
+
 def reasons(result: Survey) -> list[str]:
     """Returns the reasons for the recommended layout, or why there is none."""
     best = result.best()
@@ -288,6 +345,13 @@ def reasons(result: Survey) -> list[str]:
         texts.append(f"only {at_once} of {result.load.concurrency} requests run at once; the others wait")
     else:
         texts.append(f"its cache holds {best.most_requests:,} requests of {result.load.length:,} tokens at once")
+    if best.predicted is not None and 0 < best.loaded_seconds < best.predicted.prefill.seconds:
+        texts.append(
+            f"with --enable-hierarchical-cache a prefix of {result.load.length:,} tokens that the GPUs have evicted"
+            f" takes {best.loaded_seconds * 1e3:,.0f} ms to load ({best.loaded_bytes / 1e9:.2f} GB to each GPU),"
+            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; twice the cache of a"
+            f" GPU is {2 * best.cache / GIB:,.1f} GiB of main memory at its NUMA node"
+        )
     alone = result.fastest_alone()
     if alone is not None and alone.one_request_per_second >= CLEARLY * best.one_request_per_second:
         how = "at most" if alone.predicted is None else "predicted"

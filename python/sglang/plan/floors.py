@@ -76,9 +76,10 @@ class StepFloors:
 
     def decode(self, num_requests: int, length: int) -> Floor:
         """One token for each of `num_requests` requests, all `length` tokens long."""
-        read = self._weight_bytes(num_requests) + num_requests * self._cache_bytes(length)
+        of_group = -(-num_requests // self.serving.attn_dp_size)
+        read = self._weight_bytes(num_requests) + of_group * self._cache_bytes(length)
         pairs = sum(self._attended(layer, length, _entries) for layer in self.model.layers)
-        return self._floor(read, num_requests, num_requests * pairs, num_requests, self._exchanged(num_requests))
+        return self._floor(read, num_requests, of_group * pairs, num_requests, self._exchanged(num_requests))
 
     def prefill(self, num_tokens: int) -> Floor:
         """A prompt that nothing is cached of; logits of its last token."""
@@ -89,7 +90,7 @@ class StepFloors:
         """The bytes of each collective in which ranks that share out tokens gather queries, and exchange what each made
         of its own: those that one rank receives or keeps, of half of which an all-reduce would take as long."""
         ranks, sizes = self.serving.ranks, []
-        for site in (site_of(layer.mixer, ranks.tp_size, ranks.dcp_size) for layer in self.model.layers):
+        for site in (site_of(layer.mixer, ranks.attn_tp_size, ranks.dcp_size) for layer in self.model.layers):
             if site is not None and site.token_ranks > 1:
                 heads = num_requests * site.gathered.num_heads * self._item
                 sizes += [float(heads * site.shape.head_dim), float(heads * site.shape.v_head_dim)]
@@ -212,7 +213,7 @@ class StepFloors:
 
     def _attended(self, layer: LayerSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Operations of a rank's heads over what they attend to, without an indexer's scores."""
-        mixer, shape = layer.mixer, layer.mixer.attention_shape(self.serving.tp_size)
+        mixer, shape = layer.mixer, layer.mixer.attention_shape(self.serving.attn_tp_size)
         if shape is None:
             return 0.0
         dims = shape.head_dim + shape.v_head_dim

@@ -13,10 +13,12 @@ from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.plan import serving_of
 from sglang.srt.plan.pool_checks import with_pages
+from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -26,6 +28,11 @@ ADDRESS = "10.0.0.1:50000"
 """Stands for an address of machine 0 in the network between the machines."""
 UNEVEN = 0.9
 """The weight of the average rank's rate where each has whole experts: a guess; they must be clearly better."""
+
+
+LOAD_RATE = 40e9
+"""Bytes a second from main memory to a GPU: three quarters of what a pinned copy reaches over PCIe 5 with 16 lanes, and
+a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,13 @@ class Prospect:
     notes: tuple[str, ...]
     predicted: Prediction | None = None
     starts: bool = True
+    loaded_bytes: int = 0
+    """Of a request of the load whose whole prefix comes from main memory, on one GPU: tokens and a state; windows are
+    left out. 0: its memory is the machine's, so that nothing comes from elsewhere."""
+
+    @property
+    def loaded_seconds(self) -> float:
+        return self.loaded_bytes / LOAD_RATE
 
     @property
     def tokens_per_second(self) -> float:
@@ -235,7 +249,7 @@ def _prospect(
     most = requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), most))
     a_step = -(-each // layout.pp_size)  # stages compute different requests at the same time, which take turns
-    memory = plan["memory"]
+    memory, cost = plan["memory"], cache_cost(explained.groups)
     return Prospect(
         layout=layout,
         weights=memory["weights"],
@@ -248,9 +262,17 @@ def _prospect(
         prefill=floors.prefill(load.length),
         commands=tuple(layout.commands(words, a_machine // layout.gpus_each if a_machine else None)),
         notes=explained.notes,
-        predicted=predict(model, serving, explained.arch, a_step, load.length) if layout.machines == 1 else None,
+        predicted=_predicted(explained, model, serving, a_step, load.length) if layout.machines == 1 else None,
         starts=explained.problem is None,
+        loaded_bytes=0 if explained.arch.unified_memory else int(cost.bytes_per_token * load.length) + cost.state_bytes,
     )
+
+
+def _predicted(
+    explained: Explanation, model: ModelDescription, serving: Serving, requests: int, length: int
+) -> Prediction | None:
+    draft = None if explained.draft is None else explained.draft.description
+    return predict(model, serving, explained.arch, requests, length, draft, explained.width)
 
 
 def requests_that_fit(plan: dict[str, Any], length: int) -> int:

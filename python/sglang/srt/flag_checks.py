@@ -103,6 +103,7 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
     yield from _of_machines(args)
+    yield from _of_attention_groups(args)
     if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
         text = (
             f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
@@ -140,6 +141,31 @@ def _of_machines(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"nnodes", "speculative_ngram_external_corpus_path"}, text
 
 
+def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
+    groups = args.attn_dp_size
+    if args.enable_dp_lm_head and groups == 1:
+        text = (
+            "--enable-dp-lm-head gives every attention group the whole vocabulary: it needs --enable-dp-attention, with"
+            " --tp-size above 1."
+        )
+        yield {"enable_dp_lm_head", "attn_dp_size"}, text
+    if groups == 1:
+        return
+    if args.tp_size % groups:
+        text = f"--attn-dp-size {groups} does not divide --tp-size {args.tp_size}, whose GPUs are the groups."
+        yield {"attn_dp_size", "tp_size"}, text
+    for name, what in (("pp_size", "stages"), ("dcp_size", "tokens that ranks share out")):
+        if getattr(args, name) > 1:
+            text = f"--attn-dp-size {groups} does not go with {what} ({flag(name)} {getattr(args, name)}) so far."
+            yield {"attn_dp_size", name}, text
+    if args.speculative_algorithm is not None:
+        text = f"--attn-dp-size {groups} does not go with --speculative-algorithm so far: remove one of them."
+        yield {"attn_dp_size", "speculative_algorithm"}, text
+    if args.enable_hierarchical_cache:
+        text = f"--attn-dp-size {groups} does not go with --enable-hierarchical-cache so far: remove one of them."
+        yield {"attn_dp_size", "enable_hierarchical_cache"}, text
+
+
 MEDIA_KINDS = ("image", "video", "audio")
 
 
@@ -148,6 +174,9 @@ def _of_media(args: Any) -> Iterator[tuple[set[str], str]]:
     if any(kind not in MEDIA_KINDS or type(limit) is not int or limit < 0 for kind, limit in limits.items()):
         text = f'--limit-mm-data-per-request takes whole numbers by kind, such as {{"image": 4}}; got {limits}.'
         yield {"limit_mm_data_per_request"}, text
+    if args.mm_enable_dp_encoder and args.pp_size > 1:
+        text = "--mm-enable-dp-encoder does not work with --pp-size: only some stages encode; remove one of the two."
+        yield {"mm_enable_dp_encoder", "pp_size"}, text
     directory = args.allowed_local_media_path
     if directory is not None and not Path(directory).is_dir():
         yield {"allowed_local_media_path"}, f"--allowed-local-media-path {directory} is no directory."

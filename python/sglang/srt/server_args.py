@@ -232,6 +232,22 @@ class ServerArgs:
         "--decode-context-parallel-size",
         minimum=1,
     )
+    enable_dp_attention: bool = option(
+        False,
+        PARALLEL,
+        "Groups of the --tp-size GPUs have requests, attention and caches of their own; --attn-dp-size says how many. "
+        "Without it --dp-size does, and otherwise every GPU is one.",
+    )
+    attn_dp_size: int = option(
+        1,
+        PARALLEL,
+        "Groups of the --tp-size GPUs that have requests, attention and caches of their own.",
+        "--attention-data-parallel-size",
+        minimum=1,
+    )
+    enable_dp_lm_head: bool = option(
+        False, PARALLEL, "Each of these groups holds the whole vocabulary, so that no logits leave it."
+    )
     dcp_comm_backend: str = option(
         "a2a",
         PARALLEL,
@@ -467,6 +483,11 @@ class ServerArgs:
         "Leave out the tower of a model that sees: its memory goes to the KV cache, and images are refused.",
         "--disable-multimodal",
     )
+    mm_enable_dp_encoder: bool = option(
+        False,
+        MEDIA,
+        "The ranks of --tp-size share out the images and frames of an encoder step; otherwise each computes all.",
+    )
     limit_mm_data_per_request: str = option(
         '{"image": 16, "video": 2}',
         MEDIA,
@@ -539,6 +560,12 @@ class ServerArgs:
             self.tokenizer_path = self.model_path
         if self.served_model_name is None:
             self.served_model_name = self.model_path
+        if self.enable_dp_attention and self.attn_dp_size == 1:
+            if self.dp_size > 1:  # --dp-size named the groups before --attn-dp-size did
+                self.attn_dp_size, self.dp_size = self.dp_size, 1
+            else:
+                self.attn_dp_size = self.tp_size
+        self.enable_dp_attention = self.attn_dp_size > 1
         if self.random_seed is None:
             self.random_seed = random.SystemRandom().randrange(1 << 30)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.best_times import best
+from sglang.tuning.draft_steps import DraftedStep, time_drafted
 from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.sglang_times import of_sglang
-from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total
+from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total, verify_step
 
 BATCHES, PREFILL, CONTEXT = (1, 16, 64, 256), 8192, 2048
 HEAD = (
@@ -42,6 +45,57 @@ def time_lines(
         yield ""
         yield f"{step}:"
         yield from _table(DETAILS, [_details(row) for row in sorted(rows, key=lambda row: -row.seconds)])
+
+
+DRAFTED_BATCHES = (1, 8, 32, 64)
+DRAFTED = ("requests", "plain, ms", "verify, ms", "draft, ms", "pays from")
+
+
+def drafted_steps(drafts: Drafts, serving: Serving, arch: ArchTraits, context: int) -> list[DraftedStep]:
+    """Returns steps with all guesses of as many requests as DRAFTED_BATCHES says. Raises UserError."""
+    steps = (verify_step(batch, drafts.width, context) for batch in DRAFTED_BATCHES)
+    return [time_drafted(drafts.model, drafts.draft, serving, step, arch) for step in steps]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What steps with drafts are predicted of. draft None: guesses are looked up. `width`: tokens of a request in a
+    step, the last sampled one included. `accept_lengths`: tokens of a request that stand, of which speeds are given."""
+
+    model: ModelDescription
+    draft: DraftDescription | None
+    width: int
+    accept_lengths: tuple[float, ...]
+
+
+def drafted_lines(drafts: Drafts, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> Iterator[str]:
+    """A table of steps with drafts. Raises UserError for a card that nobody measured."""
+    guesses = drafts.width - 1
+    yield f"Steps with {guesses} guess{'es' * (guesses > 1)} of each request. Pays from: the accept length (tokens of a"
+    yield "request and step) from which drafts are faster than none. Then tokens/s, plain and at accept lengths."
+    yield ""
+    lengths = [f"at {length:g}" for length in drafts.accept_lengths]
+    rows = []
+    for drafted in drafted_steps(drafts, serving, arch, context):
+        batch, parts = drafted.step.batch, (drafted.plain, drafted.verify, drafted.draft)
+        speeds = (batch / drafted.plain.seconds, *map(drafted.tokens_per_second, drafts.accept_lengths))
+        ms = (f"{part.seconds * 1e3:.2f}" for part in parts)
+        rows.append((str(batch), *ms, f"{drafted.pays_from:.2f}", *(f"{speed:,.0f}" for speed in speeds)))
+    yield from _table((*DRAFTED, "plain tok/s", *lengths), rows)
+
+
+def drafted_json(drafts: Drafts, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> dict[str, Any]:
+    """Returns, by number of requests, seconds of a step's parts and tokens a second by accept length."""
+    return {
+        str(drafted.step.batch): {
+            "plain": drafted.plain.seconds,
+            "verify": drafted.verify.seconds,
+            "draft": drafted.draft.seconds,
+            "pays_from": drafted.pays_from,
+            "tokens_per_second": {f"{n:g}": drafted.tokens_per_second(n) for n in drafts.accept_lengths},
+        }
+        for drafted in drafted_steps(drafts, serving, arch, context)
+    }
 
 
 SUMMARY = ("step", "ours, ms", "range", "tok/s", "best ops, ms", "floor, ms")

@@ -7,7 +7,7 @@ total(rows).seconds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
@@ -50,11 +50,13 @@ from sglang.tuning.rates import ceilings_of
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`batch` requests; decoding: one new token each, `context` cached ones with it. A prompt: `new` tokens each."""
+    """`batch` requests; decoding: one new token each, `context` cached ones with it. A prompt: `new` tokens each.
+    `verifies`: the `new` tokens are the last one and guesses, and all of them have logits."""
 
     batch: int
     new: int
     context: int
+    verifies: bool = False
 
     @property
     def tokens(self) -> int:
@@ -67,11 +69,17 @@ class Step:
     def __str__(self) -> str:
         if self.decodes:
             return f"decode {self.batch} at {self.context} tokens"
+        if self.verifies:
+            return f"verify {self.new} tokens of each of {self.batch} at {self.context} tokens"
         return f"prefill of {self.tokens} tokens"
 
 
 def decode_step(batch: int, context: int = 2048) -> Step:
     return Step(batch, 1, context)
+
+
+def verify_step(batch: int, width: int, context: int = 2048) -> Step:
+    return Step(batch, width, context, verifies=width > 1)
 
 
 def prefill_step(tokens: int) -> Step:
@@ -127,9 +135,13 @@ def unserved_ops(model: ModelDescription, serving: Serving, arch: ArchTraits) ->
 
 def time_step(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> list[TimedOp]:
     """Raises UserError where experts cannot be divided, or for a card that nobody measured."""
-    unserved = unserved_ops(model, serving, arch)
+    return timed(ops_of(model, serving, step), unserved_ops(model, serving, arch), arch)
+
+
+def timed(ops: Iterable[tuple[str, Op]], unserved: frozenset[str], arch: ArchTraits) -> list[TimedOp]:
+    """Returns the ops with their times, equal ones together. Raises UserError for a card that nobody measured."""
     counts: dict[tuple[str, Op], int] = {}
-    for name, op in ops_of(model, serving, step):
+    for name, op in ops:
         counts[name, op] = counts.get((name, op), 0) + 1
     ceilings = ceilings_of(arch)
     return [
@@ -164,16 +176,20 @@ def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tu
     scheme = quant.scheme if quant else None
     yield "embedding", Elementwise("embedding", 4.0 * tokens * hidden)
     for i, layer in enumerate(model.layers):
-        yield from _layer(model, i, layer, serving, step, rows, scheme)
-    vocab = -(-model.vocab_size // serving.tp_size)
-    head = model.head_quant
-    yield "lm_head", Linear(step.batch, vocab, hidden, head.scheme if head else None)
+        yield from layer_ops(model, i, layer, serving, step, rows, scheme)
+    yield from head_ops(model, serving, tokens if step.verifies else step.batch)
+
+
+def head_ops(model: ModelDescription, serving: Serving, rows: int) -> Iterator[tuple[str, Op]]:
+    """Yields the ops from the last hidden states of `rows` tokens to what is sampled."""
+    vocab, head = -(-model.vocab_size // serving.ranks.vocab_tp_size), model.head_quant
+    yield "lm_head", Linear(rows, vocab, model.hidden_size, head.scheme if head else None)
     if serving.tp_size > 1:
-        yield "all_gather of logits", AllGather(4 * step.batch * model.vocab_size, serving.tp_size)
-    yield "sampling", Elementwise("sampling", 4.0 * 3 * step.batch * model.vocab_size, 3)
+        yield "all_gather of logits", AllGather(4 * rows * model.vocab_size, serving.tp_size)
+    yield "sampling", Elementwise("sampling", 4.0 * 3 * rows * model.vocab_size, 3)
 
 
-def _layer(
+def layer_ops(
     model: ModelDescription,
     index: int,
     layer: LayerSpec,
@@ -183,23 +199,50 @@ def _layer(
     expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
     tokens, hidden = step.tokens, model.hidden_size
-    blocks = [(layer.mixer.weights(hidden, serving.tp_size), _mixer(layer, serving, step))]
+    of_group = step_of_group(step, serving.attn_dp_size)
+    mixer = (layer.mixer.weights(hidden, serving.attn_tp_size), _mixer(layer, serving, of_group))
+    blocks = [(*mixer, of_group.tokens, _sums(of_group.tokens * hidden, serving.attn_tp_size))]
     blocks += (
-        (block.weights(hidden, serving.ranks, rows), _feed_forward(model, block, serving, tokens, rows, expert_scheme))
+        (
+            block.weights(hidden, serving.ranks, rows),
+            _feed_forward(model, block, serving, tokens, rows, expert_scheme),
+            tokens,
+            _sums_of_groups(tokens * hidden, serving),
+        )
         for block in layer.token_blocks
     )
-    for parts, ops in blocks:
+    for parts, ops, computed, sums in blocks:
         matrices = [part for part in parts if isinstance(part, Matrix)]
         if not parts:
             continue
-        yield from _residual(layer, tokens, hidden)
+        yield from _residual(layer, of_group.tokens, hidden)
         for matrix in matrices:
             if not matrix.experts:
                 quant = model.quant_of(index, matrix)
-                yield matrix.name, Linear(tokens, matrix.rows, matrix.cols, quant.scheme if quant else None)
+                yield matrix.name, Linear(computed, matrix.rows, matrix.cols, quant.scheme if quant else None)
         yield from ops
-        if serving.tp_size > 1:
-            yield "all_reduce", AllReduce(2 * tokens * hidden, serving.tp_size)
+        yield from sums
+
+
+def step_of_group(step: Step, attn_dp_size: int) -> Step:
+    """Returns the part of a step that the busiest attention group has, where groups have requests of their own."""
+    return replace(step, batch=-(-step.batch // attn_dp_size))
+
+
+def _sums(elements: int, ranks: int) -> Iterator[tuple[str, Op]]:
+    if ranks > 1:
+        yield "all_reduce", AllReduce(2 * elements, ranks)
+
+
+def _sums_of_groups(elements: int, serving: Serving) -> Iterator[tuple[str, Op]]:
+    """Attention groups with requests of their own gather rows and scatter sums: each has half of the bytes of a sum on
+    all ranks, and is counted as a sum of half as many."""
+    if serving.attn_dp_size == 1:
+        yield from _sums(elements, serving.tp_size)
+        return
+    yield from _sums(elements // 2, serving.tp_size)
+    yield from _sums(elements // 2, serving.tp_size)
+    yield from _sums(elements // serving.attn_dp_size, serving.attn_tp_size)
 
 
 def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
@@ -212,7 +255,7 @@ def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str,
 
 
 def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
-    mixer, tp = layer.mixer, serving.tp_size
+    mixer, tp = layer.mixer, serving.attn_tp_size
     item = math.ceil(value_bytes(serving.kv_dtype))  # the model has no four-bit kernels: as FP8, at most
     if isinstance(mixer, GQA):
         heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
@@ -225,7 +268,10 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
         sharing = mixer.token_ranks(tp, serving.dcp_size)
         yield from _gathered_queries(step, sharing, heads * dims[0])
-        if mixer.indexer is not None and step.context > mixer.top_k:
+        if mixer.block > 1:  # the rows of a draft's block attend as the heads of one
+            one = decode_step(step.batch, step.context)
+            yield _attention(one, heads * mixer.block, kv, dims, item, mixer.window)
+        elif mixer.indexer is not None and step.context > mixer.top_k:
             yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
         else:
             local = _own_tokens(step, sharing)
@@ -259,7 +305,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
 
 def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tuple[str, Op]]:
     """Prompts take four launches, which hand on the sums of decays in fp32, u, w, and numbers for pairs of tokens."""
-    width, heads = mixer.width(serving.tp_size), mixer.num_heads // serving.tp_size
+    width, heads = mixer.width(serving.attn_tp_size), mixer.num_heads // serving.attn_tp_size
     yield "causal_conv1d", Elementwise("causal_conv1d", 12.0 * step.tokens * width)
     item = KV_DTYPE_BYTES.get(serving.state_dtype or mixer.state_dtype, 4)
     states, rows = 2.0 * step.batch * width * mixer.head_dim * item, 10.0 * step.tokens * width
@@ -311,14 +357,15 @@ def _blocks(
 
 
 def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iterator[tuple[str, Op]]:
-    """Absorbed where a step decodes or selects; other prompts over keys and values that are made of latents."""
+    """Absorbed where a step decodes, verifies or selects; other prompts over keys and values that are made of
+    latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
     yield "latent_norm_rope_store", Elementwise("latent_norm_rope_store", size)
     selects = mixer.sparse and step.context > mixer.top_k
     if mixer.indexer is not None and selects:
         yield "sparse_indexer", EntryChoice(tokens, _mean_context(step), step.batch, mixer.indexer.num_heads)
-    if step.decodes or selects:
+    if step.decodes or step.verifies or selects:
         yield "latent_absorb", LatentAbsorb(tokens, heads, lora, mixer.nope_dim)
         yield from _gathered_queries(step, sharing, heads * mixer.latent_dim)
         if selects:
@@ -327,7 +374,7 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iter
             yield "sparse_attention", SelectedAttention(*sizes)
         else:
             context = _own_tokens(step, sharing).context
-            keys_of = Keys(step.batch, context, heads * sharing, 1, mixer.latent_dim, lora, item, True)
+            keys_of = Keys(step.batch, context, heads * sharing * step.new, 1, mixer.latent_dim, lora, item, True)
             yield "decode_attention", DecodeAttention(keys_of)
         yield from _exchanged_parts(step, sharing, heads * lora)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)

@@ -53,6 +53,20 @@ def test_conversation() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "kept_s"),
+    [
+        ({}, 0.0),
+        ({"cache_control": {"type": "ephemeral"}}, 300.0),
+        ({"system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]}, 3600.0),
+        ({"system": [{"type": "text", "text": "a", "cache_control": None}]}, 0.0),
+        ({"tools": [{"name": "a", "input_schema": {}, "cache_control": {"type": "ephemeral"}}]}, 300.0),
+    ],
+)
+def test_a_prompt_with_a_cache_control_is_kept(fields: dict[str, Any], kept_s: float) -> None:
+    assert translated(**fields).keep_s == kept_s
+
+
 def test_options() -> None:
     tool = {"name": "clock", "description": "d", "input_schema": {"type": "object"}, "strict": True}
     request = translated(

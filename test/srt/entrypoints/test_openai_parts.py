@@ -165,6 +165,13 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return parse_body(json.dumps({"messages": USER, **fields}).encode(), ChatCompletionRequest)
 
 
+def test_prompts_are_kept_for_as_long_as_asked() -> None:
+    assert chat().keep_s == chat(prompt_cache_retention="in_memory", prompt_cache_key="k").keep_s == 0.0
+    assert chat(prompt_cache_retention="24h").keep_s == 86_400.0
+    with pytest.raises(ApiError, match="prompt_cache_retention"):
+        chat(prompt_cache_retention="forever")
+
+
 def test_only_given_parameters_are_set() -> None:
     assert sampling_dict(chat(), None) == {"max_new_tokens": None}
     given = sampling_dict(chat(temperature=0, seed=5, min_tokens=2, n=3, stop="x", logit_bias={"4": -100}), 9)

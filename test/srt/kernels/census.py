@@ -91,6 +91,7 @@ from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
@@ -514,6 +515,30 @@ def _pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) -> None:
             )  # fmt: skip
 
 
+def _pooled_latent(mixer: PooledLatent, tp_size: int, arch: ArchTraits) -> None:
+    """The latents' store, the indexer's keys, queries and choice, and attention to tokens of what it selects and to
+    those behind."""
+    rank, index, rot = mixer.latent.kv_lora_rank, mixer.indexer, mixer.rope.rot_dim
+    shape = AttentionShape(mixer.shares(tp_size).padded_heads, 1, rank, rank)
+    cache, cos_sin = empty(SLOTS, 1, rank), empty(1, rot, dtype=torch.float32)
+    before = mixer.latent.q_lora_rank
+    for tokens in (1, 100, 300):
+        joined, at = empty(tokens, before + rank), empty(tokens, dtype=torch.int64)
+        norm.rmsnorm(joined[:, :before], empty(before), 1e-6)
+        none, latents, weight = empty(tokens, 0, rank), joined[:, before:], empty(rank)
+        tail_rotation.shared_kv_norm_rope_store(none, latents, at, cos_sin, weight, 1e-6, cache, at)
+        norms = [empty(index.head_dim, dtype=torch.float32)] * 2
+        index_rope.index_norm_rope(empty(tokens, index.head_dim), None, 0, at, cos_sin, *norms, 1e-6)
+        rows = empty(tokens, 2, index.head_dim, dtype=torch.float32)
+        bias = rows.new_empty(mixer.block, index.head_dim)
+        state = rows.new_empty(REQUESTS, mixer.block, *rows.shape[1:])
+        keys = empty(SLOTS // mixer.block, 1, index.head_dim)
+        compressor.compress(rows, bias, state, at, at, at, None, 0.0, None, keys, at)
+        compressor.keep(rows, state, at, at, at)
+    _selected(shape, [(cache, selected(64)), (cache, selected(mixer.block - 1))], False, "bfloat16", arch)
+    _indexer(index, mixer.block, arch)
+
+
 def _gated_streams(streams: int, rank: int, hidden: int) -> None:
     """Before the first block, between blocks, and behind the last one."""
     for tokens in (1, 100):
@@ -692,6 +717,7 @@ _MIXERS: dict[type, Callable[..., None]] = {
     MLA: _latent,
     CompressedSparse: _compressed_sparse,
     PooledSparse: _pooled_sparse,
+    PooledLatent: _pooled_latent,
     GatedDelta: _gated_delta,
     KimiDelta: _kimi_delta,
     Mamba2: _mamba2,

@@ -1,5 +1,5 @@
-"""Tiny models of Qwen3.8-Flash-Next whose layers run the Triton kernels: they compute what the torch kernels do, also
-for prompts in parts, padding, and guesses that are taken back."""
+"""Tiny models of Qwen3.8-Flash-Next and GLM-5.3-Flash whose layers run the Triton kernels: they compute what the torch
+kernels do, also for prompts in parts, padding, and guesses that are taken back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
 from sglang.srt.layers.ngrams import native as ngram_ops
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
+from sglang.srt.layers.recurrent.triton_ops import channel_recurrence
 from sglang.srt.layers.recurrent.triton_ops.gated_norm import gated_rmsnorm
-from sglang.srt.layers.triton_ops import gated_streams
+from sglang.srt.layers.triton_ops import gated_streams, index_rope, index_store
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from srt.model_executor import test_compressed_steps as steps
 from srt.model_executor.graph_stand_ins import in_graphs
@@ -99,6 +101,43 @@ def test_kernels_in_graphs_with_guesses(tmp_path: Path, monkeypatch: pytest.Monk
     with in_graphs(scheduler.runner, GraphSizes((1, 4), (16,), (0, 4))) as replays:
         assert steps.run(scheduler, steps.prompts()) == want
     assert {step.prompts is None for step in replays} == {True, False}
+
+
+def sparse_attention(plan: object) -> Any:
+    return lambda q, sources, out, **rest: sparse_attention_fwd(q, sources, out, **rest, tile=TILE, num_sms=8)
+
+
+OF_LATENTS = {
+    "kv_compressor": compressor.KV_COMPRESSOR,
+    "shared_kv_norm_rope_store": tail_rotation.shared_kv_norm_rope_store,
+    "index_norm_rope": index_rope.index_norm_rope,
+    "index_queries": index_store.index_queries,
+    "kimi_delta_rule": channel_recurrence.CHANNEL_RECURRENCE,
+    "gated_rmsnorm": gated_rmsnorm,
+    "sparse_indexer": indexer,
+    "sparse_attention": sparse_attention,
+}
+
+
+@dataclass(frozen=True)
+class LatentKernelPlan(NativePlan):
+    def entry(self, op: str) -> Any:
+        return OF_LATENTS[op] if op in OF_LATENTS else super().entry(op)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
+def test_kernels_of_pooled_latents_in_a_model(tmp_path: Path) -> None:
+    """The indexer drops runs: three of up to twelve are selected."""
+    save_tiny("glm5_next_wide", tmp_path)
+    native = plan_for(tmp_path)
+    runners = [TinyRunner(native), TinyRunner(LatentKernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype))]
+    tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
+    results = []
+    for runner in runners:
+        parts = [*runner.extend({3: tokens[:29], 1: other[:4]}), *runner.extend({1: other[4:], 3: tokens[29:42]})]
+        parts += [runner.decode({3: token, 1: 6}) for token in tokens[42:]]
+        results.append(torch.cat(parts))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=2e-3)
 
 
 @pytest.mark.thorough

@@ -68,7 +68,7 @@ def test_prefixes_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Scales travel with the codes."""
     monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
     with short_pauses():
-        seen = host_schedules(HostWorld("mistral_windows", tmp_path, options=HOST), "none", 4, range(2))
+        seen = host_schedules(HostWorld("mistral_windows", tmp_path, options=HOST), "none", 4, range(4))
     assert seen["loaded"] and seen["saved"], seen
 
 

@@ -24,8 +24,9 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenMeta
 from sglang.srt.mem_cache import host_tier
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
-from sglang.srt.mem_cache.copy_engine import PagePool, PendingCopy, ThreadedCopies
+from sglang.srt.mem_cache.copy_engine import Copier, PendingCopy, ThreadedCopies
 from sglang.srt.mem_cache.host_tier import HostTier
+from sglang.srt.mem_cache.page_pool import PagePool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
@@ -47,12 +48,12 @@ class TroubledCopies(ThreadedCopies):
         self.random, self.failures, self.failed = random.Random(seed), failures, 0
         super().__init__(pools, device, num_threads=3)
 
-    def run(self, pending: PendingCopy, staging: torch.Tensor) -> None:
+    def run(self, pending: PendingCopy, copier: Copier) -> None:
         time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
         if self.random.random() < 0.2:
             self._leave_garbage(pending)
             raise Trouble
-        super().run(pending, staging)
+        super().run(pending, copier)
         time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
 
     def _leave_garbage(self, pending: PendingCopy) -> None:
@@ -60,9 +61,8 @@ class TroubledCopies(ThreadedCopies):
             if len(moves) and pending.to_host:
                 pool.host[moves.targets - 1] = 77
             elif len(moves):
-                for _, parts in pool.bundles:
-                    for part in parts:
-                        part[torch.from_numpy(moves.targets)] = 77
+                for part in pool.parts:
+                    part[torch.from_numpy(moves.targets)] = 77
 
 
 class HostWorld(World):
@@ -211,11 +211,11 @@ class GatedCopies(ThreadedCopies):
         self.gate.set()
         super().__init__(pools, device)
 
-    def run(self, pending: PendingCopy, staging: torch.Tensor) -> None:
+    def run(self, pending: PendingCopy, copier: Copier) -> None:
         assert self.gate.wait(60)
         if self.fails:
             raise Trouble
-        super().run(pending, staging)
+        super().run(pending, copier)
 
 
 class Server:
@@ -307,6 +307,44 @@ def test_only_what_is_used_twice_is_copied(folder: Path) -> None:
     assert through.tier.counts.saved_tokens >= len(PROMPT)
 
 
+def test_a_prompt_with_a_hint_is_copied_at_once_and_outlives_others(folder: Path) -> None:
+    server = Server(folder)
+    message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)
+    message.received, message.keep_s = 1000.0, 300.0
+    add(server.scheduler, message)
+    while not server.scheduler.idle:
+        server.steps(1)
+    host = server.tier.host.tree
+    assert server.tier.counts.saved_tokens >= len(PROMPT) and host.kept_size() >= len(PROMPT) - 1
+    for rid in ("other", "other again"):
+        server.answer(rid, OTHER)
+    kept = host.kept_size()
+    assert host.evict(host.total_size() - kept) and not server.scheduler.kv.tree.kept_size()
+    assert len(server.tier.host.prefix(np.array(PROMPT), None).slots(0, 80)) == 80
+    late = request("late", OTHER, 1, temperature=0.0)
+    late.received = 1300.0
+    add(server.scheduler, late)
+    assert host.kept_size() == 0
+    while not server.scheduler.idle:
+        server.steps(1)
+    server.check()
+
+
+def test_a_hint_without_main_memory_keeps_the_prompt_on_the_gpu(folder: Path) -> None:
+    server = Server(folder)
+    server.scheduler.host_tier = None
+    message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)
+    message.received, message.keep_s = 1000.0, 300.0
+    add(server.scheduler, message)
+    while not server.scheduler.idle:
+        server.steps(1)
+    server.answer("other", OTHER)
+    tree = server.scheduler.kv.tree
+    assert tree.kept_size() == len(PROMPT) and tree.evict(tree.total_size() - tree.kept_size())
+    server.answer("again", PROMPT)
+    assert server.meta["again"].cached_tokens == len(PROMPT) - 1
+
+
 def test_others_go_ahead_of_a_request_that_waits_for_its_prefix(folder: Path) -> None:
     server = Server(folder)
     answer = server.keep_in_main_memory_alone(PROMPT)
@@ -383,11 +421,13 @@ def test_caches_of_a_draft_travel_with_those_of_its_target(folder: Path) -> None
 
 
 @pytest.mark.gpu
-def test_pages_return_from_main_memory_as_they_were() -> None:
-    """Of a GPU: by a stream of its own and page-locked memory, in runs and one by one, in bundles of parts."""
-    parts = [torch.randint(0, 255, (257, width), dtype=torch.uint8, device="cuda") for width in (64, 4096, 1 << 18)]
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("last", [1 << 18, 132])
+def test_pages_return_from_main_memory_as_they_were(last: int, by_kernel: bool) -> None:
+    """Of a GPU: by streams of its own and page-locked memory, in runs and one by one, in bundles of parts."""
+    parts = [torch.randint(0, 255, (257, width), dtype=torch.uint8, device="cuda") for width in (64, 4096, last)]
     before = [part.clone() for part in parts]
-    copies = ThreadedCopies([PagePool(parts, 300)], "cuda")
+    copies = ThreadedCopies([PagePool(parts, 300, 1 << 17)], "cuda", by_kernel=by_kernel)
     pages = torch.randperm(256).numpy() + 1
     for targets in (np.arange(1, 257), np.random.default_rng(0).permutation(299)[:256] + 1):
         for to_host in (True, False):

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -79,7 +80,7 @@ class Outcome:
     num_cached: int
 
 
-def play(scheduler: Scheduler) -> Outcome:
+def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
     """The schedule, by numbers of steps: every rank acts at the same ones."""
     collector = Collector()
     first: dict[str, dict[str, Any]] = {
@@ -102,7 +103,8 @@ def play(scheduler: Scheduler) -> Outcome:
             scheduler.step()
             collector.take(scheduler)
     run_to_end(scheduler, collector)
-    assert_clean(scheduler)
+    for each in scheduler.schedulers if isinstance(scheduler, AttentionGroups) else [scheduler]:
+        assert_clean(each)
     finishes = {rid: reason.type for rid, reason in collector.finish.items()}
     stats = scheduler.stats
     return Outcome(collector.tokens, finishes, stats.decode_steps, stats.num_retracted, stats._cached)
@@ -123,18 +125,19 @@ def outcome(
     args = ServerArgs.from_kwargs(
         model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, random_seed=3,
         schedule_conservativeness=0.01, tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
-        dcp_size=ranks.dcp_size, **flags,
+        dcp_size=ranks.dcp_size, attn_dp_size=ranks.attn_dp_size, enable_dp_lm_head=ranks.dp_lm_head, **flags,
     )  # fmt: skip
     if known is None:
         runner = create_runner(args, rank, rendezvous)
     else:
         outputs = {tuple(PROMPTS[rid]): tokens for rid, tokens in known.items()}
         runner = verifying_runner(args, KnownTexts(4, 3, tokens_ahead=2), outputs, rank, rendezvous)
+    create = AttentionGroups if ranks.attn_dp_size > 1 else Scheduler
     if replayed is None:
-        return play(Scheduler(args, runner, StopChecker(None)))
+        return play(create(args, runner, StopChecker(None)))
     with_attention(runner, DeviceLengths(), DeviceLengths())
     with in_graphs(runner, GraphSizes((1, 3, 4), (8, 20), (0, 4))) as replays:
-        result = play(Scheduler(args, runner, StopChecker(None)))
+        result = play(create(args, runner, StopChecker(None)))
     replayed |= {len(step.slots) for step in replays if step.prompts is None}
     return result
 

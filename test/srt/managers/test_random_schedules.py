@@ -123,8 +123,11 @@ class Schedule:
         self.scheduler.steps_ahead = max(self.random.randrange(4), world.ranks.pp_size - 1)
         for cache in runner.model.caches:
             for tensor in cache._tensors.values():
-                tensor.fill_(GARBAGE_BYTE if tensor.dtype == torch.uint8 else GARBAGE)
+                narrow = tensor.element_size() == 1  # codes, and float8, which has no such number
+                tensor.view(torch.uint8 if narrow else tensor.dtype).fill_(GARBAGE_BYTE if narrow else GARBAGE)
         self.collector = Collector()
+        self.hints = random.Random(seed)
+        """Of the prompts that are to stay cached, and of the time, which decide nothing else."""
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.seen: Counter[str] = Counter()
         self.hits: Counter[int] = Counter()
@@ -136,6 +139,8 @@ class Schedule:
             rid, ids = f"r{len(self.wanted)}", self.random.choice(self.world.prompts)
             self.wanted[rid] = ids, self.random.choice((3, 9, OUTPUT))
             add(self.scheduler, request(rid, ids, self.wanted[rid][1], temperature=0.0, ignore_eos=True))
+            if self.hints.random() < 0.2:
+                self.scheduler.reqs[rid].keep_until = float(self.hints.randrange(1, 6))
 
     def step(self) -> None:
         for _ in range(self.random.randrange(1, 9)):
@@ -161,6 +166,7 @@ class Schedule:
         self.collector.take(self.scheduler)
 
     def evict(self) -> None:
+        self.scheduler._expire(float(self.hints.randrange(6)))
         tokens, states = self.scheduler.kv.tree, self.scheduler.kv.checkpoints
         if states is None or self.random.random() < 0.5:
             self.seen["evicted"] += tokens.evict(self.random.randrange(1, 60)) > 0

@@ -16,6 +16,8 @@ from sglang.srt.managers.front.replica_router import (
     ReplicaRouter,
     page_hashes,
 )
+from sglang.srt.utils.media_item import MediaItem
+from sglang.srt.utils.shared_array import SharedArray
 
 NEW = range(10_000, 10_000 + 4 * PAGE_TOKENS)
 
@@ -97,6 +99,19 @@ def test_pages_stand_for_all_tokens_before_their_end() -> None:
     assert not set(changed) & set(hashes) and not set(page_hashes(ids, "salt")) & set(hashes)
     assert len(page_hashes(range((MOST_PAGES + 5) * PAGE_TOKENS))) == MOST_PAGES
     assert page_hashes([]) == []
+
+
+def test_pages_of_images() -> None:
+    """Equal placeholders of other images are no prefix, from the image on; the same image is one."""
+
+    def shown(digest: bytes) -> list[int]:
+        pixels = SharedArray(name="x", shape=[4, 4], dtype="float32")
+        spans = [(PAGE_TOKENS + 3, 2 * PAGE_TOKENS + 1)]
+        item = MediaItem(kind="image", digest=digest, spans=spans, grid=(1, 2, 2), pixels=pixels)
+        return page_hashes([7] * 4 * PAGE_TOKENS, None, [item])
+
+    one, again, other = shown(b"1" * 32), shown(b"1" * 32), shown(b"2" * 32)
+    assert one == again and one[0] == other[0] and not set(one[1:]) & set(other[1:])
 
 
 def test_what_is_remembered_is_bounded_and_forgets_ends_first() -> None:

@@ -27,7 +27,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner, create_storage
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.mem_cache import host_tier
-from sglang.srt.mem_cache.copy_engine import PagePool
+from sglang.srt.mem_cache.page_pool import PagePool
 from sglang.srt.mem_cache.storage import engine as engines
 from sglang.srt.mem_cache.storage import prefix_names
 from sglang.srt.mem_cache.storage.engine import Lookup, Read, StorageEngine, StorageJob, Write
@@ -327,7 +327,7 @@ def prefix_bytes(server: Server, ids: list[int]) -> dict[tuple[str, int, int], t
 
 
 def row_bytes(pool: PagePool, row: int) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.uint8), *(part[row] for _, parts in pool.bundles for part in parts)])
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *(part[row] for part in pool.parts)])
 
 
 def plain_answer(folder: Path, ids: list[int], options: dict[str, Any]) -> list[int]:

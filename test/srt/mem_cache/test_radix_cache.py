@@ -162,6 +162,18 @@ class RadixMachine(RuleBasedStateMachine):
                 "a node that somebody needs, or one that nobody does"
             )
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), until=st.integers(1, 9))
+    def keep(self, data: st.DataObject, until: int) -> None:
+        node = data.draw(st.sampled_from(self.running)).node
+        if node.parent is not None:
+            self.cache.keep(node, until)
+
+    @rule(now=st.integers(0, 10))
+    def expire(self, now: int) -> None:
+        self.cache.expire(now)
+        assert all(node.kept_until == 0 or node.kept_until > now for node in self.cache.nodes())
+
     @rule(amount=st.integers(1, 100))
     def evict(self, amount: int) -> None:
         free = self.allocator.available_size()
@@ -273,6 +285,53 @@ def test_least_recently_used_goes_first() -> None:
     cache.match_prefix([1, 9, 9])
     assert cache.evict(3) == 3
     assert [cache.match_prefix([first, 9, 9]).length for first in (1, 2, 3)] == [3, 0, 3]
+
+
+def keep(cache: RadixCache, tokens: list[int], until: float) -> None:
+    cache.keep(cache.match_prefix(tokens).node, until)
+
+
+def test_kept_prefixes_outlive_others_until_their_time() -> None:
+    allocator, cache = filled()
+    put(allocator, cache, [1] * 16)
+    put(allocator, cache, [2] * 16)
+    keep(cache, [1] * 16, 5.0)
+    put(allocator, cache, [3] * 16)
+    assert cache.kept_size() == 16 and cache.evict(32) == 32
+    assert len(matched(cache, [1] * 16)) == 16 and not matched(cache, [2] * 16) and not matched(cache, [3] * 16)
+    put(allocator, cache, [2] * 16)
+    cache.expire(4.9)
+    assert cache.kept_size() == 16
+    cache.expire(5.0)
+    assert cache.kept_size() == 0
+    cache.evict(16)
+    assert not matched(cache, [1] * 16) and len(matched(cache, [2] * 16)) == 16
+    cache.check()
+
+
+def test_what_is_kept_gives_way_where_nothing_else_is_there() -> None:
+    allocator, cache = filled()
+    put(allocator, cache, [1] * 16)
+    keep(cache, [1] * 16, 5.0)
+    assert cache.evict(8) == 8 and cache.kept_size() == 8 and len(matched(cache, [1] * 16)) == 8
+    assert cache.evict(100) == 8 and cache.kept_size() == 0
+
+
+def test_half_of_the_pool_is_kept_at_most() -> None:
+    """What asks for the shortest time is let go, and of a path its end."""
+    allocator, cache = filled()
+    put(allocator, cache, [1] * 20)
+    put(allocator, cache, [1] * 10 + [2] * 10)
+    put(allocator, cache, [3] * 20)
+    keep(cache, [1] * 20, 5.0)
+    keep(cache, [3] * 20, 9.0)
+    assert cache.kept_size() == 30  # the first prompt's own ten tokens are not
+    cache.check()
+    keep(cache, [1] * 10 + [2] * 10, 4.0)
+    assert cache.kept_size() == 30
+    cache.check()
+    cache.evict(20)
+    assert len(matched(cache, [3] * 20)) == 20 and len(matched(cache, [1] * 20)) == 10
 
 
 def test_a_prompt_loses_its_end_first() -> None:

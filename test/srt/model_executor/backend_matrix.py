@@ -44,6 +44,7 @@ FAMILIES = {
     "Kimi delta": "kimi_linear",
     "sinks": "gpt_oss",
     "compressed": "deepseek_v4_small",
+    "pooled latents": "glm5_next_small",
 }
 KERNELS = ("triton", "flashinfer", "torch_native")
 GRAPHS = {

@@ -1,6 +1,6 @@
-"""Steps of several tokens through DeepSeek-V4 and Qwen3.8-Flash-Next: guesses that are rejected at each depth leave
-pending tokens, entries, states and the tails of n-grams as if they had never come, and the prefix tree's checkpoints
-continue them."""
+"""Steps of several tokens through DeepSeek-V4, Qwen3.8-Flash-Next and GLM-5.3-Flash: guesses that are rejected at each
+depth leave pending tokens, entries, states and the tails of n-grams as if they had never come, and the prefix tree's
+checkpoints continue them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["deepseek_v4_small", "qwen4_exp_small"])
+@pytest.fixture(scope="module", params=["deepseek_v4_small", "qwen4_exp_small", "glm5_next_small"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, folder)

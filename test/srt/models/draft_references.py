@@ -157,8 +157,14 @@ class DFlash:
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
         """Logits [count, V] of the tokens behind the last one."""
-        mask = self.config["dflash_config"]["mask_token_id"]
-        return self.target.logits(self.rows(tokens, self.config["block_size"], mask))[1 : count + 1]
+        keys = self.config["dflash_config"]
+        first = 0 if keys.get("shift_label") else 1
+        size = self.config.get("block_size") or keys["block_size"]
+        rows = self.rows(tokens, size, keys["mask_token_id"])[first : first + count]
+        base = self.target.logits(rows)
+        if keys.get("projector_type") == "domino":
+            return domino(self.w, keys, self.target, rows, base, tokens[-1])
+        return selected(self.w, keys, rows, base, tokens[-1]) if "selector_rank" in keys else base
 
     def rows(self, tokens: list[int], size: int, mask: int) -> Tensor:
         """The output [size, H] of a block behind all tokens but the last one."""
@@ -169,8 +175,11 @@ class DFlash:
         h = self.target.embedded([tokens[-1], *[mask] * (size - 1)])
         for i in range(self.config["num_hidden_layers"]):
             at = f"layers.{i}."
-            h = h + self.attention(rms(h, w[f"{at}input_layernorm.weight"], eps), context, f"{at}self_attn.")
-            h = h + gated_mlp(rms(h, w[f"{at}post_attention_layernorm.weight"], eps), w, f"{at}mlp.")
+            attention = lambda x, at=at: self.attention(x, context, f"{at}self_attn.")  # noqa: E731
+            x = rms(h, w[f"{at}input_layernorm.weight"], eps)
+            h = h + between_convolutions(x, w, f"{at}attention_conv.", attention)
+            x = rms(h, w[f"{at}post_attention_layernorm.weight"], eps)
+            h = h + between_convolutions(x, w, f"{at}mlp_conv.", lambda x, at=at: gated_mlp(x, w, f"{at}mlp."))
         return rms(h, w["norm.weight"], eps)
 
     def attention(self, block: Tensor, context: Tensor, at: str) -> Tensor:
@@ -183,6 +192,50 @@ class DFlash:
         return attend(q[len(context) :], k, v, dim**-0.5, causal=False) @ w[f"{at}o_proj.weight"].T
 
 
+def between_convolutions(x: Tensor, w: Weights, at: str, inner: Callable[[Tensor], Tensor]) -> Tensor:
+    """DFlash 2: a block's rows x [n, H] are convolved before and behind what a layer computes of them."""
+    if f"{at}base_kernel" not in w:
+        return inner(x)
+    base = w[f"{at}base_kernel"]  # [2, taps, H]
+    made = (x @ w[f"{at}kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
+    made = made.repeat_interleave(x.shape[1] // made.shape[-1], dim=-1)
+
+    def convolved(rows: Tensor, side: int) -> Tensor:
+        out = torch.zeros_like(rows)
+        for i in range(len(rows)):
+            for tap in range(min(base.shape[1], i + 1)):
+                out[i] += (base[side, tap] + made[i, side, tap]) * rows[i - tap]
+        return out
+
+    return convolved(inner(convolved(x, 0)), 1)
+
+
+def domino(w: Weights, keys: Mapping[str, Any], target: Target, rows: Tensor, base: Tensor, last: int) -> Tensor:
+    """The logits of guesses that torch's own GRU has read the tokens before."""
+    gru = torch.nn.GRU(rows.shape[1], keys["gru_hidden_dim"], bias=False)
+    gru.load_state_dict({name: w[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+    tokens, given = [last], []
+    for i, (row, logits) in enumerate(zip(rows, base, strict=True)):
+        state = gru(target.embedded(tokens))[0][-1]
+        if i >= keys["pure_draft_prefix_len"]:
+            logits = logits + w["embed_proj.2.weight"] @ F.silu(w["embed_proj.0.weight"] @ torch.cat((row, state)))
+        given.append(logits)
+        tokens.append(int(logits.argmax()))
+    return torch.stack(given)
+
+
+def selected(w: Weights, keys: Mapping[str, Any], rows: Tensor, base: Tensor, last: int) -> Tensor:
+    """The logits of guesses among the likeliest tokens of each place, by the one before it."""
+    at, given = "candidate_selector.", []
+    for row, logits in zip(rows, base, strict=True):
+        context = w[f"{at}predecessor_codebook"][last] * (w[f"{at}hidden_projection.weight"] @ row)
+        scores = logits + w[f"{at}successor_codebook"] @ context
+        candidates = logits.argsort(descending=True)[: keys["selector_top_k"]]
+        given.append(torch.full_like(logits, -torch.inf).index_copy(0, candidates, scores[candidates]))
+        last = int(given[-1].argmax())
+    return torch.stack(given)
+
+
 @dataclass
 class DSpark(DFlash):
     """As DFlash, with a bias of the token before each guess; row i guesses the token behind position i, or row i + 1
@@ -190,14 +243,30 @@ class DSpark(DFlash):
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
-        first = 0 if self.config.get("sample_from_anchor", True) else 1
-        rows = self.rows(tokens, self.config["block_size"], self.config["mask_token_id"])[first : first + count]
+        rows = self.guessing(tokens, count)
         given, previous, state = [], tokens[-1], torch.zeros(self.config["markov_rank"])
         for row, base in zip(rows, self.target.logits(rows), strict=True):
             bias, state = markov_bias(self.w, self.config["markov_head_type"], row, previous, state)
             given.append(base + bias)
             previous = int(given[-1].argmax())
         return torch.stack(given)
+
+    def guessing(self, tokens: list[int], count: int) -> Tensor:
+        """The rows [count, H] that make the guesses."""
+        first = 0 if self.config.get("sample_from_anchor", True) else 1
+        return self.rows(tokens, self.config["block_size"], self.config["mask_token_id"])[first : first + count]
+
+    @torch.inference_mode()
+    def confidences(self, tokens: list[int], guesses: list[int]) -> Tensor:
+        return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]])
+
+
+@torch.inference_mode()
+def confidences(w: Weights, rows: Tensor, tokens: Sequence[int], at: str = "") -> Tensor:
+    """How likely each guess [n] stands, of the rows [n, H] that made them and the token before each."""
+    latent = w[f"{at}markov_head.markov_w1.weight"][torch.tensor(list(tokens))]
+    bias = w.get(f"{at}confidence_head.proj.bias", torch.zeros(1))
+    return F.linear(torch.cat((rows, latent), dim=-1), w[f"{at}confidence_head.proj.weight"], bias)[:, 0].sigmoid()
 
 
 def markov_bias(w: Weights, kind: str, row: Tensor, previous: int, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -228,6 +228,32 @@ KIMI_LINEAR = {
     "pad_token_id": 0,
     "bos_token_id": 1,
 }
+DSA = "deepseek_sparse_attention"
+POOLED_LATENT = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "layer_types": [*["linear_attention"] * 2, DSA, "linear_attention", DSA],
+    "mlp_layer_types": ["dense", *["sparse"] * 4],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "index_n_heads": 16,  # as many as leave no scores equal at zero
+    "index_head_dim": 16,
+    "index_topk": 12,
+    "index_kpool": 4,
+    "swiglu_limit": 0.5,
+    "hc_sinkhorn_iters": 3,  # a CPU is slow at small things
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""GLM-5.3-Flash: three of the runs of 4 tokens are selected."""
 COMPRESSED = {
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
@@ -295,6 +321,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "patch_size": 14,
         "max_position_embeddings": 4,
     },
+    "Glm5NextConfig": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 24},
     "MuseGlimmerConfig": {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -573,6 +600,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": GPT_OSS_ROPE},
     ),
     "kimi_linear": ("KimiLinearConfig", KIMI_LINEAR),
+    "glm5_next": ("Glm5NextConfig", POOLED_LATENT),
+    "glm5_next_small": (
+        "Glm5NextConfig",
+        POOLED_LATENT
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", DSA], "mlp_layer_types": ["sparse", "dense"]}
+        | {"index_topk": 8, "hc_mult": 2, "hc_sinkhorn_iters": 2, "linear_lower_bound": -2.0},
+    ),
+    "glm5_next_wide": (
+        "Glm5NextConfig",
+        POOLED_LATENT
+        | {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 3}
+        | {"layer_types": ["linear_attention", DSA, DSA], "moe_intermediate_size": 128}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "q_lora_rank": 128, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 128, "v_head_dim": 128, "linear_head_dim": 128, "linear_num_heads": 2}
+        | {"index_n_heads": 32, "index_head_dim": 128, "hc_sinkhorn_iters": 20},
+    ),
     "nemotron_h": ("NemotronHConfig", NEMOTRON),
     "nemotron_h_wide": ("NemotronHConfig", NEMOTRON | NEMOTRON_WIDE),
     "nemotron_h_latent": (
@@ -706,7 +749,7 @@ def reference_of(folder: Path) -> PreTrainedModel:
     """The transformers model of a folder, in fp32."""
     import transformers
 
-    wrapped = json.loads((folder / "config.json").read_text())["model_type"] in ("step3p7", "muse_glimmer")
+    wrapped = json.loads((folder / "config.json").read_text())["model_type"] in ("step3p7", "muse_glimmer", "glm5_next")
     kind = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32)
 

@@ -7,7 +7,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -139,8 +141,8 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         False,
     ),
 }
-IMAGES_ONLY = ("kimi_k25",)
-"""Those that take no videos."""
+POOLED_FRAMES = {"kimi_k25": 4}
+"""So many frames of a video become the tokens of one; of others each has its own."""
 ONE_FRAME = ("kimi_k25", "gemma4")
 """`model_type` of those whose patches have one frame."""
 BOTH_WAYS = ("gemma4",)
@@ -185,10 +187,23 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
         model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
     if name.startswith("glm"):
         model.model.get_placeholder_mask = _masks_by_token
+    if name == "kimi_k25":
+        take_clips_one_by_one(model)
     model.save_pretrained(folder)
     if name in PUBLISHED:
         PUBLISHED[name](folder)
     return model
+
+
+def take_clips_one_by_one(model: transformers.PreTrainedModel) -> None:
+    """For Kimi K2.5, whose class takes several clips only if all have one frame."""
+    model.model.get_image_features = partial(_clip_by_clip, model.model)
+
+
+def _clip_by_clip(model: Any, pixels: torch.Tensor, grids: torch.Tensor, **_: Any) -> Any:
+    parts = pixels.split(grids.prod(1).tolist())
+    pooled = [model.vision_tower(part, grid[None]).pooler_output for part, grid in zip(parts, grids, strict=True)]
+    return SimpleNamespace(pooler_output=[model.mm_projector(clip).flatten(0, -2) for clip in pooled])
 
 
 def _masks_by_token(
@@ -294,12 +309,13 @@ class Prompt:
         self.ids += torch.randint(1, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
         return self
 
-    def image(self, grid: Grid, seed: int, frame_seconds: float = 0.0) -> Prompt:
-        """Each frame has a run of placeholders of its own, unless there is a time between them."""
+    def image(self, grid: Grid, seed: int, frame_seconds: float = 0.0, pooled: int = 1) -> Prompt:
+        """Each frame has a run of placeholders of its own, unless there is a time between them. pooled: so many frames
+        have one run with the placeholders of one frame."""
         image, runs = Image(grid, seed, frame_seconds), []
         frames_of_run = grid[0] if frame_seconds else 1
         count = frames_of_run * grid[1] * grid[2] // MERGE**2
-        for _ in range(grid[0] // frames_of_run):
+        for _ in range(-(-grid[0] // (frames_of_run * pooled))):
             self.ids.append(BEGIN)
             runs.append((len(self.ids), len(self.ids) + count))
             self.ids += [VIDEO if image.kind == "video" else IMAGE] * count
@@ -343,6 +359,18 @@ def _of_kimi(pixels: torch.Tensor) -> torch.Tensor:
     return pixels[:, : PATCH_VALUES // 2].unflatten(1, (3, 4, 4))
 
 
+def clips_of_kimi(grids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """As the processor of Kimi K2.5 gives them to its model."""
+    most = POOLED_FRAMES["kimi_k25"]
+    return torch.tensor(
+        [
+            (min(most, frames - first), rows, columns)
+            for frames, rows, columns in grids
+            for first in range(0, frames, most)
+        ]
+    )
+
+
 def _padded(images: Sequence[Image]) -> tuple[torch.Tensor, torch.Tensor]:
     """Patches [frames, most patches, 48] of all frames, and their columns and rows, -1 for padding."""
     frames = [(image, part) for image in images for part in image.pixels[:, : PATCH_VALUES // 2].chunk(image.grid[0])]
@@ -376,7 +404,11 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
     if model.config.model_type == "gemma4":
         arguments = _of_gemma(prompt) | {"mm_token_type_ids": _types(ids)}
     elif model.config.model_type == "kimi_k25":
-        arguments |= {"pixel_values": _of_kimi(arguments["pixel_values"])} if arguments else {}
+        for key in ("pixel_values", "pixel_values_videos"):
+            if key in arguments:
+                arguments[key] = _of_kimi(arguments[key])
+        if "video_grid_thw" in arguments:
+            arguments["video_grid_thw"] = clips_of_kimi(arguments["video_grid_thw"].tolist())
     elif model.config.model_type == "qwen2_5_vl":
         arguments["position_ids"] = _positions(prompt, len(ids), model.config.vision_config.tokens_per_second)
     else:
@@ -420,7 +452,10 @@ class ReferenceEncoder:
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         if self.model.config.model_type == "gemma4":
             return [self._of_gemma(part, grid) for part, grid in zip(_split(pixels, grids), grids, strict=True)]
-        pixels = _of_kimi(pixels) if self.model.config.model_type == "kimi_k25" else pixels
+        if self.model.config.model_type == "kimi_k25":
+            made = self.model.get_image_features(_of_kimi(pixels), clips_of_kimi(grids)).pooler_output
+            counts = [len(clips_of_kimi([grid])) * grid[1] * grid[2] // MERGE**2 for grid in grids]
+            return list(torch.cat(list(made)).flatten(0, -2).split(counts))
         frames = torch.tensor([(1, *grid[1:]) for grid in grids for _ in range(grid[0])])
         made = self.model.get_image_features(pixels, frames)
         added = getattr(made, "deepstack_features", None) or []
@@ -435,17 +470,6 @@ class ReferenceEncoder:
 
 def _split(pixels: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
     return pixels.split([frames * rows * columns for frames, rows, columns in grids])
-
-
-class ProjectingEncoder:
-    """Random sums of the patches that a placeholder stands for. Implements MediaEncoder without a tower."""
-
-    def __init__(self, width: int) -> None:
-        self.weight = torch.randn(PATCH_VALUES, width, generator=torch.Generator().manual_seed(3)) * 0.1
-
-    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        rows = (pixels @ self.weight[: pixels.shape[1]]).unflatten(0, (-1, MERGE**2)).mean(1)
-        return list(rows.split([frames * height * width // MERGE**2 for frames, height, width in grids]))
 
 
 def args_of(folder: Path, **options: Any) -> ServerArgs:

@@ -266,12 +266,12 @@ def join_experts(tensors: Tensors) -> None:
 
 
 def save_quantized(
-    name: str, form: Form, folder: Path, keep: tuple[str, ...] = (), experts_apart: bool = False
+    name: str, form: Form, folder: Path, keep: tuple[str, ...] = (), experts_apart: bool = False, **more: Any
 ) -> Path:
     """The tiny model `name` in `form` in `folder`/quantized, and what it stands for in `folder`/reference, which is
     returned. Modules whose names contain one of `keep` stay as they are. `experts_apart`: they are one tensor in the
-    reference, and quantized one by one."""
-    save_tiny(name, folder / "reference")
+    reference, and quantized one by one. `more`: as of `save_tiny`."""
+    save_tiny(name, folder / "reference", **more)
     tensors = load_file(folder / "reference" / "model.safetensors")
     if experts_apart:
         split_experts(tensors)

@@ -75,7 +75,7 @@ def test_what_is_accepted_can_be_built(name: str, tmp_path: Path, monkeypatch: p
     [
         # 43 heads of 192 rows are no whole blocks.
         ("deepseek_v3", 3, r"cuts model.layers.0.self_attn.q_b_proj within groups of 128 rows .*\(fp8_block\); what"),
-        ("narrow_heads", 8, "cuts model.layers.0.self_attn.k_proj within groups of 128 rows"),
+        ("narrow_heads", 5, "cuts model.layers.0.self_attn.k_proj within groups of 128 rows"),
         ("nemotron", 16, "--tp-size 16 does not divide the model's 8 groups of Mamba-2 heads"),
     ],
 )

@@ -38,6 +38,33 @@ CONFIG: dict[str, Any] = {
     "dflash_config": {"mask_token_id": 201, "target_layer_ids": list(CAPTURES)},
 }
 """Heads, rotation, eps and MLP are not the target's."""
+_BACKBONE = CONFIG["dflash_config"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": CONFIG,
+    "domino": CONFIG
+    | {
+        "architectures": ["DominoDraftModel"],
+        "emb_dim": 10,
+        "dflash_config": _BACKBONE
+        | {"projector_type": "domino", "emb_dim": 10, "gru_hidden_dim": 14, "pure_draft_prefix_len": 1}
+        | {"shift_label": True},
+    },
+    "domino_in_place": CONFIG
+    | {
+        "dflash_config": _BACKBONE
+        | {"projector_type": "domino", "emb_dim": 10, "gru_hidden_dim": 14, "pure_draft_prefix_len": 0}
+        | {"shift_label": False}
+    },
+    "selector": {key: value for key, value in CONFIG.items() if key != "block_size"}
+    | {
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "dflash_config": _BACKBONE
+        | {"block_size": BLOCK, "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 6},
+    },
+}
+"""As z-lab and SpecForge write them."""
+HEADED = tuple(VARIANTS)[1:]
 
 
 def weights(config: dict[str, Any] = CONFIG, seed: int = 3) -> dict[str, Tensor]:
@@ -58,11 +85,32 @@ def weights(config: dict[str, Any] = CONFIG, seed: int = 3) -> dict[str, Tensor]
         shapes |= {f"{at}self_attn.{part}_proj.weight": (count, hidden) for part, count in rows.items()}
         shapes |= {f"{at}mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
         shapes |= {f"{at}self_attn.o_proj.weight": (hidden, heads), f"{at}mlp.down_proj.weight": (hidden, inner)}
+    shapes |= more_shapes(config)
     tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
     for name in tensors:
         if "norm" in name:
             tensors[name] = torch.rand(shapes[name], generator=generator) + 0.5
     return tensors
+
+
+def more_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that a draft has beside its layers' usual ones."""
+    keys, hidden, vocab = config.get("dflash_config", {}), config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if keys.get("projector_type") == "domino":
+        size, state = keys["emb_dim"], keys["gru_hidden_dim"]
+        shapes |= {"prefix_gru.weight_ih_l0": (3 * state, hidden), "prefix_gru.weight_hh_l0": (3 * state, state)}
+        shapes |= {"embed_proj.0.weight": (size, hidden + state), "embed_proj.2.weight": (vocab, size)}
+    if "selector_rank" in keys:
+        rank, taps, groups = keys["selector_rank"], keys["conv_kernel_size"], hidden // keys["conv_group_size"]
+        at = "candidate_selector."
+        shapes |= {f"{at}{part}_codebook": (vocab, rank) for part in ("predecessor", "successor")}
+        shapes |= {f"{at}hidden_projection.weight": (rank, hidden)}
+        for i in range(config["num_hidden_layers"]):
+            for conv in (f"layers.{i}.attention_conv.", f"layers.{i}.mlp_conv."):
+                shapes |= {f"{conv}base_kernel": (2, taps, hidden)}
+                shapes |= {f"{conv}kernel_projection.weight": (2 * taps * groups, hidden)}
+    return shapes
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +120,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_draft_as_published(target: Path, tmp_path: Path) -> None:
-    plan = plan_with_draft(target, "DFLASH", save(tmp_path / "draft", CONFIG, weights()))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_draft_as_published(variant: str, target: Path, tmp_path: Path) -> None:
+    config = VARIANTS[variant]
+    plan = plan_with_draft(target, "DFLASH", save(tmp_path / "draft", config, weights(config)))
     runner = DraftRunner(plan)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32")
@@ -85,14 +135,27 @@ def test_a_draft_as_published(target: Path, tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "not supported for DFLASH. Supported: DFlashDraftModel"),
-        ({"dflash_config": {"mask_token_id": 5, "projector_type": "domino"}}, "dflash_config has projector_type: only"),
+        ({"dflash_config": {"mask_token_id": 5, "projector_type": "domino"}}, "'gru_hidden_dim' is missing"),
+        ({"dflash_config": {"mask_token_id": 5, "projector_type": "lili"}}, "projector_type = 'lili' is not supported"),
+        (
+            {"dflash_config": {"mask_token_id": 5, "gru_hidden_dim": 8}},
+            "gru_hidden_dim without projector_type 'domino'",
+        ),
+        ({"dflash_config": {"mask_token_id": 5, "selector_rank": 8}}, "'selector_top_k' is missing"),
+        ({"dflash_config": {"mask_token_id": 5, "conv_group_size": 8}}, "'conv_kernel_size' is missing"),
+        (
+            {"dflash_config": {"mask_token_id": 5, "conv_group_size": 7, "conv_kernel_size": 2}},
+            "conv_group_size 7 does not divide",
+        ),
+        ({"dflash_config": {"mask_token_id": 5, "output_multiplier": 2.0}}, "output_multiplier = 2.0 is not supported"),
+        ({"dflash_config": {"mask_token_id": 5, "qat_w_bit": 4}}, "unknown keys: qat_w_bit"),
         ({"dflash_config": {}}, "'mask_token_id' is missing"),
         ({"dflash_config": {"mask_token_id": 1 << 20}}, "mask_token_id 1048576 is no token"),
         (
             {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 7]}},
             "not all layers of the model, which has 7",
         ),
-        ({"is_causal": True}, "the rows of a block see each other"),
+        ({"is_causal": True}, "is_causal = True is not supported; supported: False"),
         ({"vocab_size": 99}, "vocab_size is 99, and the model's"),
     ],
 )
@@ -119,6 +182,40 @@ def test_other_tensors_are_named(
         tensors[name] = torch.ones(shape)
     with pytest.raises(UserError, match=message):
         DraftRunner(plan_with_draft(target, "DFLASH", save(tmp_path / "draft", CONFIG, tensors)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "shape", "message"),
+    [
+        ("domino", "prefix_gru.weight_hh_l0", None, "lacks weights of the model: prefix_gru.weight_hh_l0"),
+        ("domino", "embed_proj.0.weight", (10, HIDDEN), "tensor embed_proj.0.weight has shape"),
+        ("domino", "prefix_gru.bias_ih_l0", (42,), "does not have: prefix_gru.bias_ih_l0"),
+        ("selector", "candidate_selector.successor_codebook", None, "candidate_selector.successor_codebook"),
+        (
+            "selector",
+            "layers.1.mlp_conv.base_kernel",
+            None,
+            "lacks weights of the model: layers.1.mlp_conv.base_kernel",
+        ),
+        ("selector", "layers.0.attention_conv.base_kernel", (2, 3, HIDDEN), "layers.0.attention_conv.base_kernel has"),
+        ("selector", "layers.0.attention_conv.bias", (2,), "does not have: layers.0.attention_conv.bias"),
+        (
+            "plain",
+            "candidate_selector.successor_codebook",
+            (2, 2),
+            "does not have: candidate_selector.successor_codebook",
+        ),
+    ],
+)
+def test_tensors_of_heads_are_named(
+    variant: str, name: str, shape: tuple[int, ...] | None, message: str, target: Path, tmp_path: Path
+) -> None:
+    tensors = weights(VARIANTS[variant])
+    tensors.pop(name, None)
+    if shape is not None:
+        tensors[name] = torch.ones(shape)
+    with pytest.raises(UserError, match=message):
+        DraftRunner(plan_with_draft(target, "DFLASH", save(tmp_path / "draft", VARIANTS[variant], tensors)))
 
 
 def test_captures_that_the_config_does_not_name(target: Path, tmp_path: Path) -> None:

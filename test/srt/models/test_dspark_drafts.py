@@ -43,15 +43,16 @@ SPECFORGE = {key: value for key, value in CONFIG.items() if key not in TABLE} | 
 def weights(config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
     """The backbone's, with the copies of the target's embedding and head that such checkpoints have, and the heads'."""
     tensors, generator = backbone_weights(config), torch.Generator().manual_seed(4)
+    vocab, hidden, rank = config["vocab_size"], config["hidden_size"], config.get("markov_rank", RANK)
     shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (VOCAB, HIDDEN),
-        "lm_head.weight": (VOCAB, HIDDEN),
-        "markov_head.markov_w1.weight": (VOCAB, RANK),
-        "markov_head.markov_w2.weight": (VOCAB, RANK),
-        "confidence_head.proj.weight": (1, HIDDEN + RANK),
+        "embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "markov_head.markov_w1.weight": (vocab, rank),
+        "markov_head.markov_w2.weight": (vocab, rank),
+        "confidence_head.proj.weight": (1, hidden + rank),
         "confidence_head.proj.bias": (1,),
     }
-    gates = {"gated": ("gate_proj", RANK, HIDDEN + RANK), "rnn": ("joint_proj", 3 * RANK, 2 * RANK + HIDDEN)}
+    gates = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
     if config["markov_head_type"] in gates:
         name, rows, cols = gates[config["markov_head_type"]]
         shapes |= {f"markov_head.{name}.weight": (rows, cols), f"markov_head.{name}.bias": (rows,)}
@@ -98,6 +99,8 @@ def test_other_drafts_are_refused(keys: dict[str, Any], message: str, target: Pa
         ("markov_head.joint_proj.weight", (RANK, HIDDEN), "tensor markov_head.joint_proj.weight has shape"),
         ("markov_head.markov_w1.weight", (VOCAB, 3), "tensor markov_head.markov_w1.weight has shape"),
         ("markov_head.gate_proj.weight", (2, 2), "does not have: markov_head.gate_proj.weight"),
+        ("confidence_head.proj.weight", None, "lacks weights of the model: confidence_head.proj.weight"),
+        ("confidence_head.proj.weight", (1, HIDDEN), "tensor confidence_head.proj.weight has shape"),
     ],
 )
 def test_other_tensors_are_named(

@@ -13,7 +13,7 @@ from sglang.srt.plan.model_description import describe_model
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent", "kimi_linear")
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent", "kimi_linear", "glm5_next")
 EXACT = {"rtol": 0.0, "atol": 1e-4}
 """Products of several rows are summed in another order than those of one."""
 

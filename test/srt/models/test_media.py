@@ -20,6 +20,7 @@ from sglang.srt.managers.scheduler.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
+from sglang.srt.model_executor import media_features
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
@@ -27,9 +28,8 @@ from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_at
 
 from .media_harness import (
     BOTH_WAYS,
-    IMAGES_ONLY,
+    POOLED_FRAMES,
     SEEING,
-    ProjectingEncoder,
     Prompt,
     ReferenceEncoder,
     add_mtp,
@@ -95,11 +95,9 @@ def three_images(seed: int = 10) -> Prompt:
     return conversation
 
 
-def a_video(seeing: Seeing | None = None) -> Prompt:
-    """Two images where the model sees no video."""
-    if seeing is not None and seeing.name in IMAGES_ONLY:
-        return Prompt().text(4, 7).image((1, 6, 8), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
-    return Prompt().text(4, 7).image((3, 4, 4), 30).text(5, 8).image((1, 4, 4), 31).text(3, 9)
+def a_video(name: str = "qwen3_vl") -> Prompt:
+    video = Prompt().text(4, 7).image((3, 4, 4), 30, pooled=POOLED_FRAMES.get(name, 1))
+    return video.text(5, 8).image((1, 4, 4), 31).text(3, 9)
 
 
 def encoded(scheduler: Scheduler) -> int:
@@ -114,7 +112,7 @@ def test_images_of_several_sizes_and_a_video(seeing: Seeing) -> None:
         one_image(),
         Prompt().image((1, 8, 2), 2).text(3, 4),
         three_images(),
-        a_video(seeing),
+        a_video(seeing.name),
         Prompt().text(9, 5),
     ]
     for prompt in prompts:
@@ -140,7 +138,7 @@ def prompt_logprobs(scheduler: Scheduler, msg: TokenizedGenerateReq) -> tuple[li
 @pytest.mark.parametrize("chunk", [-1, 7])
 def test_logits(seeing: Seeing, chunk: int) -> None:
     """By the log probabilities of a prompt's tokens: placeholders are named by their token id."""
-    prompt, scheduler = a_video(seeing), seeing.scheduler(chunked_prefill_size=chunk)
+    prompt, scheduler = a_video(seeing.name), seeing.scheduler(chunked_prefill_size=chunk)
     values, ids = prompt_logprobs(scheduler, media_request("a", prompt, seeing.folder, 2))
     assert ids == prompt.ids
     want = reference_logits(seeing.model, prompt).log_softmax(-1)[range(len(prompt.ids) - 1), prompt.ids[1:]]
@@ -163,7 +161,7 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 
 
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
-    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing)
+    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing.name)
     for chunk in range(8 if seeing.name in BOTH_WAYS else 1, len(prompt.ids)):
         scheduler._chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
@@ -212,7 +210,7 @@ def test_short_memory(seeing: Seeing, page: int, tokens: int) -> None:
     features.budget = 2 * max(map(features.size_of, items))
     seeing.check(scheduler, *prompts, new_tokens=64)
     assert scheduler.stats.num_retracted > 0 and 0 < features.used <= features.budget
-    seeing.check(scheduler, prompts[0], a_video(seeing))
+    seeing.check(scheduler, prompts[0], a_video(seeing.name))
 
 
 def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +218,8 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
     scheduler, collector, events = qwen3_vl.scheduler(), Collector(), []
     features = scheduler.media.features
     assert features is not None
-    encode, launch = features.encode, scheduler.launch
-    monkeypatch.setattr(features, "encode", lambda items: (events.append("encode"), encode(items)))
+    advance, launch = features.advance, scheduler.launch
+    monkeypatch.setattr(features, "advance", lambda whole: (events.append("encode"), advance(whole)))
 
     def launched(batch: ScheduleBatch) -> None:
         events.append("step" if batch.step.prompts is None else "prompt")
@@ -236,6 +234,59 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
     run_to_end(scheduler, collector)
     assert events[:7] == ["encode", "step", "encode", "step", "encode", "step", "prompt"]
     assert collector.tokens["seen"] == greedy(qwen3_vl.model, three_images(), collector.tokens["seen"])
+
+
+_SLICED = ("qwen3_vl", "gemma4", "kimi_k25")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in _SLICED)) for name in SEEING]
+)
+def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
+    monkeypatch.setattr(media_features, "PATCH_LAYERS_BESIDE", 20)
+    model = save_seeing(name, tmp_path)
+    scheduler, collector, events = seeing_scheduler(tmp_path), Collector(), []
+    features, launch = scheduler.media.features, scheduler.launch
+    assert features is not None
+    advance = features.advance
+    monkeypatch.setattr(features, "advance", lambda whole: (events.append("slice"), advance(whole)))
+    monkeypatch.setattr(scheduler, "launch", lambda batch: (events.append("step"), launch(batch)))
+    for number in range(2):
+        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 40, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        scheduler.step()
+    events.clear()
+    prompts = {"seen": a_video(name), "later": one_image()}
+    for rid, prompt in prompts.items():
+        add(scheduler, media_request(rid, prompt, tmp_path, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    layers, first = features.description.tower.num_layers, 64
+    slices = -(-first * layers // 20)
+    assert events[: 2 * slices] == ["slice", "step"] * slices
+    assert events.count("slice") == slices + -(-24 * layers // 20)
+    for rid, prompt in prompts.items():
+        assert collector.tokens[rid] == greedy(model, prompt, collector.tokens[rid]), rid
+    assert_clean(scheduler)
+
+
+def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or when nothing decodes any more: then all that is left is computed at once."""
+    monkeypatch.setattr(media_features, "PATCH_LAYERS_BESIDE", 20)
+    scheduler, collector = seeing_scheduler(qwen3_vl.folder), Collector()
+    features = scheduler.media.features
+    assert features is not None
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 8, temperature=0.0, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, media_request("gone", Prompt().image((1, 12, 14), 5).text(2, 1), qwen3_vl.folder, 4))
+    scheduler.step()
+    assert features.under_way
+    scheduler.abort(AbortReq(["gone"]))
+    add(scheduler, media_request("seen", one_image(), qwen3_vl.folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    assert collector.tokens["seen"] == greedy(qwen3_vl.model, one_image(), collector.tokens["seen"])
+    assert encoded(scheduler) == 2 and not features.under_way
+    assert_clean(scheduler)
 
 
 def test_in_graphs(seeing: Seeing) -> None:
@@ -325,12 +376,19 @@ class Watched:
         return self.model(batch, features)
 
 
-LAYOUTS = {"TP2": {"tp_size": 2}, "PP2": {"pp_size": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tp_size": 2},
+    "TP2, shared": {"tp_size": 2, "mm_enable_dp_encoder": True},
+    "PP2": {"pp_size": 2},
+}
+NO_STAGES = ("gemma4_per_layer",)
+"""Those with layers that attend to keys and values of earlier ones."""
+CUTS = [(name, layout) for name in SEEING for layout in LAYOUTS if layout != "PP2" or name not in NO_STAGES]
 
 
-def _play(scheduler: Scheduler, folder: Path) -> dict[str, list[int]]:
+def _play(scheduler: Scheduler, folder: Path, name: str) -> dict[str, list[int]]:
     collector = Collector()
-    for i, prompt in enumerate([one_image(), three_images(), a_video(), Prompt().text(12, 4), one_image()]):
+    for i, prompt in enumerate([one_image(), three_images(), a_video(name), Prompt().text(12, 4), one_image()]):
         add(scheduler, media_request(f"r{i}", prompt, folder, NEW_TOKENS))
         scheduler.step()
         collector.take(scheduler)
@@ -341,29 +399,28 @@ def _play(scheduler: Scheduler, folder: Path) -> dict[str, list[int]]:
 
 def _rank(rank: int, folders: dict[str, Path], out: Path) -> None:
     torch.set_num_threads(1)
-    for layout, options in LAYOUTS.items():
-        for name, folder in folders.items():
-            rendezvous = f"file://{out}/{name}{layout}"
-            scheduler = seeing_scheduler(
-                folder, ProjectingEncoder(WIDTHS[name]), rank, rendezvous, chunked_prefill_size=16, **options
-            )
-            torch.save(_play(scheduler, folder), out / f"{name}{layout}{rank}.pt")
+    for name, layout in CUTS:
+        if name in folders:
+            rendezvous, options = f"file://{out}/{name}{layout}", LAYOUTS[layout]
+            scheduler = seeing_scheduler(folders[name], None, rank, rendezvous, chunked_prefill_size=16, **options)
+            torch.save(_play(scheduler, folders[name], name), out / f"{name}{layout}{rank}.pt")
             parallel_state.shutdown()
 
 
-WIDTHS = {"qwen3_vl": 4 * 64, "qwen3_5": 64, "gemma4": 64, "glm4v": 64}
-"""Of features, with those of deepstack."""
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    """The stages of Qwen3-VL are cut between layers behind which features are added."""
-    folders = {name: tmp_path / name for name in WIDTHS}
+@pytest.mark.parametrize(
+    "names",
+    [("qwen3_vl", "gemma4", "kimi_k25"), pytest.param(tuple(SEEING), marks=pytest.mark.thorough)],
+    ids=len,
+)
+def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Each with its own encoder. The stages of Qwen3-VL are cut between layers behind which features are added."""
+    folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)
     mp.spawn(_rank, (folders, tmp_path), nprocs=2)
     for name, folder in folders.items():
-        one = _play(seeing_scheduler(folder, ProjectingEncoder(WIDTHS[name]), chunked_prefill_size=16), folder)
-        for layout in LAYOUTS:
+        one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
+        for layout in [layout for one_name, layout in CUTS if one_name == name]:
             for rank in range(2):
                 assert torch.load(tmp_path / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
 
@@ -429,6 +486,21 @@ def test_pixels_that_are_gone_are_encoded_for_the_next_request(qwen3_vl: Seeing)
     run_to_end(scheduler, collector)
     scheduler.kv.reset()
     qwen3_vl.check(scheduler, one_image(77))
+
+
+def test_pixels_that_are_gone_on_another_rank(qwen3_vl: Seeing) -> None:
+    """Ranks that encode together have all of an item or none of it, and compute it for the next request that asks."""
+    scheduler = qwen3_vl.scheduler()
+    features, items = scheduler.media.features, one_image(78).items(qwen3_vl.folder)
+    assert features is not None
+    asked: list[bool] = []
+    features._agreed = lambda ok: bool(asked.append(ok))
+    features.begin(items)
+    features.advance(whole=True)
+    assert asked == [True] and items[0] in features
+    assert not features.rows(items[0], torch.arange(2)).any(), "nobody reads what comes of it"
+    features._agreed = bool
+    assert features.rows(items[0], torch.arange(2)).any()
 
 
 def test_keys_of_placeholders() -> None:

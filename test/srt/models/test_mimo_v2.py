@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.configs.quantization import detect
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.feed_forward import Dense
+from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, plan_for
 from .quantized_checkpoints import FORMS, save_quantized
@@ -85,3 +91,40 @@ def test_a_pattern_that_cannot_be_read_is_refused(pattern: list[int], tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="hybrid_layer_pattern"):
         _ = plan_for(tmp_path).description
+
+
+def _rank(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
+    plan = plan_for(folder / "quantized", tp_size=size)
+    runner = TinyRunner(plan)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+    torch.save(steps(runner), folder / f"{rank}.pt")
+    parallel_state.shutdown()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_whose_keys_end_within_blocks_hold_them_in_the_models_type(size: int, tmp_path: Path) -> None:
+    """Two ranks have a KV head of 192 rows in the full layer and two in the others, whose blocks they do not cut; of
+    four ranks each pair shares a head of the full layer."""
+    save_quantized("mimo_v2_wide", FORMS["fp8_block"], tmp_path, moe_intermediate_size=512)
+    as_published(tmp_path / "quantized")
+    full, window = (layer.mixer for layer in plan_for(tmp_path / "quantized").description.layers[:2])
+    assert isinstance(full, GQA) and isinstance(window, GQA) and full.scale_rows == window.scale_rows == 128
+    assert full.widened(size) and window.widened(size) == (size == 4)
+    mp.spawn(_rank, (size, tmp_path), nprocs=size)
+    want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
+    for rank in range(size):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)
+
+
+def test_projections_in_the_models_type_by_layout() -> None:
+    """MiMo-V2-Flash in FP8: keys of 192 rows a head end within blocks of 128 as soon as ranks have odd numbers of KV
+    heads, so that all layers hold q, k and v in 16 bits on eight ranks, and the nine full ones on four."""
+    config = json.loads(PUBLISHED.read_text())
+    model = describe_model(config, detect(config, PUBLISHED.parent))
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, GQA)]
+    assert {size: sum(mixer.widened(size) for mixer in mixers) for size in (1, 2, 4, 8)} == {1: 0, 2: 0, 4: 9, 8: 48}
+    for size in (4, 8):
+        check_layout(model, RankLayout(size))

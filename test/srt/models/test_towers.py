@@ -11,18 +11,20 @@ import pytest
 import safetensors.torch
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_tower
 from sglang.srt.models.vision import encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.patch_places import Grid, cubic, parts_of_frames
+from sglang.srt.models.vision.patch_places import Grid, clips, cubic, parts_of_clips
+from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.ranks import ONE_RANK
 from srt.managers.fake_runner import Collector, add, run_to_end
 
 from .media_harness import (
-    IMAGES_ONLY,
+    POOLED_FRAMES,
     PUBLISHED,
     SEEING,
     Prompt,
@@ -40,6 +42,7 @@ BATCHES: dict[str, list[Grid]] = {
     "two sizes": [(1, 8, 2), (1, 2, 10)],
     "a video between images": [(1, 4, 4), (3, 4, 6), (1, 6, 2)],
     "one token": [(1, 2, 2)],
+    "clips of a long video": [(9, 2, 4), (1, 4, 4), (4, 4, 2)],
     "several windows": [(1, 10, 14), (2, 6, 10)],
 }
 TOLERANCE = 1e-4
@@ -56,7 +59,7 @@ def tower_of(folder: Path) -> VisionEncoder[Any]:
 def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference, tower = ReferenceEncoder(save_seeing(name, tmp_path)), tower_of(tmp_path)
     for batch in BATCHES.values():
-        grids = [grid for grid in batch if grid[0] == 1 or name not in IMAGES_ONLY]
+        grids = batch
         count = sum(frames * rows * columns for frames, rows, columns in grids)
         pixels = torch.randn(count, patch_values(tmp_path), generator=torch.Generator().manual_seed(count))
         got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
@@ -73,7 +76,7 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     prompt = (
         Prompt()
         .text(4, 7)
-        .image((1, 6, 8) if name in IMAGES_ONLY else (3, 4, 4), 30)
+        .image((6, 4, 4), 30, pooled=POOLED_FRAMES.get(name, 1))
         .text(5, 8)
         .image((1, 4, 6), 31)
         .text(3, 9)
@@ -118,9 +121,16 @@ def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.M
     pixels = torch.randn(80, patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
     want = tower.encode(pixels, grids)
     monkeypatch.setattr(encoder, "PATCHES_A_STEP", 20)
-    assert [len(run) for run in parts_of_frames(grids, 20)] == [1, 2, 2, 1, 1]
-    for got, wanted in zip(tower.encode(pixels, grids), want, strict=True):
+    assert [len(run) for run in parts_of_clips(clips(grids, 1), 20)] == [1, 2, 2, 1, 1]
+    assert list(parts_of_clips(clips([(9, 2, 2), (1, 2, 2)], 4), 20)) == [
+        [(4, 2, 2)],
+        [(4, 2, 2), (1, 2, 2)],
+        [(1, 2, 2)],
+    ]
+    in_parts = tower.encode(pixels, grids)
+    for got, wanted in zip(in_parts, want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert all(item.untyped_storage().nbytes() == item.nbytes for item in in_parts), "one may go without the others"
 
 
 @pytest.mark.parametrize("grid", [(1, 7, 3), (1, 8, 8), (1, 2, 11)])
@@ -131,6 +141,40 @@ def test_cubic_places_are_those_of_torch(grid: Grid) -> None:
     channels_first = table.permute(2, 0, 1)[None]
     want = torch.nn.functional.interpolate(channels_first, size=grid[1:], mode="bicubic", align_corners=False)
     torch.testing.assert_close(got, want[0].flatten(1).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "want"),
+    [
+        ([6], [[6], []]),
+        ([4, 4], [[4], [4]]),
+        ([2, 2, 8], [[2, 2], [8]]),
+        ([8, 2, 2], [[8], [2, 2]]),
+        ([1, 1, 1, 1, 1], [[1, 1, 1], [1, 1]]),
+    ],
+)
+def test_ranks_share_out_frames(sizes: list[int], want: list[list[int]]) -> None:
+    assert [sizes[share] for share in shared_out(sizes, len(want))] == want
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "kimi_k25", "gemma4"])
+def test_an_encoder_that_ranks_share(name: str, tmp_path: Path) -> None:
+    """The ranks one after the other: each gives the rows of its frames, and zeros beside them."""
+    save_seeing(name, tmp_path)
+    tower, grids = tower_of(tmp_path), [(1, 4, 4), (1, 2, 4), (1, 6, 4), (1, 2, 2)]
+    pixels = torch.randn(52, patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
+    parts: list[torch.Tensor] = []
+
+    class Recorded(Group):
+        def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+            parts.append(x)
+            return torch.cat(parts if len(parts) == self.size else [x] * self.size)
+
+    for rank in range(3):
+        got = SharedEncoder(tower, Recorded(rank, 3)).encode(pixels, grids)
+    assert all(torch.count_nonzero(part.abs().sum(1)) < 13 for part in parts), "nobody computes all"
+    for mine, wanted in zip(got, tower.encode(pixels, grids), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .draft_references import Target, chain, markov_bias, rms
+from .draft_references import Target, chain, confidences, markov_bias, rms
 from .harness import SIZES, TINY, as_published_v4, hf_model
 
 Tensors = dict[str, Tensor]
@@ -56,7 +56,7 @@ class V4Draft:
 
     def positions(self, first: int, count: int) -> dict[str, Any]:
         ids = torch.arange(first, first + count)[None]
-        rotary, at = self.target.model.get_decoder().rotary_emb, torch.zeros(1, count, HIDDEN)
+        rotary, at = self.target.model.get_decoder().rotary_emb, torch.zeros(1, count, self.config.hidden_size)
         both = {kind: rotary(at, position_ids=ids, layer_type=kind) for kind in ("main", "compress")}
         return {"position_ids": ids, "position_embeddings": both}
 
@@ -72,7 +72,10 @@ class V4Mtp(V4Draft):
     def rows(self, ids: Sequence[int], features: Tensor) -> Tensor:
         w, eps, count = self.w, self.config.rms_norm_eps, len(ids)
         embedded = rms(self.target.embedded(ids), w["mtp.0.enorm.weight"], eps) @ w["mtp.0.e_proj.weight"].T
-        streams = rms(features.view(count, -1, HIDDEN), w["mtp.0.hnorm.weight"], eps) @ w["mtp.0.h_proj.weight"].T
+        streams = (
+            rms(features.view(count, -1, self.config.hidden_size), w["mtp.0.hnorm.weight"], eps)
+            @ w["mtp.0.h_proj.weight"].T
+        )
         row, col = torch.arange(count)[:, None], torch.arange(count)
         seen = (col <= row) & (col > row - self.config.sliding_window)
         mask = torch.zeros(count, count).masked_fill(~seen, -torch.inf)[None, None]
@@ -82,13 +85,14 @@ class V4Mtp(V4Draft):
 
     def __call__(self, tokens: list[int], count: int) -> Tensor:
         streams, _ = self.target.streams(tokens[:-1])
-        head = lambda state: self.target.logits(self.ended(state.view(1, -1, HIDDEN)))[0]  # noqa: E731
+        head = lambda state: self.target.logits(self.ended(state.view(1, -1, self.config.hidden_size)))[0]  # noqa: E731
         return chain(tokens, streams[-1].flatten(1), self.rows, head, count)
 
 
 class V4DSpark(V4Draft):
     @torch.inference_mode()
-    def __call__(self, tokens: list[int], count: int) -> Tensor:
+    def guessing(self, tokens: list[int], count: int) -> Tensor:
+        """The rows [count, H] that make the guesses."""
         w, eps, n = self.w, self.config.rms_norm_eps, len(tokens) - 1
         streams, _ = self.target.streams(tokens[:-1])
         joined = torch.cat([streams[layer].mean(1) for layer in CAPTURES], dim=-1)
@@ -98,7 +102,14 @@ class V4DSpark(V4Draft):
         for layer in self.layers:
             keys = Behind(self.keys(layer.self_attn, context))
             h = layer(h, attention_mask=None, past_key_values=keys, **self.positions(n, BLOCK))
-        rows = self.ended(h[0])[:count]
+        return self.ended(h[0])[:count]
+
+    def confidences(self, tokens: list[int], guesses: list[int]) -> Tensor:
+        return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]], f"{self.last}.")
+
+    @torch.inference_mode()
+    def __call__(self, tokens: list[int], count: int) -> Tensor:
+        w, rows = self.w, self.guessing(tokens, count)
         named = {f"markov_head.{name}.weight": w[f"{self.last}.markov_head.{name}.weight"] for name in ("markov_w1", "markov_w2")}  # noqa: E501  # fmt: skip
         given, previous = [], tokens[-1]
         for row, base in zip(rows, self.target.logits(rows), strict=True):
@@ -132,7 +143,7 @@ def save_v4(folder: Path, dspark: bool, name: str = TARGET, **keys: Any) -> V4Dr
         for key, tensor in load_file(folder / "whole" / "model.safetensors").items()
         if key.startswith(f"layers.{count + stage}.")
     }
-    stored |= heads(dspark, stages, target.config.hc_mult)
+    stored |= heads(dspark, stages, target.config.hc_mult, target.config.hidden_size)
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config |= {"compress_ratios": [*config["compress_ratios"][:count], *[0] * stages], "num_nextn_predict_layers": 1}
@@ -141,27 +152,27 @@ def save_v4(folder: Path, dspark: bool, name: str = TARGET, **keys: Any) -> V4Dr
     return kind(Target(target), whole.get_decoder().layers[count:], stored, f"mtp.{stages - 1}")
 
 
-def heads(dspark: bool, stages: int, streams: int) -> Tensors:
+def heads(dspark: bool, stages: int, streams: int, hidden: int = HIDDEN) -> Tensors:
     """Random tensors beside the layers, by the published names."""
     generator = torch.Generator().manual_seed(8)
     last = f"mtp.{stages - 1}"
     shapes: dict[str, tuple[int, ...]] = {
-        f"{last}.norm.weight": (HIDDEN,),
-        f"{last}.hc_head_fn": (streams, streams * HIDDEN),
+        f"{last}.norm.weight": (hidden,),
+        f"{last}.hc_head_fn": (streams, streams * hidden),
         f"{last}.hc_head_base": (streams,),
         f"{last}.hc_head_scale": (1,),
     }
     if dspark:
         shapes |= {
-            "mtp.0.main_proj.weight": (HIDDEN, len(CAPTURES) * HIDDEN),
-            "mtp.0.main_norm.weight": (HIDDEN,),
+            "mtp.0.main_proj.weight": (hidden, len(CAPTURES) * hidden),
+            "mtp.0.main_norm.weight": (hidden,),
             f"{last}.markov_head.markov_w1.weight": (VOCAB, RANK),
             f"{last}.markov_head.markov_w2.weight": (VOCAB, RANK),
-            f"{last}.confidence_head.proj.weight": (1, HIDDEN + RANK),
+            f"{last}.confidence_head.proj.weight": (1, hidden + RANK),
         }
     else:
-        shapes |= {f"mtp.0.{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm")}
-        shapes |= {f"mtp.0.{name}.weight": (HIDDEN, HIDDEN) for name in ("e_proj", "h_proj")}
+        shapes |= {f"mtp.0.{name}.weight": (hidden,) for name in ("enorm", "hnorm")}
+        shapes |= {f"mtp.0.{name}.weight": (hidden, hidden) for name in ("e_proj", "h_proj")}
     tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
     for name in tensors:
         if "norm" in name or name.endswith("scale"):

@@ -128,3 +128,50 @@ def test_requests_of_different_widths() -> None:
     assert depth._acceptance.counts() == [(1.0, 2.0), (0.0, 0.0)]
     depth.observe([1, 1], [1, 1])
     assert depth._acceptance.counts() == [(1.0, 2.0), (0.0, 0.0)]
+
+
+EASY, HARD = 0.95, 0.1
+"""Rates of steps whose guesses are nearly always, and hardly ever right."""
+
+
+def said_and_drawn(depth: AdaptiveDepth, said: dict[float, float] | None, steps: int) -> tuple[float, set[int]]:
+    """Runs of easy and hard steps in turn, of which the drafter says what `said` has; None: nothing. Returns tokens a
+    millisecond, and the widths."""
+    rng, step_ms, tokens, ms = random.Random(5), times(1.0), 0, 0.0
+    widths = set()
+    for step in range(steps):
+        rate = EASY if step // 8 % 2 else HARD
+        if said is not None:
+            depth.expect([[said[rate]] * 7] * 2)
+        width = depth.next_width(2)
+        counts = [drawn(rng, width, rate) for _ in range(2)]
+        depth.observe([width] * 2, counts)
+        tokens, ms = tokens + sum(counts), ms + step_ms[2, width]
+        widths.add(width)
+    return tokens / ms, widths
+
+
+def test_a_drafter_that_knows_its_guesses_cuts_steps_short() -> None:
+    plain, _ = said_and_drawn(AdaptiveDepth(AdaptiveSettings(), 8, times(1.0)), None, 1600)
+    said, widths = said_and_drawn(AdaptiveDepth(AdaptiveSettings(), 8, times(1.0)), {EASY: 0.9, HARD: 0.2}, 1600)
+    assert said > 1.1 * plain and max(widths) == 8 and min(widths) <= 2
+
+
+def test_a_drafter_that_always_says_the_same_changes_nothing() -> None:
+    for value in (0.01, 0.5, 1.0):
+        depth = AdaptiveDepth(AdaptiveSettings(update_interval=1), 8, times(1.0))
+        plain = AdaptiveDepth(AdaptiveSettings(update_interval=1), 8, times(1.0))
+        rng = random.Random(2)
+        for _ in range(300):
+            depth.expect([[value] * 7] * 4)
+            width = depth.next_width(4)
+            assert width == plain.next_width(4)
+            counts = [drawn(rng, width, 0.6) for _ in range(4)]
+            for each in (depth, plain):
+                each.observe([width] * 4, counts)
+
+
+def test_nothing_said_of_no_request() -> None:
+    depth = AdaptiveDepth(AdaptiveSettings(), 4, times(1.0, most=4))
+    depth.expect([])
+    assert depth.next_width(1) in depth.widths

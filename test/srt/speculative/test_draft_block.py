@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.configs.speculative import AdaptiveSettings
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -20,6 +22,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.depth import AdaptiveDepth
 from sglang.srt.speculative.draft_block import DraftBlock
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, answers, run, server_args
@@ -152,6 +155,46 @@ def test_as_many_guesses_as_a_block_has_rows(tmp_path: Path) -> None:
         create_plan(replace(shifted, speculative_num_draft_tokens=BLOCK + 1))
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_depths_by_a_confidence_head_change_no_token(params: dict[str, Any], tmp_path: Path) -> None:
+    """Widths follow what the head says, and the requests get the tokens of the plain run."""
+    target = tmp_path / "target"
+    save_tiny("qwen3", target)
+    args = draft_of(target, tmp_path / "draft", "DSPARK")
+    plain = run(scheduler_of(server_args(target, chunked_prefill_size=16)), params)
+    depth = Told(AdaptiveSettings(probe_interval=2, hysteresis=0.0), BLOCK + 1, STEP_MS)
+    scheduler = Scheduler(args, create_runner(args), StopChecker(None), depth)
+    assert run(scheduler, params) == plain
+    assert run(scheduler, params) == plain
+    assert len(depth.chosen) > 2 and all(len(row) == BLOCK for likely in depth.said for row in likely)
+
+
+STEP_MS = {(load, width): 4.0 + load * width for load in (1, 2, 4, 8) for width in range(1, BLOCK + 2)}
+
+
+class Told(AdaptiveDepth):
+    """Chooses by what the drafter says alone: what was right is not counted."""
+
+    def __init__(
+        self, settings: AdaptiveSettings, num_draft_tokens: int, step_ms: dict[tuple[int, int], float]
+    ) -> None:
+        super().__init__(settings, num_draft_tokens, step_ms)
+        self.said: list[Sequence[Sequence[float]]] = []
+        self.chosen: set[int] = set()
+
+    def observe(self, widths: Sequence[int], counts: Sequence[int]) -> None:
+        pass
+
+    def expect(self, likely: Sequence[Sequence[float]]) -> None:
+        self.said.append(likely)
+        super().expect(likely)
+
+    def next_width(self, num_requests: int) -> int:
+        width = super().next_width(num_requests)
+        self.chosen.add(width)
+        return width
+
+
 OF_THE_EMBEDDED_MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "vocab_size": 4096,
@@ -161,8 +204,10 @@ OF_THE_EMBEDDED_MODEL: dict[str, Any] = {
 }
 
 
-def guesses(args: ServerArgs) -> tuple[dict[tuple[int, ...], list[int]], dict[tuple[str, int], list[int]]]:
-    """Returns the answers of the embedded model by prompt, and the guesses behind each token: by request and number."""
+def guesses(
+    args: ServerArgs, ask: Callable[[Scheduler, dict[str, Any]], dict[Any, list[int]]] = answers
+) -> tuple[dict[Any, list[int]], dict[tuple[str, int], list[int]]]:
+    """Returns what `ask` gets, greedily, and the guesses behind each token: by request and number."""
     scheduler = scheduler_of(replace(args, disable_overlap_schedule=True))
     seen: dict[tuple[str, int], list[int]] = {}
     process = scheduler.process
@@ -174,7 +219,7 @@ def guesses(args: ServerArgs) -> tuple[dict[tuple[int, ...], list[int]], dict[tu
                 seen[req.rid, req.output_len] = scheduler.runner.state.next_tokens[req.slot].tolist()
 
     scheduler.process = spy  # type: ignore[method-assign]
-    return answers(scheduler, GREEDY), seen
+    return ask(scheduler, GREEDY), seen
 
 
 @pytest.mark.gpu

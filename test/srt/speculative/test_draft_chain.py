@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -24,7 +25,7 @@ from srt.models.draft_references import DFlash, DSpark, Eagle3, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
-from srt.models.v4_drafts import save_v4
+from srt.models.v4_drafts import V4DSpark, save_v4
 
 Reference = Callable[[list[int], int], Tensor]
 
@@ -52,12 +53,13 @@ def by_depth(folder: Path, name: str) -> Pair:
     return Pair(folder, {"speculative_algorithm": "NEXTN"}, build_depths(name, folder))
 
 
-def dflash(folder: Path) -> Pair:
+def dflash(folder: Path, variant: str) -> Pair:
+    config = dflash_drafts.VARIANTS[variant]
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
-    tensors = dflash_drafts.weights()
-    draft = save(folder / "draft", dflash_drafts.CONFIG, tensors)
+    tensors = dflash_drafts.weights(config)
+    draft = save(folder / "draft", config, tensors)
     flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
-    return Pair(folder / "target", flags, DFlash(tensors, dflash_drafts.CONFIG, target, dflash_drafts.CAPTURES))
+    return Pair(folder / "target", flags, DFlash(tensors, config, target, dflash_drafts.CAPTURES))
 
 
 def dspark(folder: Path, **keys: Any) -> Pair:
@@ -78,7 +80,7 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     "mtp": mtp,
     "mimo_v2": functools.partial(by_depth, name="mimo_v2"),
     "step3p7": functools.partial(by_depth, name="step3p7"),
-    "dflash": dflash,
+    **{f"dflash_{name}": functools.partial(dflash, variant=name) for name in dflash_drafts.VARIANTS},
     **{f"dspark_{kind}": functools.partial(dspark, markov_head_type=kind) for kind in dspark_drafts.KINDS},
     "v4_mtp": functools.partial(v4, dspark=False),
     "v4_dspark": functools.partial(v4, dspark=True),
@@ -141,7 +143,10 @@ class Proposals:
         # Chunks shorter than the last depth lags.
         pytest.param("mimo_v2", {"chunked_prefill_size": 1}, marks=pytest.mark.thorough),
         pytest.param("step3p7", {"chunked_prefill_size": 2}, marks=pytest.mark.thorough),
-        ("dflash", {"chunked_prefill_size": 16, "page_size": 8}),
+        ("dflash_plain", {"chunked_prefill_size": 16, "page_size": 8}),
+        ("dflash_domino", {"chunked_prefill_size": 16}),
+        pytest.param("dflash_domino_in_place", {"page_size": 8}, marks=pytest.mark.thorough),
+        ("dflash_selector", {"chunked_prefill_size": 16}),
         pytest.param("dspark_vanilla", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
         pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),
         ("dspark_rnn", {}),
@@ -159,6 +164,45 @@ def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], 
     texts = [[*prompt, *plain[i]] for i, prompt in enumerate(prompts())]
     assert run(scheduler, GREEDY) == plain, "with prompts and outputs from the cache"
     proposals.check(texts, pair.reference, 16)
+
+
+@pytest.mark.parametrize("name", ["dspark_rnn", "v4_dspark"])
+def test_a_confidence_head_says_how_likely_guesses_stand(name: str, tmp_path: Path) -> None:
+    """For each request and guess what the reference says; all guesses of a block are made, however few a step takes."""
+    pair = PAIRS[name](tmp_path)
+    scheduler = scheduler_of(pair.target, **pair.flags, speculative_num_draft_tokens=5)
+    drafter, reference = scheduler.runner.drafter, pair.reference
+    assert drafter is not None and isinstance(reference, DSpark | V4DSpark)
+    seen: list[tuple[int, int, list[int], list[float]]] = []
+    propose = drafter.propose
+
+    def spy(step: DraftStep, num_guesses: int) -> Tensor:
+        guesses = propose(step, min(num_guesses, 1))
+        if not num_guesses:
+            assert step.confidence is None
+            return guesses
+        assert step.confidence is not None and guesses.shape == step.confidence.shape == (len(step.slots), 4)
+        for slot, length, token, end, row, likely in zip(
+            step.slots.tolist(), step.lens.tolist(), step.tokens.tolist(), step.ends.tolist(), guesses.tolist(),
+            step.confidence.tolist(), strict=True,
+        ):  # fmt: skip
+            if slot and length + drafter.tokens_ahead <= end:
+                seen.append((length, token, row, likely))
+        return guesses
+
+    drafter.propose = spy  # type: ignore[method-assign]
+    plain = run(scheduler, GREEDY)
+    texts = [[*prompt, *plain[i]] for i, prompt in enumerate(prompts())]
+    checked = 0
+    for length, token, guesses, likely in seen[:: len(seen) // 8]:
+        for text in texts:
+            if len(text) > length and text[length] == token:
+                known = text[: length + 1]
+                if reference(known, 4).argmax(-1).tolist() == guesses:
+                    wanted = reference.confidences(known, guesses)
+                    torch.testing.assert_close(torch.tensor(likely), wanted, rtol=0.0, atol=1e-3)
+                    checked += 1
+    assert checked >= 6
 
 
 def test_sampled_tokens_are_those_of_the_plain_run(tmp_path: Path) -> None:

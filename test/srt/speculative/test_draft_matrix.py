@@ -6,6 +6,7 @@ greedy, sampled, penalized, biased and stopped requests, log probabilities, an a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,10 +79,11 @@ def own_layers(name: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"speculative_algorithm": "NEXTN"}
 
 
-def dflash(name: str, target: Path, folder: Path) -> dict[str, Any]:
+def dflash(name: str, target: Path, folder: Path, variant: str = "plain") -> dict[str, Any]:
     save_tiny(name, target)
-    captures = {"dflash_config": {"mask_token_id": 201, "target_layer_ids": [0, 1]}}
-    test_eagle3_drafts.save(folder, test_dflash_drafts.CONFIG | captures, test_dflash_drafts.weights())
+    config = test_dflash_drafts.VARIANTS[variant]
+    config = config | {"dflash_config": config["dflash_config"] | {"target_layer_ids": [0, 1]}}
+    test_eagle3_drafts.save(folder, config, test_dflash_drafts.weights(config))
     return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder)}
 
 
@@ -108,20 +110,25 @@ DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "NEXTN": (own_layers, OWN_LAYERS),
     "DFLASH": (dflash, MODELS),
     "DSPARK": (dspark, MODELS),
+    "DOMINO": (functools.partial(dflash, variant="domino"), MODELS),
+    "SELECTOR": (functools.partial(dflash, variant="selector"), MODELS),
 }
 """How each is made beside a target, and the targets that it is served with."""
+HEADS = ("DOMINO", "SELECTOR")
+"""DFLASH drafts with a head, which have fewer quick cases."""
 
 
 def cases() -> list[Any]:
     """All of them. `make test` runs two models a drafter in one process, and four drafters on two ranks."""
     rows = []
+    heads = len(DRAFTERS) - len(HEADS)
     for d, (drafter, (_, models)) in enumerate(DRAFTERS.items()):
         for m, model in enumerate(MODELS):
             for i, layout in enumerate(LAYOUTS):
                 if i < 2:
-                    quick = (m + d) % 4 == 0 and i == (m // 4 + d) % 2
+                    quick = (m + d) % (8 if d >= heads else 4) == 0 and i == (m // 4 + d) % 2
                 else:
-                    quick = d >= 2 and d % 2 != i % 2 and m == 4 * d % len(MODELS)
+                    quick = 2 <= d < heads and d % 2 != i % 2 and m == 4 * d % len(MODELS)
                 if model in models:
                     rows.append(pytest.param(drafter, model, layout, marks=[] if quick else pytest.mark.thorough))
     return rows

@@ -19,7 +19,7 @@ LONGEST_STEP = 1 << 20
 HEAD_DIM, INDEX_DIM, ROTARY_DIM = 512, 128, 64
 RUNS = ((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM), (4, 1, INDEX_DIM))
 """(rate, runs that an entry is made of, dims of an entry); the last one is of Qwen3.8's indexer, whose norm has a
-weight in fp32."""
+weight in fp32, and of GLM-5.3-Flash's, whose entries have no norm."""
 
 FORM_RULES = {
     "hyper_connection.mix_streams_kernel": FormRule(at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens"})),
@@ -98,6 +98,11 @@ def _compressors() -> Iterator[Variant]:
         key = f"{rate}x{runs}/{dim}r{ROTARY_DIM}"
         typed = types | ({"weight": "*fp32"} if (rate, runs) == (4, 1) else {})
         yield _of("kv_compressor", key, compressor.compress_kernel, typed, constants, launch, strides)
+        if (rate, runs) == (4, 1):
+            plain = constants | {"ROT": 0, "weight": None, "cos_sin": None}
+            typed = {name: kind for name, kind in types.items() if name not in plain}
+            key = f"{rate}x{runs}/{dim}"
+            yield _of("kv_compressor", key, compressor.compress_kernel, typed, plain, launch, strides)
     for size in sorted({rate * runs for rate, runs, _ in RUNS}):
         yield _of(
             "kv_compressor", f"keep/{size}", compressor.keep_kernel, types, {"SIZE": size}, compressor.KEEP_LAUNCH,

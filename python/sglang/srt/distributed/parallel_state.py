@@ -131,6 +131,12 @@ class Group:
         dist.reduce_scatter_tensor(total, x.contiguous().flatten(0, 1), group=self.communicator())
         return total
 
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of rank `source` of the group, whose shape and type all know; written over theirs."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.communicator(), group_src=source)
+        return x
+
     def send_to_next(self, x: torch.Tensor) -> None:
         """Send to the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
         x = x.contiguous()
@@ -178,10 +184,12 @@ class Groups:
     `experts`: those whose experts' outputs add up to the layer's, which are all. `ep` and `expert_tp` divide the
     weights of experts and exchange nothing themselves. `pp`: the ranks of all stages that have the same place in
     theirs; `pp_tokens`: the same ones, so that tokens on their way back never wait for hidden states on their way on.
-    Of `dp` there is one today. `context`: those that share out the tokens of caches which all of them would hold.
+    `dp`: the ranks with the same place in the groups of `attention`, each of which has requests of its own. `context`:
+    those that share out the tokens of caches which all of them would hold.
     """
 
-    tp: Group = ALONE  # dense layers and the vocabulary
+    tp: Group = ALONE  # dense layers
+    vocabulary: Group = ALONE
     attention: Group = ALONE  # heads
     experts: Group = ALONE
     ep: Group = ALONE  # whole experts
@@ -199,15 +207,21 @@ def groups_of(
     stages_group: dist.ProcessGroup | None = None,
     tokens_group: dist.ProcessGroup | None = None,
     context_group: dist.ProcessGroup | None = None,
+    attention_group: dist.ProcessGroup | None = None,
+    requests_group: dist.ProcessGroup | None = None,
 ) -> Groups:
     """The groups of one rank. `process_group`: of the ranks of its stage, `stages_group` and `tokens_group`: of the
-    ranks of all stages that have its place, `context_group`: of those that share out tokens; without them nothing can
-    be sent."""
+    ranks of all stages that have its place, `context_group`: of those that share out tokens, `attention_group`: of
+    those that share heads, `requests_group`: of those with its place among these; without them nothing can be sent."""
     tp_rank = ranks.tp_rank(rank)
-    everyone = Group(tp_rank, ranks.tp_size, process_group)
+    everyone = attention = Group(tp_rank, ranks.tp_size, process_group)
+    if ranks.attn_dp_size > 1:
+        attention = Group(ranks.attn_tp_rank(tp_rank), ranks.attn_tp_size, attention_group)
     return Groups(
         tp=everyone,
-        attention=everyone,
+        vocabulary=attention if ranks.dp_lm_head else everyone,
+        attention=attention,
+        dp=Group(ranks.attn_dp_rank(tp_rank), ranks.attn_dp_size, requests_group),
         experts=everyone,
         ep=Group(ranks.ep_rank(tp_rank), ranks.ep_size),
         expert_tp=Group(ranks.expert_tp_rank(tp_rank), ranks.expert_tp_size),
@@ -273,11 +287,17 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     context = tensors
     if 1 < ranks.dcp_size < ranks.tp_size:
         context = _group_alike(ranks, rank, lambda other: other // ranks.dcp_size, backend, limit)
+    attention = requests = tensors
+    if 1 < ranks.attn_dp_size:
+        attention, requests = (
+            _group_alike(ranks, rank, key, backend, limit)
+            for key in (lambda other: other // ranks.attn_tp_size, lambda other: other % ranks.attn_tp_size)
+        )
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
     key = envs.SGLANG_DIST_SECRET.encode() if store is not None else b""
     _num_broadcasts = 0
     beats = dist.new_group(backend="gloo", timeout=limit) if store is not None else None
-    groups = groups_of(ranks, rank, tensors, stages, tokens, context)
+    groups = groups_of(ranks, rank, tensors, stages, tokens, context, attention, requests)
     _state = _State(groups, host_group, ranks, rank, beats, key)
     return _state.groups
 
@@ -390,6 +410,11 @@ def answer_beat() -> None:
 def least(value: int) -> int:
     """The smallest of the ranks' values."""
     return least_each([value])[0]
+
+
+def all_ranks_say(yes: bool) -> bool:
+    """Whether all ranks say so."""
+    return least(int(yes)) == 1
 
 
 def least_each(values: Sequence[int]) -> list[int]:

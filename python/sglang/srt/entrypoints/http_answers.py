@@ -53,6 +53,8 @@ _OLLAMA_MODEL = _record(name=_TEXT, model=_TEXT, size=_COUNT, digest=_TEXT, deta
 _OLLAMA_ANSWER = {"model": _TEXT, "created_at": _TEXT, "done": {"const": True}, "done_reason": _TEXT}
 _MESSAGE = _record(message=_TEXT, status="ok")
 _STORED = "/v1/responses/{response_id}"
+_STORE = "/hicache/storage-backend"
+_DONE = _record(success=_BOOLEAN, message=_TEXT)
 
 _BY_PATH: dict[str, Schema] = {
     "/v1/chat/completions": _record(
@@ -136,11 +138,18 @@ _BY_PATH: dict[str, Schema] = {
     "/continue_generation": _MESSAGE,
     "/open_session": _TEXT,
     "/add_external_corpus": _record(success=_BOOLEAN, corpus_id=_TEXT, message=_TEXT, loaded_token_count=_COUNT),
-    "/remove_external_corpus": _record(success=_BOOLEAN, message=_TEXT),
+    "/remove_external_corpus": _DONE,
     "/list_external_corpora": _record(success=_BOOLEAN, corpus_token_counts=_OBJECT, message=_TEXT),
 }
 _BY_METHOD: dict[tuple[str, str], Schema] = {
     ("delete", _STORED): _record(id=_TEXT, object="response", deleted={"const": True}),
+    ("get", _STORE): _record(
+        hicache_storage_backend=_or_null(_TEXT),
+        hicache_storage_prefetch_policy=_or_null(_TEXT),
+        hicache_write_policy=_or_null(_TEXT),
+    ),
+    ("put", _STORE): _DONE,
+    ("delete", _STORE): _DONE,
 }
 
 

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints import http_corpora, http_native, http_refused, http_sessions
+from sglang.srt.entrypoints import http_corpora, http_native, http_refused, http_sessions, http_storage
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
@@ -36,6 +36,7 @@ FORMS = (
     http_native,
     http_sessions,
     http_corpora,
+    http_storage,
 )
 _STATUS_CLIENT_CLOSED = 499
 """Status that the log shows when the client has disconnected; nobody receives it."""

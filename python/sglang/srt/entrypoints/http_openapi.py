@@ -28,7 +28,9 @@ _NOT_FOUND = (
     _STORED_RESPONSE + "/cancel",
     _STORED_RESPONSE + "/input_items",
 )
+_STORE = "/hicache/storage-backend"
 _REFUSING = (
+    _STORE,
     "/list_external_corpora",
     "/flush_cache",
     "/start_profile",
@@ -42,6 +44,7 @@ _REFUSING = (
 _ERRORS = {
     400: "The request is wrong: the message says what to change.",
     401: "The server has an API key, which neither `Authorization: Bearer KEY` nor `x-api-key: KEY` gives.",
+    403: "Only holders of the server's API key may do this, and the server was started without one.",
     404: "There is no such thing.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -135,6 +138,8 @@ def _statuses(path: str, method: str, has_body: bool) -> set[int]:
         statuses |= {413} if takes_any_type(path) else {413, 415}
     if has_body or path in _REFUSING:
         statuses.add(400)
+    if path == _STORE and method != "get":
+        statuses.add(403)
     if path in _NOT_FOUND:
         statuses.add(404)
     return statuses

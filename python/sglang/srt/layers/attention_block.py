@@ -68,7 +68,8 @@ class GQAttention:
             projections.append(("gate", heads.of_dims(spec.v_head_dim)))
         elif spec.output_gate:
             projections = _with_gates(projections, heads, dim)
-        self.qkv = ColumnParallelLinear(scope.sub("qkv"), spec.input_size or hidden_size, projections, spec.qkv_bias)
+        width, widened = spec.input_size or hidden_size, spec.widened(group.size)
+        self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.qkv_bias, widened)
         self.row_format = self.qkv.row_format
         self.o = RowParallelLinear(
             scope.sub("o"), heads.of_dims(spec.v_head_dim), hidden_size, spec.o_bias, group=group

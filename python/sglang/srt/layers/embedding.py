@@ -12,6 +12,7 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import EmbeddingRowsOp, LinearOp
 from sglang.srt.layers.parameter import Part, Scope, Shard
 from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.plan.ranks import Share, exact_share, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 from sglang.srt.sampling.sampling_params import NO_TOKEN
@@ -23,8 +24,8 @@ def _vocab_rows(group: Group, vocab_size: int) -> Share:
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
-    """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
-    rows = _vocab_rows(scope.groups.tp, vocab_size)
+    """This rank's rows [ceil(V / ranks), H]. Rows past the vocabulary (of the last ranks) stay zero."""
+    rows = _vocab_rows(scope.groups.vocabulary, vocab_size)
     part = Part((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
     weight = scope.param("weight", (rows.padded_count, hidden_size), {PartKey(): part})
     if not weight.is_meta:
@@ -40,20 +41,23 @@ class VocabParallelEmbedding:
         self, scope: Scope, vocab_size: int, hidden_size: int, scale: float = 1.0, norm_eps: float | None = None
     ) -> None:
         self.scale = float(torch.tensor(scale, dtype=scope.dtype))
-        self.group = scope.groups.tp
+        self.group = scope.groups.vocabulary
         self.weight = _vocab_weight(scope, vocab_size, hidden_size)
         if norm_eps is not None:
             scope.finish.append(functools.partial(_norm_rows, self.weight, norm_eps))
         self.first = self.group.rank * self.weight.shape[0]
         self.rows: EmbeddingRowsOp | None = scope.plan.entry("embedding_rows") if self.group.size > 1 else None
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        out = self._rows(ids)
+    def __call__(self, ids: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
+        """exchange: the ranks that share the vocabulary have tokens of their own, which come together by it."""
+        out = self._rows(ids, exchange)
         return out if self.scale == 1.0 else out * self.scale
 
-    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def _rows(self, ids: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
         if self.rows is None:
             return F.embedding(ids, self.weight)
+        if exchange is not None:
+            return exchange.scatter(self.rows(exchange.gather(ids), self.weight, self.first), len(ids))
         return self.group.all_reduce(self.rows(ids, self.weight, self.first))
 
 
@@ -86,8 +90,9 @@ class RowShare:
     """Rows of the step."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n] of this rank's rows -> [count] of all."""
-        return self.group.all_gather(F.pad(x, (0, self.each - len(x))), dim=0)[: self.count]
+        """x [n, ...] of this rank's rows -> [count, ...] of all."""
+        padded = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, self.each - len(x)))
+        return self.group.all_gather(padded, dim=0)[: self.count]
 
 
 class LMHead:
@@ -105,7 +110,7 @@ class LMHead:
         hidden_size = scope.plan.weights.head.cols
         self.vocab_size = vocab_size
         self.cap, self.scale = cap, scale
-        self.group = scope.groups.tp
+        self.group = scope.groups.vocabulary
         rows = _vocab_rows(self.group, vocab_size)
         self.rows = rows
         shard = Shard("", exact_share(vocab_size, rows.run), whole(hidden_size))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, StateRecord, TokenSlots
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class ForwardBatch:
 
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
+
+    exchange: RowExchange | None = None
+    """Of the tokens of all attention groups, where each has requests of its own."""
 
     embedding_rows: EmbeddingRows | None = None
 

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.layers.hyper_native import placed
 from sglang.srt.layers.layernorm import norm_weight
-from sglang.srt.layers.ops import HyperConnectionOp
+from sglang.srt.layers.ops import HyperConnectionOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 from sglang.srt.layers.residual import FFN, MIXER, Block
@@ -92,7 +92,11 @@ class HyperResidual:
     def __init__(self, scope: Scope, model: ModelDescription, spec: HyperConnections) -> None:
         self.model, self.spec = model, spec
         self.end: HyperJoin | None = None
-        if model.last_stage:
+        self.weight: torch.Tensor | None = None
+        if model.last_stage and spec.mean_head:
+            self.weight = norm_weight(scope.sub("norm"), model.hidden_size, model.zero_centred_norms)
+            self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        elif model.last_stage:
             self.end = HyperJoin(scope, HEAD, "norm", model, spec, (spec.streams,))
 
     def join(self, scope: Scope, block: str) -> HyperJoin:
@@ -112,14 +116,22 @@ class HyperResidual:
         return stream.streams.mean(dim=1)
 
     def hand_on(self, stream: HyperStream) -> torch.Tensor:
-        if stream.out is None:
-            return stream.streams.flatten(1)
-        assert stream.placement is not None
-        return placed(stream.streams, stream.out, stream.placement).flatten(1)
+        return _whole(stream).flatten(1)
 
     def resume(self, received: torch.Tensor) -> HyperStream:
         return HyperStream(received.unflatten(1, (self.spec.streams, -1)))
 
     def finish(self, stream: HyperStream) -> torch.Tensor:
+        if self.weight is not None:
+            stream.streams, stream.out = _whole(stream), None
+            return self.norm(stream.streams.mean(dim=1), self.weight, self.model.norm_eps)
         assert self.end is not None, "the last stage has it"
         return values_of(self.end.before(stream))
+
+
+def _whole(stream: HyperStream) -> torch.Tensor:
+    """The streams [T, N, H] with what the last block made."""
+    if stream.out is None:
+        return stream.streams
+    assert stream.placement is not None
+    return placed(stream.streams, stream.out, stream.placement)

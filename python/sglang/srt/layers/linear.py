@@ -28,6 +28,9 @@ class Unquantized:
         linear: LinearOp = scope.plan.entry("linear")
         return lambda x: linear(values_of(x), weight, bias)
 
+    def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        return self.create_weights(scope, shards, bias)
+
     def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
         return None
 
@@ -58,7 +61,7 @@ class ColumnParallelLinear:
 
     `weights`: what the description says of them; of attention's projections in features, with `bias`. `projections`
     maps the checkpoint's part to this rank's share of its output features. Where several slices of one part lie apart
-    it is a list of both.
+    it is a list of both. `widened`: the weight is held in the model's type, however the checkpoint stores it.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ColumnParallelLinear:
         weights: Matrix | int,
         projections: Mapping[str, Share] | Sequence[tuple[str, Share]],
         bias: bool = False,
+        widened: bool = False,
     ) -> None:
         pieces, shards, quant = Counter[str](), list[Shard](), scope.quant
         if isinstance(weights, Matrix):
@@ -78,7 +82,8 @@ class ColumnParallelLinear:
             pieces[part] += 1
         if isinstance(weights, Matrix):
             _check(scope, weights, sum(shard.rows.padded_count for shard in shards), in_features)
-        self.apply = quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
+        create = quant.create_widened if widened else quant.create_weights
+        self.apply = create(scope, shards, _stacked_bias(scope, shards) if bias else None)
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
     def __call__(self, x: Rows) -> torch.Tensor:

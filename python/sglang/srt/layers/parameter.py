@@ -140,6 +140,9 @@ class QuantMethod(Protocol):
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
 
+    def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        """The same with weights that are held in the model's type, however the checkpoint stores them."""
+
     def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
         """The same of an output head, whose logits [T, out] are fp32; None: the checkpoint has it in 16 bits."""
 

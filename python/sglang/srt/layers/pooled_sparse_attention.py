@@ -19,7 +19,7 @@ import torch
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.compressor import CompressorRecord
+from sglang.srt.layers.compressed.compressor import EntryNorm, store_entries
 from sglang.srt.layers.compressed.kernels import CompressorKernels
 from sglang.srt.layers.compressed.step import compressed_step
 from sglang.srt.layers.ops import (
@@ -125,25 +125,7 @@ class PooledIndexer:
     def _keep_keys(self, keys: torch.Tensor, batch: ForwardBatch, cos_sin: torch.Tensor) -> None:
         """keys [T, D] of the new tokens: stores the mean of each block that they complete, and leaves those of others
         for later steps. Equal gates make a mean of the softmax."""
-        requests, state = compressed_step(batch).requests, self.state["rows"]
         rows = torch.zeros((len(keys), 2, self.dim), dtype=torch.float32, device=keys.device)
         rows[:, 0] = keys
-        self.compressor.compress(
-            rows,
-            self.even,
-            state,
-            requests.slots,
-            requests.positions,
-            requests.firsts,
-            self.k_norm,
-            self.eps,
-            cos_sin,
-            self.cache.k,
-            batch.slots_of(self.cache).out_cache_loc,
-        )
-        if batch.state_records is None:
-            self.compressor.keep(rows, state, requests.slots, requests.positions, requests.stops)
-        else:
-            assert batch.extend is not None
-            width = len(rows) // len(batch.extend)
-            batch.state_records.append(CompressorRecord(self.compressor, rows, state, requests, width))
+        norm, state = EntryNorm(self.k_norm, self.eps, cos_sin), self.state["rows"]
+        store_entries(self.compressor, rows, self.even, norm, self.cache, state, batch, compressed_step(batch))

@@ -1,12 +1,16 @@
-"""Copies of cache pages between the GPU's pools and main memory, in a thread and on a stream of their own.
+"""Copies of cache pages between the GPU's pools and main memory, in a thread and on streams of their own.
 
-A page lies in main memory as one run of bytes: of every layer the part that belongs to it, one after the other. On the
-way it is gathered into a staging buffer, or scattered from it, so that one copy over the bus moves many pages.
+One launch gathers the parts of many pages in a buffer on the device, and the copy engine moves the buffer over the bus
+in large pieces while the next launch fills another buffer; loads go the other way. Where pages lie apart in main
+memory, so that pieces would be small, the kernel reads or writes main memory itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,96 +20,17 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
-from sglang.srt.mem_cache.memory_pool import CachePools
-from sglang.srt.plan.host_cache import STAGING_BYTES
-from sglang.srt.plan.pool_sizes import PoolSizes
-from sglang.srt.utils.device_arrays import event_on
+from sglang.srt.mem_cache.page_pool import Bundle, PagePool
+from sglang.srt.plan.host_cache import STAGING_BUFFERS, STAGING_BYTES
+from sglang.srt.utils.device_arrays import event_on, to_device
 
 logger = logging.getLogger(__name__)
 
-
-class PagePool:
-    """The pages of one pool on the device and in main memory, where they begin at page 1: page 0 is padding."""
-
-    def __init__(self, parts: Sequence[torch.Tensor], num_host_pages: int) -> None:
-        """parts: [pages, bytes] uint8 each, views of the caches' tensors."""
-        widths = [part.shape[1] for part in parts]
-        self.page_bytes = sum(widths)
-        self.host = torch.empty((num_host_pages, self.page_bytes), dtype=torch.uint8)
-        self.bundles: list[tuple[int, list[torch.Tensor]]] = []
-        """Parts that fit into the staging buffer together, and where they begin in a page."""
-        start = size = 0
-        for part, width in zip(parts, widths, strict=True):
-            if not self.bundles or size + width > STAGING_BYTES:
-                self.bundles.append((start, []))
-                size = 0
-            self.bundles[-1][1].append(part)
-            start, size = start + width, size + width
-
-    def copy(self, moves: PageMoves, to_host: bool, staging: torch.Tensor) -> None:
-        """Copies pages on the current stream."""
-        on_device, in_host = (moves.sources, moves.targets) if to_host else (moves.targets, moves.sources)
-        for start, parts in self.bundles:
-            width = sum(part.shape[1] for part in parts)
-            step = max(1, len(staging) // width)
-            for first in range(0, len(moves), step):
-                pages = torch.from_numpy(on_device[first : first + step]).to(staging.device, non_blocking=True)
-                staged = staging[: len(pages) * width].view(len(pages), width)
-                runs = _runs(in_host[first : first + step] - 1, width == self.page_bytes)
-                if to_host:
-                    _gather(staged, parts, pages)
-                for row, page, count in runs:
-                    of_host, of_device = (
-                        self.host[page : page + count, start : start + width],
-                        staged[row : row + count],
-                    )
-                    target, source = (of_host, of_device) if to_host else (of_device, of_host)
-                    target.copy_(source, non_blocking=True)
-                if not to_host:
-                    _scatter(staged, parts, pages)
-
-
-def _gather(staged: torch.Tensor, parts: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
-    column = 0
-    for part in parts:
-        staged[:, column : column + part.shape[1]] = part[pages]
-        column += part.shape[1]
-
-
-def _scatter(staged: torch.Tensor, parts: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
-    column = 0
-    for part in parts:
-        part.index_copy_(0, pages, staged[:, column : column + part.shape[1]])
-        column += part.shape[1]
-
-
-def _runs(pages: np.ndarray, whole: bool) -> list[tuple[int, int, int]]:
-    """(first row, first page, count) of pages that follow one another; with `whole` False one by one, because parts of
-    pages are no contiguous memory."""
-    breaks = np.flatnonzero(np.diff(pages) != 1) + 1 if whole else np.arange(1, len(pages))
-    starts = np.concatenate(([0], breaks))
-    counts = np.diff(np.concatenate((starts, [len(pages)])))
-    return list(zip(starts.tolist(), pages[starts].tolist(), counts.tolist(), strict=True))
-
-
-def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes) -> list[PagePool]:
-    """Pools in the order of `Transfer.all_moves`: of tokens, of each window, and where there are states, of these."""
-    page, num_windows = sizes.page_size, len(sizes.windows)
-    device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]
-    host_pages = [of_host.tokens // page, *(window.tokens // page for window in of_host.windows)]
-    by_table = [
-        PagePool([_bytes(tensor, device_pages[table]) for tensor in pools.of_table(table)], host_pages[table])
-        for table in range(1 + num_windows)
-    ]
-    if sizes.has_states:
-        parts = [_bytes(state, sizes.state_rows) for states in pools.states for state in states]
-        by_table.append(PagePool(parts, of_host.checkpoints))
-    return by_table
-
-
-def _bytes(tensor: torch.Tensor, num_pages: int) -> torch.Tensor:
-    """[pages, bytes] of a contiguous tensor."""
-    return tensor.reshape(len(tensor), -1).view(torch.uint8).view(num_pages, -1)
+SHORT_PIECE = 512 << 10
+"""Bytes of a piece, on average, below which its launch takes longer than its copy."""
+HUGE_PAGE = 2 << 20
+ADVISE_HUGE = 14
+"""MADV_HUGEPAGE of Linux."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +43,135 @@ class PendingCopy:
     state: CopyState = CopyState.UNDER_WAY
 
 
-class ThreadedCopies:
-    """Implements CopyEngine. On a GPU the thread launches on its own stream, behind the steps launched before."""
+class Buffer:
+    """A staging buffer on the device. `used`: behind its last use."""
 
-    def __init__(self, pools: Sequence[PagePool], device: torch.device | str, num_threads: int = 1) -> None:
-        self.pools = list(pools)
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        is_cuda = device.type == "cuda"
+        self.filled = torch.cuda.Event() if is_cuda else None
+        self.used = torch.cuda.Event(blocking=True) if is_cuda else None
+
+    def wait(self) -> None:
+        """Waits until it may be filled again, so that no more than the buffers hold is under way."""
+        if self.used is not None:
+            self.used.synchronize()
+
+
+class Copier:
+    """What a thread copies with: buffers in turn, and on a GPU a stream for launches and another one for the bus."""
+
+    def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
+        self.device = device
+        self.launches = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.bus = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers = [Buffer(staging_bytes, device) for _ in range(STAGING_BUFFERS)]
+        self._turn = 0
+
+    def warm_up(self, pools: Sequence[PagePool]) -> None:
+        """Compiles what copies need, so that the first one does not wait for that. Copies nothing."""
+        with _on(self.launches):
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            for pool in pools:
+                for bundle in pool.bundles:
+                    rows = self._buffers[0].memory[: bundle.width].view(1, -1)
+                    for to_rows in (True, False):
+                        pool.copy(bundle, rows, nothing, nothing, to_rows)
+
+    def begin(self, steps_launched: torch.cuda.Event | None) -> None:
+        """What follows waits for the steps that were launched before."""
+        if self.launches is not None and steps_launched is not None:
+            self.launches.wait_event(steps_launched)
+
+    def finish(self) -> None:
+        """Waits until everything has been copied. Raises what went wrong on the device."""
+        for stream in (self.launches, self.bus):
+            if stream is not None:
+                ended = torch.cuda.Event(blocking=True)
+                ended.record(stream)
+                ended.synchronize()
+
+    def copy(self, pool: PagePool, moves: PageMoves, to_host: bool, by_kernel: bool = False) -> None:
+        """Begins to copy pages. by_kernel: without buffers."""
+        on_device, in_host = (moves.sources, moves.targets) if to_host else (moves.targets, moves.sources)
+        in_host = in_host - 1
+        runs = 1 + int((np.diff(in_host) != 1).sum())
+        short = pool.page_bytes * len(in_host) < SHORT_PIECE * runs
+        with _on(self.launches):
+            pages = to_device(on_device, self.device)
+            if pool.locked and pool.by_kernel and (by_kernel or short):
+                host_rows = to_device(in_host, self.device)
+                for bundle in pool.bundles:
+                    pool.copy(bundle, pool.rows_of(bundle), host_rows, pages, to_host)
+                return
+            for bundle in pool.bundles:
+                self._in_buffers(pool, bundle, pages, in_host, to_host)
+
+    def _in_buffers(
+        self, pool: PagePool, bundle: Bundle, pages: torch.Tensor, in_host: np.ndarray, to_host: bool
+    ) -> None:
+        most = len(self._buffers[0].memory) // bundle.width
+        row_ids = torch.arange(min(most, len(pages)), device=self.device)
+        for first in range(0, len(pages), most):
+            some = pages[first : first + most]
+            buffer = self._buffers[self._turn]
+            self._turn = (self._turn + 1) % len(self._buffers)
+            buffer.wait()
+            staged = buffer.memory[: len(some) * bundle.width].view(len(some), bundle.width)
+            pieces = _pieces(pool, bundle, staged, in_host[first : first + most])
+            if to_host:
+                pool.copy(bundle, staged, row_ids[: len(some)], some, True)
+                _follow(self.bus, self.launches, buffer.filled)
+            with _on(self.bus):
+                for of_host, of_device in pieces:
+                    target, source = (of_host, of_device) if to_host else (of_device, of_host)
+                    target.copy_(source, non_blocking=True)
+            if not to_host:
+                _follow(self.launches, self.bus, buffer.filled)
+                pool.copy(bundle, staged, row_ids[: len(some)], some, False)
+            if buffer.used is not None:
+                buffer.used.record(self.bus if to_host else self.launches)
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _follow(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+    """Lets a stream wait for what is on another one."""
+    if stream is not None and other is not None and event is not None:
+        event.record(other)
+        stream.wait_event(event)
+
+
+def _pieces(
+    pool: PagePool, bundle: Bundle, staged: torch.Tensor, in_host: np.ndarray
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Contiguous memory of the host and of the buffer: pages that follow one another, or one by one, where a bundle is
+    a part of a page."""
+    whole = bundle.width == pool.page_bytes
+    breaks = np.flatnonzero(np.diff(in_host) != 1) + 1 if whole else np.arange(1, len(in_host))
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [len(in_host)])))
+    host = pool.rows_of(bundle)
+    return [
+        (host[page : page + count], staged[row : row + count])
+        for row, page, count in zip(starts.tolist(), in_host[starts].tolist(), counts.tolist(), strict=True)
+    ]
+
+
+class ThreadedCopies:
+    """Implements CopyEngine. On a GPU the thread launches on its own streams, behind the steps launched before."""
+
+    def __init__(
+        self,
+        pools: Sequence[PagePool],
+        device: torch.device | str,
+        num_threads: int = 1,
+        by_kernel: bool = False,
+    ) -> None:
+        """by_kernel: the kernel moves everything between the two memories, and the copy engine nothing."""
+        self.pools, self.by_kernel = list(pools), by_kernel
         self.page_bytes = [pool.page_bytes for pool in self.pools]
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:  # a thread begins with GPU 0 as the current one
@@ -139,38 +188,54 @@ class ThreadedCopies:
 
     @torch.inference_mode()
     def _work(self) -> None:
-        widest = max((part.shape[1] for pool in self.pools for _, parts in pool.bundles for part in parts), default=0)
-        stream = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream()
-            torch.cuda.set_stream(stream)
-            self._page_lock()
-        staging = torch.empty(max(widest, STAGING_BYTES), dtype=torch.uint8, device=self.device)
+            page_lock(self.pools)
+        copier = Copier(self.device)
+        copier.warm_up(self.pools)
         self.ready = True
         while True:
             pending = self._queue.get()
-            try:
-                if stream is not None and pending.steps_launched is not None:
-                    stream.wait_event(pending.steps_launched)
-                self.run(pending, staging)
-                if stream is not None:
-                    stream.synchronize()
-                pending.state = CopyState.DONE
-            except Exception:  # a failed copy costs computation, never the server
-                logger.exception("A copy of cached prefixes failed; they are computed again")
-                pending.state = CopyState.FAILED
+            pending.state = self._end(pending, copier)
 
-    def run(self, pending: PendingCopy, staging: torch.Tensor) -> None:
+    def _end(self, pending: PendingCopy, copier: Copier) -> CopyState:
+        """Copies, and returns how that has ended; nothing is under way then, however it has."""
+        state = CopyState.FAILED
+        try:
+            copier.begin(pending.steps_launched)
+            self.run(pending, copier)
+            state = CopyState.DONE
+        except Exception:  # a failed copy costs computation, never the server
+            logger.exception("A copy of cached prefixes failed; they are computed again")
+        try:
+            copier.finish()
+        except Exception:
+            logger.exception("A copy of cached prefixes failed on the device")
+            state = CopyState.FAILED
+        return state
+
+    def run(self, pending: PendingCopy, copier: Copier) -> None:
         for pool, moves in zip(self.pools, pending.moves, strict=True):
             if len(moves):
-                pool.copy(moves, pending.to_host, staging)
+                copier.copy(pool, moves, pending.to_host, self.by_kernel)
 
-    def _page_lock(self) -> None:
-        """Lets the GPU read and write main memory at the bus's rate. Where the system does not allow it, copies are
-        slower. A pool is locked as a whole: CUDA refuses copies across two ranges that were locked apart."""
-        for pool in self.pools:
-            code = torch.cuda.cudart().cudaHostRegister(pool.host.data_ptr(), pool.host.numel(), 0)
-            if int(code) != 0:
-                logger.warning("Main memory for cached prefixes cannot be page-locked (CUDA error %s)", code)
-                return
+
+def page_lock(pools: Sequence[PagePool]) -> None:
+    """Lets the GPU read and write main memory at the bus's rate. Where the system does not allow it, copies are slower.
+    A pool is locked as a whole: CUDA refuses copies across two ranges that were locked apart."""
+    for pool in pools:
+        _use_huge_pages(pool.host)
+        code = torch.cuda.cudart().cudaHostRegister(pool.host.data_ptr(), pool.host.numel(), 0)
+        pool.locked = int(code) == 0
+        if not pool.locked:
+            logger.warning("Main memory for cached prefixes cannot be page-locked (CUDA error %s)", code)
+            return
+
+
+def _use_huge_pages(memory: torch.Tensor) -> None:
+    """Asks the system for pages of 2 MiB, which are locked many times as fast; without them nothing else changes."""
+    start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    size = memory.data_ptr() + memory.numel() - start
+    if size > 0 and sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ADVISE_HUGE)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sglang.srt.configs.storage_backend import StorageConfig
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.cache_tier import (
     CachedPrefix,
@@ -77,6 +78,8 @@ class Copy:
 
     transfer: Transfer
     req: LoadingRequest | None
+    keep_until: float = 0.0
+    """Of a save, as of its offer."""
     begun: float = field(default_factory=time.monotonic)
     handle: CopyHandle | None = None
 
@@ -118,17 +121,30 @@ class HostTier:
     ) -> None:
         """agree: the least of the ranks' values at each position. storage: of a store beyond main memory."""
         self.plan, self.counts = plan, HostCounts()
+        self.write_through = plan.write_through
+        """Whether what is computed is copied at once, and not only when it is used again."""
         self.device = CacheTier(kv.tree, kv.windows, kv.checkpoints)
         self.host = host_tables(plan.sizes)
         self._engine, self._agree = engine, agree
         self.storage: StorageTier | None = None
         if storage is not None and plan.storage is not None:
-            self.storage = StorageTier(plan.storage, storage, self.device, self.host, agree)
+            self.attach(plan.storage, storage)
         self._ready = False
-        self._offers: dict[Node, None] = {}
-        """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first."""
+        self._offers: dict[Node, float] = {}
+        """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first, and until when they are to be
+        kept there before others; 0: they are not."""
         self._copies: list[Copy] = []
         """Begun and not ended. Those without a handle wait for the step to be launched."""
+
+    def attach(self, config: StorageConfig, storage: StorageEngine) -> None:
+        """Keeps prefixes of main memory in a store from now on. No request waits."""
+        self.storage = StorageTier(config, storage, self.device, self.host, self._agree)
+
+    def detach(self) -> None:
+        """Waits for what is under way, and goes on without the store. No request waits. A collective."""
+        storage, self.storage = self.storage, None
+        if storage is not None:
+            storage.close()
 
     # --- what the scheduler says --------------------------------------------------------------------------------------
 
@@ -150,13 +166,17 @@ class HostTier:
 
     def committed(self, req: CachedRequest) -> None:
         """What a request has computed is in the tree."""
-        if self.plan.write_through:
+        if self.write_through:
             self._offer(req.node)
 
-    def _offer(self, node: Node | None) -> None:
+    def keep(self, node: Node, until: float) -> None:
+        """A prefix is copied as soon as it is computed, and stays in main memory before others."""
+        self._offer(node, until)
+
+    def _offer(self, node: Node | None, until: float = 0.0) -> None:
         if node is None or not node.depth:
             return
-        self._offers[node] = None
+        self._offers[node] = max(until, self._offers.get(node, 0.0))
         if len(self._offers) > MOST_OFFERS:
             self._drop(next(iter(self._offers)))
 
@@ -237,7 +257,7 @@ class HostTier:
             if node.parent is None:
                 self._drop(node)
                 continue
-            del self._offers[node]
+            until = self._offers.pop(node)
             path = CachedPrefix(self.device, self.device.tree.path(node)[::-1])
             keys = np.concatenate([n.key for n in path.nodes])
             namespace = namespace_of(path.nodes)
@@ -245,18 +265,23 @@ class HostTier:
             end = min(len(keys), saved.length + self.plan.save_tokens)
             if self.device.checkpoints is not None and node.checkpoint and saved.state_at(node.depth) is None:
                 if not self.device.checkpoints.is_readable(node):
-                    self._offers[node] = None  # the next step writes it
+                    self._offers[node] = until  # the next step writes it
                     continue
             transfer = Transfer.begin(path, saved, keys[:end], namespace)
             if transfer is None:
                 self.counts.dropped_tokens += end - saved.length
             elif transfer.is_empty:
                 transfer.end(False)
+                self._keep_in_host(saved.last, until)
             else:
                 if end < len(keys):
-                    self._offers = {node: None, **self._offers}
-                self._copies.append(Copy(transfer, None))
+                    self._offers = {node: until, **self._offers}
+                self._copies.append(Copy(transfer, None, until))
                 return
+
+    def _keep_in_host(self, node: Node, until: float) -> None:
+        if until and node.depth:
+            self.host.tree.keep(node, until)
 
     def settle(self) -> None:
         """Ends the copies that have ended on every rank. A collective while there are any."""
@@ -285,6 +310,7 @@ class HostTier:
             counts.saved_tokens += num_tokens
             counts.saved_bytes += num_bytes
             counts.saving_seconds += seconds
+            self._keep_in_host(transfer.arrival.node, copy.keep_until)
             if self.storage is not None:
                 self.storage.offer(transfer.arrival.node)
         else:

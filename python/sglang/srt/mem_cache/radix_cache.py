@@ -8,6 +8,7 @@ does not fill a page stays with the request.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node
 from sglang.srt.mem_cache.window_table import WindowTable
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+KEPT = 1 << 48
+"""Added to the time of last use of prefixes that are kept: no clock reaches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,8 @@ class RadixCache:
         self._entries = 0  # breaks ties in the heap, so that nodes are never compared
         self._evictable = 0
         self._protected = 0
+        self._kept = 0
+        self._next_expiry = math.inf
         self._heap: list[tuple[int, int, Node]] = []
         self.root = Node(np.empty(0, np.int64), EMPTY, None, b"", 0)
 
@@ -95,7 +101,7 @@ class RadixCache:
         if known is None or known.parent is None:
             known = self.root
         for n in self._path(known):
-            n.last_access = self._clock
+            self._use(n)
         node, _ = self._descend(known, tokens[known.depth :], namespace)
         while node.parent is not None and not self._can_go_on(node):
             node = node.parent
@@ -147,7 +153,7 @@ class RadixCache:
             common = self._common_length(child.key, tokens)
             if common < child.key.size:
                 child = self._split(child, common)
-            child.last_access = self._clock
+            self._use(child)
             passed.append(child)
             tokens = tokens[common:]
             node = child
@@ -175,6 +181,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         upper = Node(node.key[:length], node.value[:length], parent, node.edge, node.last_access)
+        upper.kept_until = node.kept_until
         upper.lock_ref = node.lock_ref  # its depth follows from its parent's; that of `node` stays
         parent.children[node.edge] = upper
         node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
@@ -203,6 +210,46 @@ class RadixCache:
                 self._evictable += n.key.size
                 self._protected -= n.key.size
                 self._queue(n)
+
+    def _use(self, node: Node) -> None:
+        node.last_access = self._clock + (KEPT if node.kept_until else 0)
+
+    def keep(self, node: Node, until: float) -> None:
+        """Evicts the path to `node` only after all others, until `expire` is told that time. What is kept so is at most
+        half of the pool: beyond that, what would be kept for the shortest time is as any other prefix."""
+        for n in self._path(node):
+            if not n.kept_until:
+                n.last_access += KEPT
+                self._kept += n.key.size
+            n.kept_until = max(n.kept_until, until)
+        self._next_expiry = min(self._next_expiry, until)
+        if self._kept > self.allocator.size // 2:
+            # An ancestor is kept at least as long, so that leaves go first.
+            kept = sorted((n for n in self.nodes() if n.kept_until), key=lambda n: (n.kept_until, -n.depth))
+            sizes = np.cumsum([n.key.size for n in kept])
+            count = 1 + int(np.searchsorted(sizes, self._kept - self.allocator.size // 2))
+            self._let_go(kept[:count])
+
+    def expire(self, now: float) -> None:
+        """Nothing is kept any more whose time has passed. Every rank gives the same time."""
+        if now < self._next_expiry:
+            return
+        kept = [n for n in self.nodes() if n.kept_until]
+        self._let_go([n for n in kept if n.kept_until <= now])
+        self._next_expiry = min((n.kept_until for n in kept if n.kept_until), default=math.inf)
+
+    def kept_size(self) -> int:
+        return self._kept
+
+    def _let_go(self, nodes: list[Node]) -> None:
+        for n in nodes:
+            n.kept_until = 0.0
+            n.last_access -= KEPT
+            self._kept -= n.key.size
+        self._heap = [(n.last_access, entry, n) for _, entry, n in self._heap]
+        heapq.heapify(self._heap)
+        for window in self.windows:
+            window.order_again()
 
     def path(self, node: Node) -> list[Node]:
         """The path from `node` to the first one below the root."""
@@ -245,6 +292,7 @@ class RadixCache:
 
     def _shrink(self, leaf: Node, num_tokens: int) -> None:
         keep = leaf.key.size - num_tokens
+        self._kept -= num_tokens if leaf.kept_until else 0
         for window in self.windows:
             window.drop(leaf.windows[window.index][keep:])
         leaf.windows = [w[:keep] for w in leaf.windows]
@@ -322,7 +370,7 @@ class RadixCache:
             return Commit(indices, node, num_cached, windows)
         self._clock += 1
         for n in self._path(node):
-            n.last_access = self._clock
+            self._use(n)
         deepest, passed = self._descend(node, tokens[num_cached:], namespace)
         shared = _concat([n.value for n in passed])
         if shared.size:
@@ -368,6 +416,9 @@ class RadixCache:
                 protected += node.key.size
             else:
                 evictable += node.key.size
+        kept = sum(n.key.size for n in self.nodes() if n.kept_until)
+        assert kept == self._kept, f"{kept} tokens are kept, the count says {self._kept}"
+        assert kept <= self.allocator.size // 2, f"{kept} tokens are kept of {self.allocator.size}"
         assert evictable == self._evictable, f"evictable size is {evictable}, the count says {self._evictable}"
         assert protected == self._protected, f"protected size is {protected}, the count says {self._protected}"
         slots = _concat(values)
@@ -387,6 +438,7 @@ class RadixCache:
         assert (node.edge[1] if named else node.edge) == first_page, "a node hangs on a wrong edge"
         assert node.parent is not None and node.parent.children[node.edge] is node, "parent and child disagree"
         assert node.depth == node.parent.depth + node.key.size, "a node ends at another depth than it says"
+        assert not node.kept_until or node.parent is self.root or node.parent.kept_until >= node.kept_until
         assert not named or node.parent is self.root, "a namespace below the first level"
         assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), "a locked node under a freer one"
         assert all(c.last_access <= node.last_access for c in node.children.values()), "a child newer than its parent"

@@ -28,6 +28,7 @@ class Node:
         "depth",
         "edge",
         "in_window_heap",
+        "kept_until",
         "key",
         "last_access",
         "lock_ref",
@@ -50,3 +51,4 @@ class Node:
         self.windows: list[Slots] = []
         self.checkpoint = 0  # the row of the state at its end; 0: none
         self.in_window_heap = 0  # a bit for each window table
+        self.kept_until = 0.0  # it stays longer than others until then; 0: it does not

@@ -194,6 +194,11 @@ class WindowTable:
             self._entries += 1
             heapq.heappush(self._heap, (tier, node.last_access, self._entries, node))
 
+    def order_again(self) -> None:
+        """Times of last use have become earlier."""
+        self._heap = [(tier, node.last_access, entry, node) for tier, _, entry, node in self._heap]
+        heapq.heapify(self._heap)
+
     def forget(self, node: Node) -> None:
         """The node has left the tree. Where nothing is ever evicted here, entries would keep all that ever did."""
         self._num_gone += node.in_window_heap >> self.index & 1

@@ -183,7 +183,7 @@ class _Canary:
     def _computed_by(self, name: str) -> str:
         """Names the ops of the block that `_recorded` calls `name`, and the kernel of each."""
         plan, model = self.runner.plan, self.runner.model.description
-        serving = Serving(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.tp_size)
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.attn_tp_size)
         spec = next(spec for known, spec in _blocks(model) if known == name)
         ops = {"linear", *(need.op for need in spec.needs(serving))}
         return ", ".join(f"{op} by {choice.name}" for op, choice in plan.choices.items() if op.partition("/")[0] in ops)

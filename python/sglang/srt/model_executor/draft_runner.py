@@ -35,10 +35,11 @@ class DraftRunner:
             num_guesses = shape.width - 1
         state = self.state
         guesses = torch.zeros((len(counts), state.tokens_per_step - 1), dtype=torch.int64, device=tokens.device)
-        guesses[:, :num_guesses] = self.drafter.propose(step, num_guesses)
+        proposed = self.drafter.propose(step, num_guesses)
+        guesses[:, : proposed.shape[1]] = proposed
         state.next_tokens[step.slots] = torch.cat((step.tokens[:, None], guesses), dim=1)
         state.next_tokens[:1].zero_()
-        return Settled(counts, guesses)
+        return Settled(counts, guesses, step.confidence)
 
     def _decodes(
         self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool

@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.row_exchange import RowExchange, padded_order
 from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
-from sglang.srt.model_executor.step import ModelOutput, Settled, StepInput, step_arrays
+from sglang.srt.model_executor.step import GroupSteps, ModelOutput, Settled, StepInput, step_arrays
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
 MAX_PROMPTS = 16
@@ -67,6 +69,7 @@ class GraphRunner:
         """keeps_hidden: steps without prompts leave their hidden states, too."""
         self.state, self.sizes, self.drafts = state, sizes, drafts
         self.num_windows = state.num_tables - 1
+        self.groups = parallel_state.groups()
         shapes = list(self._shapes())
         self._arrays: dict[bool, DeviceArrays] = {}
         """Input arrays of steps with (True) and without (False) prompts."""
@@ -106,6 +109,8 @@ class GraphRunner:
 
     def shape_of(self, step: StepInput) -> StepShape | None:
         """Returns the shape of the graph that the step runs in; None if it has none."""
+        if step.groups is not None:
+            return self._shape_of_groups(step.groups)
         num_decodes = step.num_decodes
         if step.prompts is None:
             size = _at_least(self.sizes.batch_sizes, num_decodes)
@@ -116,6 +121,17 @@ class GraphRunner:
         if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.prompts.media is not None:
             return None
         tokens = _at_least(self.sizes.prompt_tokens, max(len(step.out_cache_loc), decodes))
+        return None if tokens is None else StepShape(tokens, decodes, has_prompts=True)
+
+    def _shape_of_groups(self, steps: GroupSteps) -> StepShape | None:
+        """Returns the shape in which all attention groups compute, of which each has a step of its own."""
+        if not steps.has_prompts:
+            size = _at_least(self.sizes.batch_sizes, steps.num_decodes)
+            return None if size is None else StepShape(size, size)
+        decodes = _at_least(self.sizes.mixed_decodes, steps.num_decodes)
+        if decodes is None or steps.num_prompts > MAX_PROMPTS:
+            return None
+        tokens = _at_least(self.sizes.prompt_tokens, max(*steps.num_tokens, decodes))
         return None if tokens is None else StepShape(tokens, decodes, has_prompts=True)
 
     def fits_decodes(self, num_reqs: int) -> bool:
@@ -137,6 +153,7 @@ class GraphRunner:
             return {}
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
+        fields |= self._exchange_fields(largest)
         if self.state.guesses:
             return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)
@@ -147,6 +164,13 @@ class GraphRunner:
             fields |= {"table_index": Field(most, np.int64), "table_value": Field(most, np.int32)}
         return fields
 
+    def _exchange_fields(self, most_tokens: int) -> dict[str, Field]:
+        """Returns the input fields of the rows of all attention groups, where each has requests of its own."""
+        if self.groups.dp.size == 1:
+            return {}
+        order = (self.groups.dp.size * most_tokens,)
+        return {"row_order": Field(order, np.int64), "num_rows": Field((1,), np.int32)}
+
     def _prompt_fields(self) -> dict[str, Field]:
         if not self.sizes.prompt_tokens:
             return {}
@@ -156,6 +180,7 @@ class GraphRunner:
         fields = {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.guesses else {}
         return {
             **fields,
+            **self._exchange_fields(tokens[0]),
             "input_ids": Field(tokens, np.int64),
             "positions": Field(tokens, np.int64),
             "out_cache_loc": Field(tokens, np.int64),
@@ -176,10 +201,15 @@ class GraphRunner:
 
     def _capture(self, shape: StepShape, pool: Any) -> None:
         arrays = self._arrays[shape.has_prompts]
+        values: dict[str, np.ndarray] = {}
+        if self.groups.dp.size > 1:
+            values["row_order"] = np.arange(self.groups.dp.size * shape.num_tokens)
         if shape.has_prompts:  # all tokens are of one prompt, which is padding
             ends = np.full(MAX_PROMPTS + 2, shape.num_tokens, np.int32)
             ends[0] = 0
-            arrays.load(start_loc=ends, seq_lens=np.array([shape.num_tokens], np.int32))
+            values |= {"start_loc": ends, "seq_lens": np.array([shape.num_tokens], np.int32)}
+        if values:
+            arrays.load(**values)
         # What builders share between graphs is then this one's.
         self._refresh(self.state.batch(arrays, shape).decode, np.empty(0, np.int32))
         self.graphs[shape] = capture(partial(self._compute, shape), pool)
@@ -191,6 +221,12 @@ class GraphRunner:
             most = self.num_windows * shape.num_tokens
             self.state.req_to_token.view(-1)[arrays["table_index"][:most]] = arrays["table_value"][:most]
         batch = self.state.batch(arrays, shape, num_valid_tokens=arrays["num_tokens"])
+        sampled_rows = None
+        if self.groups.dp.size > 1:
+            order = arrays["row_order"][: self.groups.dp.size * shape.num_tokens]
+            batch.exchange = RowExchange(self.groups, shape.num_tokens, order, arrays["num_rows"])
+            ranks = self.groups.attention.size
+            sampled_rows = RowExchange(self.groups, -(-self._num_sampled(shape) // ranks) * ranks)
         hidden = sampled = self.stage.compute(batch)
         kept = None
         if self.drafts is not None:
@@ -199,7 +235,7 @@ class GraphRunner:
             kept = self._hidden[shape.has_prompts].keep(hidden)
         if shape.has_prompts:
             sampled = hidden[arrays["last_rows"][: self._num_sampled(shape)]]
-        logits = model.step_logits(sampled)
+        logits = model.step_logits(sampled, sampled_rows)
         if shape.has_prompts or logits.nbytes > SMALL_BYTES or not logits.is_contiguous():
             logits = self._logits[shape.has_prompts].keep(logits)
         self.outputs[shape] = ModelOutput(batch, arrays, kept, logits)
@@ -282,6 +318,12 @@ class GraphRunner:
             values |= {"start_loc": start_loc, "is_decode": np.ones(step.num_decodes, np.bool_)}
         elif step.table_update is not None and self.writes_tables(step):
             values |= {"table_index": step.table_update.index, "table_value": step.table_update.value}
+        if step.groups is not None:
+            counts = step.groups.num_tokens
+            values |= {
+                "row_order": padded_order(counts, shape.num_tokens),
+                "num_rows": np.array([sum(counts)], np.int32),
+            }
         arrays.load(**values, num_tokens=np.array([num_tokens], np.int32))
 
 

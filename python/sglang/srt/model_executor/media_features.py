@@ -6,16 +6,17 @@ stages of a pipeline that have no encoder.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from sglang.srt.plan.media import MediaDescription
+from sglang.srt.plan.media import PATCH_LAYERS_BESIDE, MediaDescription
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 
@@ -24,8 +25,18 @@ class MediaEncoder(Protocol):
     """Makes features of patches."""
 
     def encode(self, pixels: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """pixels [P, values of a patch] of items one after the other, whose grids are frames, rows, columns of patches.
-        Returns of each item [tokens, hidden * (1 + deepstack levels)]."""
+        """pixels [P, values of a patch], on the device or not, of items one after the other, whose grids are frames,
+        rows, columns of patches. Returns of each item [tokens, hidden * (1 + deepstack levels)]."""
+
+
+@runtime_checkable
+class LayeredEncoder(MediaEncoder, Protocol):
+    """An encoder that can stop behind every layer."""
+
+    def encoding(
+        self, pixels: torch.Tensor, grids: Sequence[tuple[int, int, int]]
+    ) -> Generator[int, None, list[torch.Tensor]]:
+        """Yields how many patches a layer has computed, and returns what `encode` does."""
 
 
 @dataclass(slots=True)
@@ -33,6 +44,19 @@ class _Entry:
     size: int  # bytes
     features: torch.Tensor | None = None  # None: of a stage without encoder, or the pixels were gone
     users: set[str] = field(default_factory=set)  # ids of the requests whose prompts still need it
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """An encoder step in slices. `work`: patches times layers, of which `done` are computed in `slices_done` of
+    `slices`; `layers` None: nothing is computed before the last slice."""
+
+    items: Sequence[MediaItem]
+    work: int
+    slices: int
+    layers: Generator[int, None, list[torch.Tensor]] | None
+    slices_done: int = 0
+    done: int = 0
 
 
 class MediaFeatures:
@@ -47,11 +71,16 @@ class MediaFeatures:
         device: torch.device | str,
         encoder: MediaEncoder | None,
         directory: Path | None = None,
+        agreed: Callable[[bool], bool] = bool,
+        sliced: bool = True,
     ) -> None:
         """width: of a placeholder's features. budget: in bytes. encoder: None in stages of a pipeline that use no
-        features. directory: that of the shared arrays."""
+        features. directory: that of the shared arrays. agreed: whether all ranks that encode together say so.
+        sliced: whether an encoder step may be cut between layers."""
         self.description, self.width, self.dtype, self.budget = description, width, dtype, budget
-        self.device, self.encoder, self.directory = device, encoder, directory
+        self.device, self.encoder, self.directory, self._agreed = device, encoder, directory, agreed
+        self._sliced = sliced
+        self._under_way: _UnderWay | None = None
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         """The least recently used first."""
         self.used = 0
@@ -82,17 +111,39 @@ class MediaFeatures:
     def clear(self) -> None:
         """Forgets all features. Only while no request needs any."""
         self._entries.clear()
+        self._under_way = None
         self.used = 0
 
+    @property
+    def under_way(self) -> bool:
+        """Whether an encoder step has begun and not ended."""
+        return self._under_way is not None
+
+    def begin(self, items: Sequence[MediaItem]) -> None:
+        """Begins an encoder step over items that are not there; `advance` computes it."""
+        work = sum(math.prod(item.grid) for item in items) * self.description.tower.num_layers
+        slices = -(-work // PATCH_LAYERS_BESIDE) if self._sliced else 1
+        self._under_way = _UnderWay(items, work, slices, self._layers_of(items) if slices > 1 else None)
+
     @torch.inference_mode()
-    def encode(self, items: Sequence[MediaItem]) -> None:
-        """Launches one encoder step over items that are not there; they take the place of others."""
-        size = sum(map(self.size_of, items))
+    def advance(self, whole: bool) -> None:
+        """Launches a slice of the step that is under way, or with `whole` all that is left of it. Behind the last one
+        its items are there, in the place of others. All ranks count the slices alike, also those without encoder."""
+        step = self._under_way
+        assert step is not None
+        step.slices_done = step.slices if whole else step.slices_done + 1
+        last = step.slices_done == step.slices
+        sliced = None if step.layers is None else self._continued(step, step.layers, last)
+        if not last:
+            return
+        self._under_way = None
+        computed = self._computed(step.items) if sliced is None else sliced
+        size = sum(map(self.size_of, step.items))
         self._make_room(size)
-        for item, features in zip(items, self._computed(items), strict=True):
+        for item, features in zip(step.items, computed, strict=True):
             self._entries[item.digest] = _Entry(self.size_of(item), features)
         self.used += size
-        self.num_encoded += len(items)
+        self.num_encoded += len(step.items)
 
     def rows(self, item: MediaItem, index: torch.Tensor) -> torch.Tensor:
         """Returns the rows `index` [N] of an item that is there, [N, hidden * (1 + deepstack levels)]."""
@@ -112,15 +163,41 @@ class MediaFeatures:
                     return
                 self.used -= self._entries.pop(digest).size
 
+    def _layers_of(self, items: Sequence[MediaItem]) -> Generator[int, None, list[torch.Tensor]] | None:
+        """Returns the computation of the items, which stops behind every layer; None where it cannot, or pixels are
+        gone."""
+        if not isinstance(self.encoder, LayeredEncoder):
+            return None
+        patches = self._patches(items)
+        return None if patches is None else self.encoder.encoding(patches, [item.grid for item in items])
+
+    def _continued(
+        self, step: _UnderWay, layers: Generator[int, None, list[torch.Tensor]], last: bool
+    ) -> list[torch.Tensor] | None:
+        """Computes a slice; returns the features behind the last one."""
+        try:
+            while last or step.done * step.slices < step.work * step.slices_done:
+                step.done += next(layers)
+        except StopIteration as end:
+            features: list[torch.Tensor] = end.value
+            return features
+        return None
+
+    def _patches(self, items: Sequence[MediaItem]) -> torch.Tensor | None:
+        """Returns the patches of the items in host memory; None where pixels of one are gone."""
+        assert self.directory is not None
+        try:
+            pixels = [np.asarray(shared_array.read(self.directory, item.pixels)) for item in items]
+        except FileNotFoundError:
+            return None
+        return torch.from_numpy(np.concatenate(pixels))
+
     def _computed(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor | None]:
         """A rank that reads the pixels later than others may find them gone, when the request has ended: then the
         next request that brings the item computes it."""
         if self.encoder is None:
             return [None] * len(items)
-        assert self.directory is not None
-        try:
-            pixels = [np.asarray(shared_array.read(self.directory, item.pixels)) for item in items]
-        except FileNotFoundError:
+        patches = self._patches(items)
+        if not self._agreed(patches is not None) or patches is None:
             return [None] * len(items) if len(items) == 1 else [self._computed([item])[0] for item in items]
-        patches = torch.from_numpy(np.concatenate(pixels)).to(self.device, non_blocking=True)
         return self.encoder.encode(patches, [item.grid for item in items])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,22 +13,27 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.ops import DecodeInputsOp
+from sglang.srt.layers.row_exchange import RowExchange, valid_rows
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.copy_engine import ThreadedCopies, page_pools
+from sglang.srt.mem_cache.copy_engine import ThreadedCopies
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.mem_cache.page_pool import page_pools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
 from sglang.srt.model_executor.step import (
+    GroupSteps,
     LaunchedForward,
     ModelOutput,
     PromptTokens,
     StepInput,
     StepResult,
+    no_prompts,
     step_arrays,
 )
 from sglang.srt.model_executor.step_output import StepOutput
@@ -39,7 +45,7 @@ from sglang.srt.plan.media import FEATURE_BYTES
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter
-from sglang.srt.utils.device_arrays import send
+from sglang.srt.utils.device_arrays import send, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +102,11 @@ class ModelRunner:
         drafts = None
         if drafter is not None and self.samples:
             drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler)
-        self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts)
+        self.groups = groups = parallel_state.groups()
+        of_groups = None
+        if groups.dp.size > 1:
+            of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups)
+        self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
         self.token_receiver = None if self.samples else TokenReceiver(self.pp_tokens, self.state)
         self.graphs: GraphRunner | None = None
         sizes = self._graph_sizes()
@@ -120,7 +130,11 @@ class ModelRunner:
         width = model.hidden_size * (1 + model.media.deepstack_levels)
         encoder = create_encoder(self.plan) if model.encodes_media else None
         dtype = getattr(torch, self.plan.dtype)
-        state.features = MediaFeatures(model.media, width, dtype, FEATURE_BYTES, self.device, encoder)
+        shared = self.plan.shares_encoder
+        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if shared else bool
+        state.features = MediaFeatures(
+            model.media, width, dtype, FEATURE_BYTES, self.device, encoder, agreed=agreed, sliced=not shared
+        )
         return state.features
 
     def _graph_sizes(self) -> GraphSizes:
@@ -203,16 +217,36 @@ class ModelRunner:
         if self.token_receiver is not None:
             self.token_receiver.take_before(step.slots)
         graphs = self.graphs
+        if self.groups.dp.size > 1 and step.groups is None:
+            step.groups = GroupSteps.of([step] * self.groups.dp.size)
         shape = None if graphs is None else graphs.shape_of(step)
+        if shape is not None and shape.has_prompts and step.prompts is None:  # other attention groups have some
+            assert step.groups is not None
+            idle = step.groups.idle[self.groups.dp.rank]
+            step = replace(step, prompts=no_prompts(idle, step.num_decodes))
         if step.table_update is not None and (graphs is None or shape is None or not graphs.writes_tables(step)):
             self._update_tables(step.table_update)
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
         batch = self.state.batch(arrays, shape_of(step), step)
+        sampled_rows = None
+        if step.groups is not None:
+            batch.exchange = self._exchange(step.groups)
+            sampled_rows = RowExchange(self.groups, step.groups.padded_sampled(self.groups.attention.size))
         hidden = self.model(batch)
-        logits = self.model.step_logits(hidden if step.prompts is None else hidden[arrays["last_rows"]])
+        sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]
+        if step.groups is not None:
+            sampled = sampled[: step.groups.num_sampled[self.groups.dp.rank]]
+        logits = self.model.step_logits(sampled, sampled_rows)
         return self.output.launched(step, ModelOutput(batch, arrays, hidden, logits))
+
+    def _exchange(self, steps: GroupSteps) -> RowExchange:
+        """The rows of a step that is launched kernel by kernel: padding travels, and is not computed."""
+        counts = steps.num_tokens
+        each = max(counts)
+        order = None if min(counts) == each else to_device(valid_rows(counts, each), self.device)
+        return RowExchange(self.groups, each, order)
 
     def _update_tables(self, update: TableUpdate) -> None:
         sent = send(
@@ -227,8 +261,16 @@ class ModelRunner:
             self.pools.copy_states(sent["state_sources"], sent["state_targets"])
 
     @torch.inference_mode()
+    def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> list[StepResult]:
+        """Launch the rest of a step of several attention groups, and return the results of all."""
+        assert self.output.of_groups is not None
+        return self.output.of_groups.sample(forward, vocab_mask)
+
+    @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
         """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
+        if self.output.of_groups is not None:
+            return self.sample_groups(forward, vocab_mask)[self.groups.dp.rank]
         if self.token_receiver is not None:
             return self.token_receiver.expect(forward)
         return self.output.sample(forward, vocab_mask)

@@ -11,6 +11,7 @@ from sglang.srt.layers.embedding import RowShare
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
+from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.step import LaunchedForward, ModelOutput, Settled, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
@@ -27,16 +28,20 @@ class StepOutput:
         sampler: Sampler,
         pp_tokens: Group,
         drafts: DraftRunner | None = None,
+        of_groups: GroupOutput | None = None,
     ) -> None:
-        """pp_tokens: the ranks that the sampled tokens go to."""
+        """pp_tokens: the ranks that the sampled tokens go to. of_groups: samples where attention groups have
+        requests of their own."""
         self.state, self.table, self.sampler, self.pp_tokens = state, table, sampler, pp_tokens
-        self.drafts = drafts
+        self.drafts, self.of_groups = drafts, of_groups
         self.model = state.model
         self.samples = state.model.description.last_stage
 
     def launched(self, step: StepInput, output: ModelOutput) -> LaunchedForward:
         """A step whose model is launched."""
         arrays = output.arrays
+        if self.of_groups is not None:
+            return self._of_group(step, output, self.of_groups)
         hidden = self._hidden(step, output.hidden)
         if step.prompts is None:
             logits = output.logits[: len(step.slots) * step.width]
@@ -58,6 +63,18 @@ class StepOutput:
             self._prompt_logprobs(step, output.hidden),
             hidden,
         )
+
+    def _of_group(self, step: StepInput, output: ModelOutput, of_groups: GroupOutput) -> LaunchedForward:
+        """The rows of this rank's group."""
+        assert step.groups is not None
+        logits, arrays = of_groups.own_logits(output.logits, step.groups), output.arrays
+        count = len(logits)
+        if step.prompts is None:
+            slots, positions = arrays["decode_slots"][:count], output.batch.positions[:count] + 1
+        else:
+            slots, last_rows = (arrays[name][:count] for name in ("sampled_slots", "last_rows"))
+            positions = output.batch.positions[last_rows] + 1
+        return LaunchedForward(step, logits, slots, step.sampled_slots[:count], positions, output)
 
     def _rows(self, step: StepInput, slots: torch.Tensor, arrays: DeviceArrays) -> tuple[torch.Tensor, np.ndarray]:
         """The request slot of each row of logits of a step without prompts, on the device and on the host. Rows behind
@@ -106,6 +123,7 @@ class StepOutput:
         if settled is not None:
             result.counts = to_host(settled.counts) if step.widths is not None else None
             result.guesses = to_host(settled.guesses) if step.reads_guesses else None
+            result.confidence = None if settled.confidence is None else to_host(settled.confidence)
         result.ready = event_on(self.state.device)
         return result
 
@@ -117,7 +135,8 @@ class StepOutput:
         else:
             settled = self.drafts.settle(shape_of(step), output, tokens)
         count = len(step.sampled_slots)
-        settled = Settled(settled.counts[:count], settled.guesses[:count])
+        confidence = None if settled.confidence is None else settled.confidence[:count]
+        settled = Settled(settled.counts[:count], settled.guesses[:count], confidence)
         for record in output.batch.state_records or ():
             record.commit(settled.counts)
         if step.width > 1 and self.table.has_penalties(step.slots):

@@ -23,6 +23,7 @@ from sglang.srt.models.draft_model import DraftModel, build_draft
 from sglang.srt.models.draft_parts import Loadable
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
+from sglang.srt.models.vision.shared_encoder import SharedEncoder
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
         time.perf_counter() - start,
     )
     return model
+
+
+def load_encoder(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEncoder[Any] | SharedEncoder | None:
+    """Builds the encoder as `load_tower` does; with the ranks that share its steps, where they do."""
+    tower = load_tower(plan, load_format, seed)
+    return SharedEncoder(tower, parallel_state.groups().tp) if tower is not None and plan.shares_encoder else tower
 
 
 def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEncoder[Any] | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.models.guess_heads import GuessHead, build_guess_head
+from sglang.srt.layers.block_convolution import ConvolvedBlock
+from sglang.srt.layers.residual import MIXER
+from sglang.srt.models.guess_heads import GuessHead, build_confidence, build_guess_head
 from sglang.srt.plan.drafts.description import Block
 
 if TYPE_CHECKING:
@@ -26,9 +29,18 @@ class BlockDraft:
         self.captures, self.caches = parts.draft.captures, parts.caches
         self.fc = parts.unpacked(form.num_captures * form.capture_size, "fc")
         self.hidden_norm = parts.norm("hidden_norm")
-        self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
+        self.layers = [parts.layer(i, partial(self._convolved, i)) for i in range(len(parts.model.layers))]
         self.ending = parts.ending()
         self.head: GuessHead | None = build_guess_head(parts, form)
+        self.confidence = build_confidence(parts, form, self.head)
+
+    def _convolved(self, i: int, name: str, block: Any) -> Any:
+        """Returns the block of a layer, between convolutions where the draft has some."""
+        spec = self.form.convolution
+        if spec is None:
+            return block
+        scope = self.parts.layer_scope(i).sub("attn_conv" if name == MIXER else "mlp_conv")
+        return ConvolvedBlock(scope, spec, block, self.parts.model.hidden_size, self.form.size)
 
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()

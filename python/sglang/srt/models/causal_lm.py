@@ -24,6 +24,7 @@ from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ngrams.block import NgramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
+from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
 from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
@@ -32,6 +33,8 @@ from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
+from sglang.srt.layers.row_exchange import RowExchange
+from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
@@ -40,6 +43,7 @@ from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, L
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
@@ -50,6 +54,8 @@ if TYPE_CHECKING:
 
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
 """Computes a block: x [T, H] -> [T, H]."""
+
+Around = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     MLA: BlockKind("attn", LatentAttention),
     CompressedSparse: BlockKind("attn", _compressed),
     PooledSparse: BlockKind("attn", PooledSparseAttention),
+    PooledLatent: BlockKind("attn", PooledLatentAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     KimiDelta: BlockKind("kda", KimiDeltaAttention),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
@@ -102,9 +109,13 @@ class DecoderLayer:
     """A mixer and a feed-forward block, or one of them, and what tokens add in every layer, joined to the residual
     stream."""
 
-    def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
+    def __init__(
+        self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream, around: Around | None = None
+    ) -> None:
+        """`around`: makes the block that stands in each one's place, given its name."""
+        around = around or (lambda name, block: block)
         self.blocks = [
-            (residual.join(scope, name), build_block(scope, block, site))
+            (residual.join(scope, name), around(name, _of_layer(scope, name, block, site)))
             for name, block in ((NGRAMS, spec.ngrams), (MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
@@ -121,6 +132,14 @@ class DecoderLayer:
             if self.input_name and number == 0:  # the norm has added up what the layer before it made
                 batch.handed_on[self.input_name] = self.residual.captured(stream)
             join.after(stream, block(rows, batch))
+
+
+def _of_layer(scope: Scope, name: str, spec: object, site: Site) -> Any:
+    """Builds a block of a layer. A mixer computes the requests of its ranks, other blocks those of all."""
+    block = build_block(scope, spec, site)
+    if name == MIXER or scope.groups.dp.size == 1:
+        return block
+    return SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
 
 
 def captured_name(layer: int) -> str:
@@ -189,6 +208,8 @@ class CausalLM:
         self.elsewhere = scope.elsewhere
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
+        self.vocabulary_of_group = plan.ranks.vocab_tp_size == plan.ranks.attn_tp_size
+        """True if the ranks that share the vocabulary have the same requests."""
         self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
         self.embed: VocabParallelEmbedding | None = None
         if model.has_embedding:
@@ -279,9 +300,12 @@ class CausalLM:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.head(hidden)
 
-    def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
         """Returns logits as `logits` does, or, of many rows and several ranks, this rank's columns
-        (`LMHead.of_step`)."""
+        (`LMHead.of_step`). exchange: of the rows of all attention groups, whose logits these are then, padding
+        included."""
+        if exchange is not None and not self.vocabulary_of_group:
+            hidden = exchange.gather(hidden)
         return self.logits(hidden) if self.head is None else self.head.of_step(hidden)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
@@ -289,7 +313,7 @@ class CausalLM:
         some."""
         assert self.embed is not None, "the first stage has it"
         ids, rows = batch.input_ids, batch.embedding_rows
-        embedded = self.embed(ids)
+        embedded = self.embed(ids, None if self.vocabulary_of_group else batch.exchange)
         if rows is not None:
             embedded[rows.index] = rows.rows
         if self.layer_inputs is not None:

@@ -90,7 +90,7 @@ class Eagle3Draft:
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None
-        stream = self.first(self.parts.embedding(batch.input_ids), features, batch)
+        stream = self.first(self.parts.embedded(batch), features, batch)
         for layer in self.layers:
             layer(stream, batch)
         return values_of(stream.normed(self.norm)) if self.form.norm_output else stream.summed()
@@ -144,7 +144,7 @@ class ProjectedDraft:
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None
-        embedded = self.parts.embedding(batch.input_ids)
+        embedded = self.parts.embedded(batch)
         if self.form.zero_first:
             embedded = embedded * (batch.positions > 0).to(embedded.dtype)[:, None]
         if self.norms is not None:

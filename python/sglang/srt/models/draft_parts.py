@@ -20,12 +20,13 @@ from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.models.causal_lm import RESIDUALS, CausalLM, DecoderLayer
+from sglang.srt.models.causal_lm import RESIDUALS, Around, CausalLM, DecoderLayer
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.drafts.description import DraftDescription
     from sglang.srt.plan.plan import Plan
 
@@ -82,6 +83,17 @@ class DraftParts:
         self.copied = CopiedEmbedding(self.scope, target)
         return self.copied.embedding
 
+    def embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        """Returns the embeddings [T, H] of the draft's tokens, and the features of images where the batch has them: the
+        draft reads what the target reads (`speculative.draft_chain.following_rows`). A draft of another width, and the
+        last of several stages, which has no features, read the placeholder's embedding."""
+        embedded, rows = self.embedding(batch.input_ids), batch.embedding_rows
+        if rows is None or rows.rows.shape[1] != embedded.shape[1]:
+            return embedded
+        longer = torch.cat((embedded, embedded[:1]))
+        longer[rows.index] = rows.rows.to(longer.dtype)
+        return longer[:-1]
+
     def _head(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.draft.head_size:
             assert target.head is not None, "the last stage has it"
@@ -89,8 +101,11 @@ class DraftParts:
         head = LMHead(self.scope.sub("lm_head"), self.draft.head_size)
         return ReducedHead(self.scope, head, self.draft) if self.draft.reduced else head
 
-    def layer(self, i: int) -> DecoderLayer:
-        return DecoderLayer(self.scope.sub("layers").sub(i), self.model.layers[i], self.site(i), self.residual)
+    def layer(self, i: int, around: Around | None = None) -> DecoderLayer:
+        return DecoderLayer(self.layer_scope(i), self.model.layers[i], self.site(i), self.residual, around)
+
+    def layer_scope(self, i: int) -> Scope:
+        return self.scope.sub("layers").sub(i)
 
     def site(self, i: int) -> Site:
         return Site(i, self.model, self.rotary)

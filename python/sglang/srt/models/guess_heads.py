@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.plan.drafts.description import Block, Markov
+from sglang.srt.layers.parameter import Init, Part
+from sglang.srt.plan.drafts.description import Block
+from sglang.srt.plan.drafts.heads import Confidence, Domino, Markov, Selector
+from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.models.draft_parts import DraftParts
 
 
 class GuessHead(Protocol):
-    """Corrects logits. R requests, V tokens of the target; `state` is what a head keeps from guess to guess."""
+    """Corrects logits. R requests, n guesses of each, V tokens of the target; `state` is what a head keeps from one
+    guess to the next."""
 
-    def begin(self, count: int) -> torch.Tensor | None:
-        """Returns the state before the first guess of `count` requests; None where a head keeps nothing."""
+    def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> Any:
+        """Returns the state before the first guess. logits [R, n, V] fp32; rows [R, n, H]: what they were made of."""
 
     def __call__(
         self,
@@ -27,14 +32,14 @@ class GuessHead(Protocol):
         logits: torch.Tensor,
         rows: torch.Tensor,
         previous: torch.Tensor,
-        state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        state: Any,
+    ) -> tuple[torch.Tensor, Any]:
         """Corrects the logits [R, V] fp32 of the guess at a place, 0 for the first, and returns them with the state
         behind it. rows [R, H]: what the logits were made of; previous [R] int64: the token before the guess."""
 
 
 class MarkovHead:
-    """A head of DSpark; see `plan.drafts.description.Markov`. Implements GuessHead. Its tables are whole on every rank:
+    """A head of DSpark; see `plan.drafts.heads.Markov`. Implements GuessHead. Its tables are whole on every rank:
     a guess needs no collective."""
 
     def __init__(self, parts: DraftParts, spec: Markov, vocab_size: int) -> None:
@@ -46,8 +51,8 @@ class MarkovHead:
         self.gate = parts.projection(cols, True, "markov_gate", rows, optional_bias=False) if rows else None
         self.linear: LinearOp = scope.plan.entry("linear")
 
-    def begin(self, count: int) -> torch.Tensor | None:
-        return self.w1.new_zeros((count, self.spec.rank)) if self.spec.kind == "rnn" else None
+    def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        return self.w1.new_zeros((len(rows), self.spec.rank)) if self.spec.kind == "rnn" else None
 
     def __call__(
         self,
@@ -69,6 +74,105 @@ class MarkovHead:
         return logits + self.linear(latent, self.w2, None, torch.float32), state
 
 
+class ConfidenceHead:
+    """Says how likely guesses stand; see `plan.drafts.heads.Confidence`. Whole on every rank, and the first rank's
+    numbers count on all: depths are chosen by them."""
+
+    def __init__(self, parts: DraftParts, spec: Confidence, markov: MarkovHead | None) -> None:
+        scope, size = replace(parts.scope, path="confidence"), spec.size(parts.model.hidden_size)
+        assert not spec.rank or markov is not None
+        self.table = markov.w1 if spec.rank and markov is not None else None
+        self.weight = scope.param("weight", (1, size))
+        self.bias = scope.param("bias", (1,), {PartKey(): Part((1,), optional=True)}, Init.ZEROS)
+        self.group = scope.groups.tp
+
+    def __call__(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """rows [R, n, H], previous [R, n]: the token before each guess -> [R, n] fp32, from 0 to 1."""
+        if self.table is not None:
+            rows = torch.cat((rows, F.embedding(previous, self.table)), dim=-1)
+        likely = torch.sigmoid((rows.float() * self.weight[0].float()).sum(-1) + self.bias.float())
+        return self.group.all_gather(likely, dim=0)[: len(likely)]
+
+
+class DominoHead:
+    """A head of Domino; see `plan.drafts.heads.Domino`. Implements GuessHead. Its weights are whole on every rank; the
+    embedding that it reads is the target's."""
+
+    def __init__(self, parts: DraftParts, spec: Domino, vocab_size: int) -> None:
+        self.spec, self.embedding = spec, parts.embedding
+        hidden, state = parts.model.hidden_size, spec.state_size
+        gru = replace(parts.scope, path="prefix_gru")
+        self.of_token = gru.param("weight_ih_l0", (3 * state, hidden))
+        self.of_state = gru.param("weight_hh_l0", (3 * state, state))
+        self.inner = replace(parts.scope, path="embed_proj.0").param("weight", (spec.inner_size, hidden + state))
+        self.outer = replace(parts.scope, path="embed_proj.2").param("weight", (vocab_size, spec.inner_size))
+        self.linear: LinearOp = parts.scope.plan.entry("linear")
+
+    def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return rows.new_zeros((len(rows), self.spec.state_size))
+
+    def __call__(
+        self, place: int, logits: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._advanced(previous, state)
+        if place < self.spec.first_place:
+            return logits, state
+        inner = F.silu(self.linear(torch.cat((rows, state), dim=-1), self.inner, None))
+        return logits + self.linear(inner, self.outer, None, torch.float32), state
+
+    def _advanced(self, token: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Returns the GRU's state behind a token, with the gates in the order reset, update, new."""
+        reset, update, new = self.linear(self.embedding(token), self.of_token, None).chunk(3, dim=-1)
+        old_reset, old_update, old_new = self.linear(state, self.of_state, None).chunk(3, dim=-1)
+        update = torch.sigmoid(update + old_update)
+        new = torch.tanh(new + torch.sigmoid(reset + old_reset) * old_new)
+        return (1 - update) * new + update * state
+
+
+class SelectorHead:
+    """A head of DFlash 2; see `plan.drafts.heads.Selector`. Implements GuessHead: tokens that are no candidates get
+    -inf. Its tables are whole on every rank."""
+
+    def __init__(self, parts: DraftParts, spec: Selector, vocab_size: int) -> None:
+        self.spec = spec
+        tables = replace(parts.scope, path="selector")
+        self.before = tables.param("predecessor_codebook", (vocab_size, spec.rank))
+        self.behind = tables.param("successor_codebook", (vocab_size, spec.rank))
+        self.projection = parts.projection(parts.model.hidden_size, name="hidden_projection", rows=spec.rank)
+
+    def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the logits [R, n, K] and ids of the candidates at all places, and the projected rows [R, n, rank]."""
+        values, ids = logits.topk(self.spec.top_k, dim=-1)
+        return values, ids, self.projection(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+
+    def __call__(
+        self,
+        place: int,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        previous: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        values, ids, projected = (part[:, place] for part in state)
+        context = F.embedding(previous, self.before) * projected
+        scores = (F.embedding(ids, self.behind).float() * context[:, None].float()).sum(-1)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, ids, values + scores), state
+
+
+_HEADS: dict[type, Callable[[DraftParts, Any, int], GuessHead]] = {
+    Markov: MarkovHead,
+    Domino: DominoHead,
+    Selector: SelectorHead,
+}
+
+
+def build_confidence(parts: DraftParts, form: Block, head: GuessHead | None) -> ConfidenceHead | None:
+    """Builds the head that says how likely guesses stand; None: nothing says it."""
+    if form.confidence is None:
+        return None
+    return ConfidenceHead(parts, form.confidence, head if isinstance(head, MarkovHead) else None)
+
+
 def build_guess_head(parts: DraftParts, form: Block) -> GuessHead | None:
     """Builds the head of a block draft; None: guesses stand for themselves."""
-    return None if form.head is None else MarkovHead(parts, form.head, form.vocab_size)
+    return None if form.head is None else _HEADS[type(form.head)](parts, form.head, form.vocab_size)

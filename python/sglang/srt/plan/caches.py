@@ -93,7 +93,9 @@ def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup,
 
 def ranks_share_caches(model: ModelDescription, serving: Serving) -> bool:
     """Returns whether the caches of each rank are those of a server of one rank: nothing is divided by heads."""
-    return cache_groups(model, serving) == cache_groups(model, replace(serving, tp_size=1, ep_size=1, dcp_size=1))
+    return cache_groups(model, serving) == cache_groups(
+        model, replace(serving, tp_size=1, ep_size=1, dcp_size=1, attn_dp_size=1)
+    )
 
 
 def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:

@@ -49,6 +49,7 @@ def plan_capacity(
     """Plans the capacity for every model that can be described, also one without a model class. Sizes that the user did
     not give are as large as leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if the model does
     not fit."""
+    args = args_of_group(args, serving.attn_dp_size)
     model, stages = of_rank.model, stages_of(of_rank, serving, arch, draft)
     weights = max(stage.weight_bytes for stage in stages)
     steps = defaults.default_sizes(arch.device, available, context_len)
@@ -100,7 +101,7 @@ def _capacity(
     everything = with_draft_layers(model, draft)
     groups = fullest_caches(cache_groups(everything, serving), stages)
     on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
-    chunk = _chunk(args, size, serving.page_size)
+    chunk = _chunk(args, size, serving.page_size, serving.attn_dp_size)
 
     def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
         largest_graph = size.cuda_graph_max_bs
@@ -143,9 +144,17 @@ def _capacity(
     return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)
 
 
-def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int) -> int:
+def args_of_group(args: ServerArgs, attn_dp_size: int) -> ServerArgs:
+    """Returns the flags of one of the attention groups that have requests of their own: an even share of the running
+    requests, rounded up."""
+    running = args.max_running_requests
+    return args if running is None else replace(args, max_running_requests=-(-running // attn_dp_size))
+
+
+def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int, attn_dp_size: int) -> int:
+    """Returns the tokens of prompts of a step; of those of all attention groups each has an even share."""
     chunk = size.chunked_prefill_size if args.chunked_prefill_size is None else args.chunked_prefill_size
-    return chunk if chunk == -1 else max(page_size, chunk // page_size * page_size)
+    return chunk if chunk == -1 else max(page_size, chunk // attn_dp_size // page_size * page_size)
 
 
 def _sizes(

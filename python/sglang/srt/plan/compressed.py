@@ -60,7 +60,7 @@ class CompressedSparse:
         return self.num_heads * self.head_dim // self.o_groups
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        dims, heads = (self.head_dim, self.head_dim), (self.num_heads // serving.tp_size, 1)
+        dims, heads = (self.head_dim, self.head_dim), (self.num_heads // serving.attn_tp_size, 1)
         uneven = uneven_sizes(self.head_dim, self.rope_dim)
         yield serving.need("shared_kv_norm_rope_store", dims, uneven, heads, self.rope_dim)
         if self.rate:

@@ -20,6 +20,7 @@ from sglang.srt.plan.config_blocks import (
     block_sparse_layers,
     pooled_sparse,
 )
+from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
 from sglang.srt.plan.config_sharing import (
     Override,
@@ -125,6 +126,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
             raise UserError(f"{keys.source}: the key 'compress_ratios' is missing.")
         rates = _by_layer(keys, "compress_ratios", num_layers, 0)
         return [_compressed(keys, rate, rotation) for rate in rates]
+    if keys.count("kv_lora_rank") and family.pooled_index:
+        indexed = indexed_layers(keys, num_layers)
+        return pooled_latent_mixers(keys, indexed, family.decay_bound, unsupported)
     if keys.count("kv_lora_rank"):
         indexed = indexed_layers(keys, num_layers)
         latent = [_latent(keys, family, has_indexer, rotation) for has_indexer in indexed]

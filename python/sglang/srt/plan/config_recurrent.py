@@ -106,24 +106,34 @@ def kimi_delta_layers(keys: ConfigReader, num_layers: int) -> list[bool]:
     return [kind == "linear_attention" for kind in kinds[:num_layers]]
 
 
-def kimi_delta(keys: ConfigReader, unsupported: list[str]) -> KimiDelta:
+def _lower_bound(keys: ConfigReader, inner: Mapping[str, Any], usual: float) -> float:
+    """Returns the lower bound of the logs of decays; 0: none. `usual`: where the config does not say it."""
+    stated = inner.get("gate_lower_bound", keys.values.get("linear_lower_bound"))
+    unbounded = inner.get("safe_gate") is False or ("linear_lower_bound" in keys.values and not inner)
+    if stated is None:
+        return 0.0 if unbounded else usual
+    bound = ConfigReader({"gate_lower_bound": stated}, f"{keys.source} {KDA_CONFIG}").require("gate_lower_bound", float)
+    if bound > 0:
+        raise UserError(f"{keys.source}: gate_lower_bound of {KDA_CONFIG!r} must be below 0; got {bound!r}.")
+    return bound
+
+
+def kimi_delta(keys: ConfigReader, unsupported: list[str], usual_bound: float = 0.0) -> KimiDelta:
     """Reads the heads of Kimi delta attention. Adds to `unsupported` what is described and not computed. Raises
     UserError."""
     inner = keys.default(KDA_CONFIG, dict, {})
-    unknown = sorted(inner.keys() - _FLAT.keys() - {*_LAYERS, "gate_lower_bound", "use_full_rank_gate"})
+    known = {*_FLAT, *_LAYERS, "gate_lower_bound", "safe_gate", "use_full_rank_gate"}
+    unknown = sorted(inner.keys() - known)
     if unknown:
         raise UserError(f"{keys.source}: keys {', '.join(unknown)} of {KDA_CONFIG!r} are not described here yet.")
     if inner.get("use_full_rank_gate"):
         unsupported.append(f"{keys.source}: {KDA_CONFIG!r} with use_full_rank_gate is not supported.")
     stated = {flat: inner[key] for key, flat in _FLAT.items() if key in inner}
     reader = ConfigReader({**keys.values, **stated}, keys.source)
-    lower_bound = ConfigReader(inner, f"{keys.source} {KDA_CONFIG}").default("gate_lower_bound", float, 0.0)
-    if lower_bound > 0:
-        raise UserError(f"{keys.source}: gate_lower_bound of {KDA_CONFIG!r} must be below 0; got {lower_bound!r}.")
     return KimiDelta(
         num_heads=reader.positive("linear_num_heads"),
         head_dim=reader.positive("linear_head_dim"),
         conv_kernel=reader.positive("linear_conv_kernel_dim"),
-        lower_bound=lower_bound,
+        lower_bound=_lower_bound(keys, inner, usual_bound),
         state_dtype=_state_dtype(keys, "mamba_ssm_dtype"),
     )

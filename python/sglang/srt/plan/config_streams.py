@@ -18,7 +18,8 @@ def residual_streams(keys: ConfigReader, usual: Residual) -> Residual:
     """Returns the residual of all layers: that of the family, unless keys speak of several streams."""
     if keys.count("hc_mult") > 1:
         rounds, eps = keys.positive("hc_sinkhorn_iters", 20), keys.default("hc_eps", float, 1e-6)
-        return HyperConnections(keys.positive("hc_mult"), rounds, eps)
+        mean_head = isinstance(usual, HyperConnections) and usual.mean_head
+        return HyperConnections(keys.positive("hc_mult"), rounds, eps, mean_head)
     if keys.count("hc_lowrank"):
         return GatedStreams(keys.positive("hc_count"), keys.positive("hc_lowrank"))
     if isinstance(usual, Sum):

@@ -22,7 +22,9 @@ LEAST_RATIO = 0.05
 SYSTEM_RESERVE = 10 * GIB
 """Main memory that is left to the system, or half of it, where that is less."""
 STAGING_BYTES = 32 << 20
-"""Size of the buffer on the device in which pages are gathered. As much again is used on the way there."""
+"""Size of a buffer on the device in which pages are gathered."""
+STAGING_BUFFERS = 2
+"""One is filled while the other is sent."""
 SAVE_BYTES = 256 << 20
 """Most bytes of one copy to main memory: loads and the steps' own traffic go between two of them."""
 
@@ -78,7 +80,7 @@ class HostCachePlan:
 
 def copy_bytes(args: ServerArgs, arch: ArchTraits) -> int:
     """Returns the bytes that copies take on the device."""
-    return 2 * STAGING_BYTES if args.enable_hierarchical_cache and not arch.unified_memory else 0
+    return STAGING_BUFFERS * STAGING_BYTES if args.enable_hierarchical_cache and not arch.unified_memory else 0
 
 
 def plan_host_cache(

@@ -39,13 +39,13 @@ class KimiDelta:
         return self.num_heads // tp_size * self.head_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        heads = self.num_heads // serving.tp_size
+        heads = self.num_heads // serving.attn_tp_size
         yield Need("causal_conv1d", q_dtype=serving.dtype)
         yield Need("kimi_delta_rule", q_dtype=serving.dtype, heads=(heads, heads))
         yield Need("gated_rmsnorm", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        heads, width = self.num_heads // serving.tp_size, self.width(serving.tp_size)
+        heads, width = self.num_heads // serving.attn_tp_size, self.width(serving.attn_tp_size)
         state = CacheTensor("state", (heads, self.head_dim, self.head_dim), serving.state_dtype or self.state_dtype)
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 3 * width), serving.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)

@@ -193,10 +193,16 @@ class Serving:
     ep_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1
+    attn_dp_size: int = 1
+    dp_lm_head: bool = False
 
     @property
     def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size)
+        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size, self.attn_dp_size, self.dp_lm_head)
+
+    @property
+    def attn_tp_size(self) -> int:
+        return self.ranks.attn_tp_size
 
     def need(
         self,
@@ -320,6 +326,8 @@ class HyperConnections:
     """Rounds of Sinkhorn's normalization: columns, then rows and columns in turns."""
     eps: float = 1e-6
     """Number added to what is normalized, and to its sums."""
+    mean_head: bool = False
+    """Behind the last layer the streams become their mean (GLM-5.3-Flash), and not what a learned matrix makes."""
 
     @property
     def outputs(self) -> int:
@@ -335,6 +343,8 @@ class HyperConnections:
 
     def head_weights(self, hidden_size: int) -> Weights:
         """Returns the weights before the final norm, where the streams become one."""
+        if self.mean_head:
+            return ()
         return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
 
 
@@ -433,4 +443,4 @@ class LayerSpec:
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the layer's blocks."""
         others = (part for block in self.token_blocks for part in block.weights(hidden_size, ranks, expert_rows))
-        return (*self.mixer.weights(hidden_size, ranks.tp_size), *others)
+        return (*self.mixer.weights(hidden_size, ranks.attn_tp_size), *others)

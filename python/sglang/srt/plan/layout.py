@@ -10,20 +10,23 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
-from sglang.srt.plan.mixers import GQA, MLA, HeadDims
+from sglang.srt.plan.layer_spec import ABSENT, FeedForward, Matrix, Mixer
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows
-from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
+from sglang.srt.plan.ranks import Node, RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.stages import uncut_runs
 from sglang.srt.server_args import ServerArgs
 
 
 def asked_layout(args: ServerArgs) -> RankLayout:
-    return RankLayout(args.tp_size, args.ep_size, args.pp_size, args.dcp_size)
+    return RankLayout(
+        args.tp_size, args.ep_size, args.pp_size, args.dcp_size, args.attn_dp_size, args.enable_dp_lm_head
+    )
 
 
 def asked_node(args: ServerArgs) -> Node:
@@ -134,7 +137,7 @@ def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
     """Describes the heads that the busiest rank has where they do not divide; None: all ranks have as many."""
     for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
-        if isinstance(mixer, GQA | MLA | PooledSparse):
+        if isinstance(mixer, GQA | MLA | PooledSparse | PooledLatent):
             shares = mixer.shares(tp_size)
             most, heads = shares.padded_heads, mixer.num_heads
             if most * tp_size != heads:
@@ -193,10 +196,14 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
         yield f"--ep-size {ep_size} shares out experts, and the model has none"
     if experts is not None and ep_size > experts.num_experts:
         yield f"--ep-size {ep_size} is more than the model's {experts.num_experts} experts"
+    if tp_size % ranks.attn_dp_size:
+        yield f"--attn-dp-size {ranks.attn_dp_size} does not divide --tp-size {tp_size}, whose ranks share out requests"
+        return
+    yield from _group_problems(model, ranks)
     yield from _context_problems(model, ranks)
     yield from _stage_problems(model, ranks.pp_size)
     for i, layer in enumerate(model.layers):
-        yield from _mixer_problems(model, i, layer.mixer, tp_size)
+        yield from _mixer_problems(model, i, layer.mixer, ranks.attn_tp_size)
         yield from _dense_problems(layer.ffn, tp_size)
         if isinstance(layer.ngrams, NgramEmbedding) and layer.ngrams.num_heads % tp_size:
             yield f"--tp-size {tp_size} does not divide the {layer.ngrams.num_heads} rows of n-grams of a token"
@@ -204,6 +211,21 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
         expert_rows(model, ranks)
     except UserError as error:
         yield str(error)
+
+
+def _group_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
+    """Yields problems of attention groups that have requests of their own."""
+    if ranks.attn_dp_size == 1:
+        return
+    asked = f"--attn-dp-size {ranks.attn_dp_size}"
+    if ranks.pp_size > 1:
+        yield f"{asked}: groups with requests of their own do not go with --pp-size {ranks.pp_size}"
+    if ranks.dcp_size > 1:
+        yield f"{asked}: groups with requests of their own do not share out tokens (--dcp-size {ranks.dcp_size})"
+    if model.per_layer_inputs is not None or any(layer.ngrams != ABSENT for layer in model.layers):
+        yield f"{asked}: tables that are looked up by token beside the embedding are shared by all ranks"
+    if model.media is not None:
+        yield f"{asked}: images and videos go with one group; --language-model-only serves the text model alone"
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
@@ -216,7 +238,7 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
         yield f"{asked} does not divide --tp-size {tp_size}, whose ranks share out the tokens"
         return
     mixers = [layer.mixer for layer in model.layers]
-    if any(isinstance(mixer, CompressedSparse | PooledSparse) for mixer in mixers):
+    if any(isinstance(mixer, CompressedSparse | PooledSparse | PooledLatent) for mixer in mixers):
         yield f"{asked}: entries that stand for several tokens are whole on every rank"
     elif not any(isinstance(mixer, GQA | MLA) and mixer.token_ranks(tp_size, dcp_size) > 1 for mixer in mixers):
         heads = max((mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA)), default=0)
@@ -231,7 +253,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
     those of recurrent layers are not."""
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
-    elif isinstance(mixer, GQA | MLA | PooledSparse):
+    elif isinstance(mixer, GQA | MLA | PooledSparse | PooledLatent):
         yield from _head_problems(model, layer, mixer, tp_size)
     elif isinstance(mixer, GatedDelta) and (mixer.key_heads % tp_size or mixer.value_heads % tp_size):
         yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
@@ -243,26 +265,24 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
 
-def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSparse, tp_size: int) -> Iterator[str]:
+def _head_problems(
+    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSparse | PooledLatent, tp_size: int
+) -> Iterator[str]:
     shares = mixer.shares(tp_size)
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
         heads = mixer.num_kv_heads
         yield f"--tp-size {tp_size} is no multiple of the model's {heads} KV heads, over all of which keys are normed"
+    widened = isinstance(mixer, GQA) and mixer.widened(tp_size)
     for part in mixer.head_dims():
+        if widened and part.matrix == "attn.qkv":
+            continue
         quant = model.quant_of(layer, Matrix(part.matrix, part.parts, 0, 0))
         group = 0 if quant is None else quant.format.group[part.axis]
-        if group and any(_cuts(shares, part, rank, group) for rank in range(tp_size)):
+        if group and any(shares.cuts(part.dims, part.of_kv, rank, group) for rank in range(tp_size)):
             assert quant is not None
             module = model.names.layer_module(layer, part.matrix, part.parts[0])
             groups = f"groups of {group} {'columns' if part.axis else 'rows'}"
             yield f"--tp-size {tp_size} cuts {module} within {groups} that share scales ({quant.scheme})"
-
-
-def _cuts(shares: HeadShares, part: HeadDims, rank: int, group: int) -> bool:
-    """Returns whether what a rank has of a matrix begins or ends within `group` rows or columns."""
-    share = (shares.kv_heads(rank) if part.of_kv else shares.heads(rank)).of_dims(part.dims)
-    ends = {share.run.start, share.run.stop} - {share.total}
-    return any(end % group for end in ends)
 
 
 def _dense_problems(ffn: FeedForward, tp_size: int) -> Iterator[str]:

@@ -43,12 +43,14 @@ class MediaDescription:
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Returns the placeholders of frames x rows x columns of patches."""
-        frames, rows, columns = grid
-        return frames * (rows // self.merge) * (columns // self.merge)
+        return self.tower.num_tokens(grid)
 
 
 PATCHES_A_STEP = 1 << 14
 """Limit for the patches of an encoder step of several items; requests that decode wait for one."""
+PATCH_LAYERS_BESIDE = 1 << 15
+"""Patches times layers of an encoder that one step takes while requests decode: an image of 1024 x 1024 pixels takes
+four such steps, each of which adds some milliseconds to a decode step."""
 FEATURE_BYTES = 1 << 29
 """Budget for the features of images and videos that a server keeps."""
 
@@ -74,7 +76,7 @@ ENCODERS: Mapping[str, _Reader] = {
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
     "gemma4": _Reader(describe_gemma4, sections=False),
-    "kimi_k25": _COUNTED,  # images only: its encoder averages over the frames of a video
+    "kimi_k25": _COUNTED,
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
 

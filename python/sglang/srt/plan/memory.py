@@ -131,34 +131,46 @@ class MemoryPlan:
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
+_PIXEL_BYTES = 4
+"""Patches come to the device in float32."""
+
+
 def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
     """Returns the bytes of the features of images and videos that are kept, of the largest encoder step, and of the
     queries, keys, values and outputs of `num_tokens` of images that attend once more (`attention.metadata.WithImages`).
     """
     if model.media is None:
         return 0
-    encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
-    windows = [site.shape for site in attention_sites(model, ranks.tp_size) if site.window and model.media.both_ways]
+    encoding = pixels = 0
+    if model.encodes_media:
+        encoding = PATCHES_A_STEP * model.media.tower.activation_size()
+        pixels = PATCHES_A_STEP * model.media.tower.patch_values * _PIXEL_BYTES
+    windows = [
+        site.shape for site in attention_sites(model, ranks.attn_tp_size) if site.window and model.media.both_ways
+    ]
     sizes = [(shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.v_head_dim) for shape in windows]
-    return FEATURE_BYTES + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
+    return FEATURE_BYTES + pixels + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
     """Returns the bytes of the widest point of a layer for `num_tokens`: the residual stream plus attention or
-    feed-forward buffers."""
+    feed-forward buffers. With attention groups that have requests of their own, `num_tokens` are those of a group, and
+    feed-forward blocks compute those of all, which come together and go back padded (`layers/row_exchange`)."""
+    groups = ranks.attn_dp_size
+    gathered = 3 * groups * model.hidden_size if groups > 1 else 0
     item, hidden = KV_DTYPE_BYTES[dtype], model.hidden_size
     widest = max(
         max(
-            layer.mixer.activation_elements(ranks.tp_size),
-            *(block.activation_elements(hidden, ranks) for block in layer.token_blocks),
+            layer.mixer.activation_elements(ranks.attn_tp_size),
+            *(groups * block.activation_elements(hidden, ranks) + gathered for block in layer.token_blocks),
         )
         + (2 + layer.residual.streams) * hidden
         for layer in dict.fromkeys(model.layers)
     )
     if model.per_layer_inputs is not None:
         widest += model.per_layer_inputs.stream_elements
-    routing = 4 * model.experts.num_experts * 2 if model.experts else 0
-    selected = 4 * max((_selected_slots(layer.mixer, ranks.tp_size) for layer in model.layers), default=0)
+    routing = groups * 4 * model.experts.num_experts * 2 if model.experts else 0
+    selected = 4 * max((_selected_slots(layer.mixer, ranks.attn_tp_size) for layer in model.layers), default=0)
     return int(num_tokens * (widest * item + routing + selected) * _FRAGMENTATION)
 
 
@@ -171,8 +183,11 @@ def _selected_slots(mixer: Mixer, tp_size: int) -> int:
     return 0
 
 
-def logits_bytes(model: ModelDescription, rows: int) -> int:
-    return rows * model.vocab_size * 4 * _LOGITS_COPIES
+def logits_bytes(model: ModelDescription, rows: int, ranks: RankLayout) -> int:
+    """Returns the bytes of the logits of a step of so many requests. Of other attention groups' requests a rank has
+    its columns, which are exchanged for whole rows of its own."""
+    columns = 2 * ranks.attn_dp_size * -(-model.vocab_size // ranks.tp_size) if ranks.attn_dp_size > 1 else 0
+    return rows * (model.vocab_size * _LOGITS_COPIES + columns) * 4
 
 
 def table_bytes(sizes: Sizes) -> int:
@@ -214,6 +229,7 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     if prefill:
         rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
     item = KV_DTYPE_BYTES[dtype]
+    rows *= sizes.ranks.attn_dp_size if sizes.ranks.dp_lm_head is False else 1
     results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * item)
     results += 2 * (decode[-1] + tokens) * _stream_width(model) * item if sizes.ranks.pp_size > 1 else 0
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
@@ -285,12 +301,13 @@ def fixed_memory(
     draft."""
     ranks = sizes.ranks
     groups = (ranks.tp_size > 1) + (ranks.pp_size > 1) + (1 < ranks.dcp_size < ranks.tp_size)
+    groups += (1 < ranks.attn_dp_size < ranks.tp_size) + (ranks.attn_dp_size > 1)
     heads = _attention_sizes(everything, sizes, arch.num_sms, available - weights, cost)
     return FixedMemory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
         + handed_on_bytes(model, dtype, sizes),
-        logits=logits_bytes(model, sizes.max_running_requests),
+        logits=logits_bytes(model, sizes.max_running_requests, ranks),
         graphs=graph_bytes(model, dtype, sizes),
         reserve=_LIBRARY_RESERVE
         + available // 100
@@ -373,7 +390,7 @@ def _attention_sizes(
 ) -> AttentionSizes:
     pages_each = -(-sizes.context_len // sizes.page_size)
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
-    sites = attention_sites(model, sizes.ranks.tp_size, sizes.ranks.dcp_size)
+    sites = attention_sites(model, sizes.ranks.attn_tp_size, sizes.ranks.dcp_size)
     shapes = dict.fromkeys(site.shape for site in sites if site.token_ranks == 1)
     shared = dict.fromkeys(site.gathered for site in sites if site.token_ranks > 1)
     own_rows = 2 * sizes.max_running_requests + PREFILL_GRAPH_PROMPTS + 1
@@ -382,7 +399,7 @@ def _attention_sizes(
         value_dim=max(layer.mixer.value_dim for layer in model.layers),
         index_logits=sizes.tokens_per_step
         * 4
-        * max(_scores_of_a_token(layer.mixer, sizes.context_len, sizes.ranks.tp_size) for layer in model.layers),
+        * max(_scores_of_a_token(layer.mixer, sizes.context_len, sizes.ranks.attn_tp_size) for layer in model.layers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
         graph_batch_sizes=sizes.graph_batch_sizes,
@@ -445,7 +462,7 @@ def plan_cpu_memory(
         split.token_bytes,
         tables,
         activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
-        logits_bytes(model, sizes.max_running_requests),
+        logits_bytes(model, sizes.max_running_requests, sizes.ranks),
         0,
         0,
         rotary=rotary,

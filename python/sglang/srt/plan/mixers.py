@@ -58,7 +58,7 @@ class GQA:
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
-    rotate apart.
+    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint.
     """
 
     num_heads: int
@@ -88,6 +88,7 @@ class GQA:
     block: int = 1
     indexer: BlockIndexer | None = None
     interleaved: bool = False
+    scale_rows: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -121,6 +122,21 @@ class GQA:
         shared = shared and not self.window and self.block == 1 and self.indexer is None
         return dcp_size if shared else 1
 
+    def widened(self, tp_size: int) -> bool:
+        """Returns whether ranks hold q, k and v in the model's type although the checkpoint quantizes them: their heads
+        begin or end within rows that share scales."""
+        shares = self.shares(tp_size)
+        return (
+            self.scale_rows > 1
+            and not shares.padded
+            and any(
+                shares.cuts(part.dims, part.of_kv, rank, self.scale_rows)
+                for part in self.head_dims()
+                if part.matrix == "attn.qkv"
+                for rank in range(tp_size)
+            )
+        )
+
     def head_dims(self) -> Iterator[HeadDims]:
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
         if self.caches_tokens:
@@ -137,7 +153,7 @@ class GQA:
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
-        shares = self.shares(serving.tp_size)
+        shares = self.shares(serving.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
         norms = ["head_norm"] if self.qk_norm in ("head", "unit") else []
         if self.qk_norm == "whole":
@@ -156,7 +172,7 @@ class GQA:
         }
         traits = [name for name, here in present.items() if here]
         traits += [self.among_recurrent] if self.among_recurrent else []
-        traits += ["token_shares"] if self.token_ranks(serving.tp_size, serving.dcp_size) > 1 else []
+        traits += ["token_shares"] if self.token_ranks(serving.attn_tp_size, serving.dcp_size) > 1 else []
         yield serving.need("extend_attention", dims, traits)
         yield serving.need("decode_attention", dims, traits)
         if self.indexer is not None:
@@ -170,10 +186,10 @@ class GQA:
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
             return ()
-        heads = self.shares(serving.tp_size).padded_kv_heads
+        heads = self.shares(serving.attn_tp_size).padded_kv_heads
         lifetime = Window(self.window + self.kept_longer) if self.window else FULL
         cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
-        token_ranks = self.token_ranks(serving.tp_size, serving.dcp_size)
+        token_ranks = self.token_ranks(serving.attn_tp_size, serving.dcp_size)
         if token_ranks > 1:
             refuse_fp4(serving.kv_dtype, f"with --dcp-size {serving.dcp_size} ranks share out their tokens")
         if self.indexer is None:
@@ -201,7 +217,9 @@ class GQA:
             del parts["v"]
         width = self.input_size or hidden_size
         return (
-            Matrix("attn.qkv", tuple(parts), sum(parts.values()), width, self.qkv_bias),
+            Matrix(
+                "attn.qkv", tuple(parts), sum(parts.values()), width, self.qkv_bias, quantized=not self.widened(tp_size)
+            ),
             *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),
@@ -330,7 +348,7 @@ class MLA:
         return self.kv_lora_rank + self.rope_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(serving.tp_size).padded_heads, 1)
+        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(serving.attn_tp_size).padded_heads, 1)
         yield serving.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
             yield Need("index_norm_rope", q_dtype=serving.dtype, heads=(self.indexer.num_heads, 1))
@@ -340,7 +358,7 @@ class MLA:
         yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
         # Over shared out tokens a rank attends with the heads of all that share them.
-        token_ranks = self.token_ranks(serving.tp_size, serving.dcp_size)
+        token_ranks = self.token_ranks(serving.attn_tp_size, serving.dcp_size)
         traits = ["mla", "token_shares"] if token_ranks > 1 else ["mla"]
         heads = (heads[0] * token_ranks, 1)
         # In sparse layers: over requests with no more tokens than are selected.
@@ -358,7 +376,7 @@ class MLA:
             latent = packed_latent_cache("latent")
         else:
             latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
-        latent = shared_out(latent, self.token_ranks(serving.tp_size, serving.dcp_size))
+        latent = shared_out(latent, self.token_ranks(serving.attn_tp_size, serving.dcp_size))
         return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._of_index(serving)))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:

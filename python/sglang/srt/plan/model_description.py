@@ -24,7 +24,9 @@ from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
+from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
@@ -141,8 +143,8 @@ class ModelDescription:
     @property
     def caches_in_fp8(self) -> bool:
         """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits, and so do keys
-        and values that are selected by blocks."""
-        return not any(isinstance(layer.mixer, CompressedSparse | PooledSparse) for layer in self.layers)
+        and values, or latents, that are selected by blocks."""
+        return not any(isinstance(layer.mixer, CompressedSparse | PooledSparse | PooledLatent) for layer in self.layers)
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here."""
@@ -289,19 +291,22 @@ def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDes
 
 
 def _with_scale_groups(model: ModelDescription) -> ModelDescription:
-    """Returns the model with the scale groups of the checkpoint in every MLP and shared expert: dims whose scales keep
-    them together."""
+    """Returns the model with the scale groups of the checkpoint in every MLP and shared expert, dims whose scales keep
+    them together, and in projections to heads."""
     if model.quantization is None:
         return model
     layers = []
     for i, layer in enumerate(model.layers):
-        ffn = layer.ffn
+        ffn, mixer = layer.ffn, layer.mixer
+        if isinstance(mixer, GQA):
+            quant = model.quant_of(i, Matrix("attn.qkv", ("q",), 0, 0))
+            mixer = replace(mixer, scale_rows=max(1, quant.format.group[0]) if quant else 1)
         if isinstance(ffn, Dense):
             ffn = replace(ffn, scale_group=_scale_group(model, i, "mlp", ffn))
         elif isinstance(ffn, MoE) and ffn.shared is not None:
             group = _scale_group(model, i, "moe.shared", ffn.shared.dense(ffn.activation))
             ffn = replace(ffn, shared=replace(ffn.shared, scale_group=group))
-        layers.append(replace(layer, ffn=ffn))
+        layers.append(replace(layer, mixer=mixer, ffn=ffn))
     return replace(model, layers=tuple(layers))
 
 

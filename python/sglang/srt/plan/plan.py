@@ -91,6 +91,7 @@ class Plan:
     next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, in whatever stage the draft is
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
+    shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
@@ -125,7 +126,9 @@ class Plan:
     @property
     def selection(self) -> str:
         """Description of where attention reads what an indexer selects, and why not everywhere."""
-        return describe_selection(self.description, Serving(self.dtype, self.kv_cache_dtype, 1, self.ranks.tp_size))
+        return describe_selection(
+            self.description, Serving(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size)
+        )
 
     @property
     def pool_sizes(self) -> PoolSizes:
@@ -192,6 +195,7 @@ class Plan:
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),
             "tp_size": self.ranks.tp_size,
             "ep_size": self.ranks.ep_size,
+            **({"attn_dp_size": self.ranks.attn_dp_size} if self.ranks.attn_dp_size > 1 else {}),
             **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
             **({"draft": self.draft.describe()} if self.draft is not None else {}),
             "page_size": self.page_size,
@@ -298,7 +302,7 @@ def make_plan(
         description=stage.model,
         weights=trial.of_rank.of_stage(stage.model),
         caches=caches_of_stage(cache_groups(everything, serving), stage.cache_layers),
-        attention_sites=attention_sites(everything, args.tp_size, args.dcp_size),
+        attention_sites=attention_sites(everything, serving.attn_tp_size, args.dcp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -326,6 +330,7 @@ def make_plan(
         next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
         capture_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
+        shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
         errors=short_of_context(planner, args, trial),
@@ -500,4 +505,6 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
         ranks.ep_size,
         ranks.pp_size,
         ranks.dcp_size,
+        ranks.attn_dp_size,
+        ranks.dp_lm_head,
     )

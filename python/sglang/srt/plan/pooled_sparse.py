@@ -70,7 +70,7 @@ class PooledSparse:
         yield serving.need("kv_compressor", index_dims, uneven)
         yield Need("tail_rotation", q_dtype=serving.dtype, traits=uneven_sizes(rotary))
         yield serving.need("sparse_indexer", index_dims, heads=index_heads)
-        shares = self.shares(serving.tp_size)
+        shares = self.shares(serving.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
         yield replace(dense, op="selected_block_attention", heads=heads, traits=uneven_sizes(self.block))
 

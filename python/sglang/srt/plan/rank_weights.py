@@ -49,7 +49,9 @@ def rank_weights(model: ModelDescription, ranks: RankLayout) -> RankWeights:
     """Computes the weights of a rank. Raises UserError where the experts cannot be divided."""
     hidden, rows = model.hidden_size, expert_rows(model, ranks)
     layers = tuple(layer.weights(hidden, ranks, rows) for layer in model.layers)
-    return RankWeights(model, ranks, layers, Matrix("lm_head", ("",), -(-model.vocab_size // ranks.tp_size), hidden))
+    return RankWeights(
+        model, ranks, layers, Matrix("lm_head", ("",), -(-model.vocab_size // ranks.vocab_tp_size), hidden)
+    )
 
 
 def expert_rows(model: ModelDescription, ranks: RankLayout) -> int:

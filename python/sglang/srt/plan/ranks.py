@@ -4,7 +4,9 @@
 every layer of it. Experts may be shared in two ways at once: `ep_size` groups of neighbouring ranks have whole experts
 each, and the ranks of a group share the intermediate dims of theirs. Rank r of TP 4 x EP 2 belongs to expert group
 r // 2 and has part r % 2 of its experts' dims. `dcp_size` neighbouring ranks share out the tokens of the caches that
-all of them would hold: position p is of the rank whose place among them is p % dcp_size.
+all of them would hold: position p is of the rank whose place among them is p % dcp_size. `attn_dp_size` groups of
+neighbouring ranks have requests of their own (data-parallel attention): the ranks of a group share the heads of its
+requests, and all ranks share the rest of a layer.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The numbers of ranks by which a model is divided. `ep_size` and `dcp_size` divide `tp_size`. What is shared
-    within a stage is asked for by the rank in it (`tp_rank`)."""
+    """The numbers of ranks by which a model is divided. `ep_size`, `dcp_size` and `attn_dp_size` divide `tp_size`. What
+    is shared within a stage is asked for by the rank in it (`tp_rank`)."""
 
     tp_size: int = 1
     ep_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1
+    attn_dp_size: int = 1
+    dp_lm_head: bool = False
+    """True if the ranks of an attention group share the whole vocabulary, instead of all ranks."""
 
     @property
     def world_size(self) -> int:
@@ -44,6 +49,24 @@ class RankLayout:
         return f"{stage}TP{self.tp_rank(rank)}"
 
     @property
+    def attn_tp_size(self) -> int:
+        """Number of ranks that share the heads of attention."""
+        return self.tp_size // self.attn_dp_size
+
+    @property
+    def vocab_tp_size(self) -> int:
+        """Number of ranks that share the vocabulary."""
+        return self.attn_tp_size if self.dp_lm_head else self.tp_size
+
+    def attn_dp_rank(self, rank: int) -> int:
+        """Returns the attention group of a rank."""
+        return rank // self.attn_tp_size
+
+    def attn_tp_rank(self, rank: int) -> int:
+        """Returns the place of a rank in its attention group."""
+        return rank % self.attn_tp_size
+
+    @property
     def expert_tp_size(self) -> int:
         """Number of ranks that share the intermediate dims of an expert."""
         return self.tp_size // self.ep_size
@@ -54,7 +77,9 @@ class RankLayout:
         experts = f" --ep-size {self.ep_size}" if self.ep_size > 1 else ""
         stages = f" --pp-size {self.pp_size}" if self.pp_size > 1 else ""
         tokens = f" --dcp-size {self.dcp_size}" if self.dcp_size > 1 else ""
-        return f"--tp-size {self.tp_size}{experts}{stages}{tokens}"
+        requests = f" --attn-dp-size {self.attn_dp_size}" if self.attn_dp_size > 1 else ""
+        vocabulary = " --enable-dp-lm-head" if self.dp_lm_head else ""
+        return f"--tp-size {self.tp_size}{experts}{stages}{tokens}{requests}{vocabulary}"
 
     def ep_rank(self, rank: int) -> int:
         """Returns the expert group of a rank."""
@@ -215,6 +240,19 @@ class HeadShares:
             part = even_slice(group, rank - first, end - first)
             run = slice(run.start + part.start, run.start + part.stop)
         return Share(self.num_heads, run, self.padded_heads)
+
+    @property
+    def padded(self) -> bool:
+        """Returns whether a rank has fewer heads, of either kind, than it allocates."""
+        ranks = range(self.tp_size)
+        return any(self.heads(rank).padded or self.kv_heads(rank).padded for rank in ranks)
+
+    def cuts(self, dims: int, of_kv: bool, rank: int, group: int) -> bool:
+        """Returns whether what a rank has of a matrix begins or ends within `group` neighbouring rows or columns, of
+        which each query head (each KV head with `of_kv`) has `dims`."""
+        share = (self.kv_heads(rank) if of_kv else self.heads(rank)).of_dims(dims)
+        ends = {share.run.start, share.run.stop} - {share.total}
+        return any(end % group for end in ends)
 
 
 def even_slice(total: int, rank: int, size: int) -> slice:

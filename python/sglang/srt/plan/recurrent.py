@@ -41,15 +41,15 @@ class GatedDelta:
         return self.key_heads // tp_size * self.key_dim, self.value_heads // tp_size * self.value_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        heads = (self.value_heads // serving.tp_size, self.key_heads // serving.tp_size)
+        heads = (self.value_heads // serving.attn_tp_size, self.key_heads // serving.attn_tp_size)
         yield Need("causal_conv1d", q_dtype=serving.dtype)
         traits = frozenset({"hybrid_gdn"})
         yield Need("gated_delta_rule", q_dtype=serving.dtype, traits=traits, heads=heads)
         yield Need("gated_rmsnorm", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        keys, values = self._widths(serving.tp_size)
-        heads = self.value_heads // serving.tp_size
+        keys, values = self._widths(serving.attn_tp_size)
+        heads = self.value_heads // serving.attn_tp_size
         state = CacheTensor("state", (heads, self.key_dim, self.value_dim), serving.state_dtype or self.state_dtype)
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
@@ -106,14 +106,14 @@ class Mamba2:
         return self.num_groups // tp_size * self.state_dim, self.num_heads // tp_size * self.head_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        heads = (self.num_heads // serving.tp_size, self.num_groups // serving.tp_size)
+        heads = (self.num_heads // serving.attn_tp_size, self.num_groups // serving.attn_tp_size)
         yield Need("causal_conv1d", q_dtype=serving.dtype)
         yield Need("state_space_duality", q_dtype=serving.dtype, heads=heads)
         yield Need("gated_rmsnorm", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        keys, values = self.widths(serving.tp_size)
-        heads = self.num_heads // serving.tp_size
+        keys, values = self.widths(serving.attn_tp_size)
+        heads = self.num_heads // serving.attn_tp_size
         state = CacheTensor("state", (heads, self.state_dim, self.head_dim), serving.state_dtype or self.state_dtype)
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)

@@ -204,6 +204,7 @@ def _layout(layout: RankLayout) -> Change:
         "ep_size": layout.ep_size,
         "pp_size": layout.pp_size,
         "dcp_size": layout.dcp_size,
+        "attn_dp_size": layout.attn_dp_size,
     }
 
 

@@ -62,7 +62,7 @@ def describe_selection(model: ModelDescription, serving: Serving) -> str:
         f" with no more attend to all of them without scores. Decoding reads fewer bytes so from {bytes_from:,} tokens"
         " on"
     )
-    until = prompts_cost_more_until(mixer, indexed, serving.tp_size)
+    until = prompts_cost_more_until(mixer, indexed, serving.attn_tp_size)
     if until > mixer.top_k:
         text += (
             f"; prompts of up to {until:,} tokens would take fewer multiplications without a selection, but that would"

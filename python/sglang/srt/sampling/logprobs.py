@@ -104,12 +104,14 @@ def prompt_logprobs(
 class LogprobResult:
     """Packed rows on their way to the host; nothing may be read before the step is over."""
 
-    def __init__(self, packed: torch.Tensor, request: LogprobRequest) -> None:
-        """packed [R, W] int32, contiguous, in host memory."""
+    def __init__(self, packed: torch.Tensor, request: LogprobRequest, num_ids: int | None = None) -> None:
+        """packed [R, W] int32, contiguous, in host memory. num_ids: M of its columns, where that is not the request's:
+        then the rows were packed together with those of others."""
         self.request = request
         self._ints = packed.numpy()
         self._floats = self._ints.view(np.float32)
-        self._num_top = (packed.shape[1] - 1 - request.num_ids) // 2  # smaller than asked when the vocabulary is
+        num_ids = request.num_ids if num_ids is None else num_ids
+        self._num_top = (packed.shape[1] - 1 - num_ids) // 2  # smaller than asked when the vocabulary is
 
     def token(self, row: int) -> float:
         return float(self._floats[row, 0])

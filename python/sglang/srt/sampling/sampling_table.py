@@ -44,6 +44,16 @@ class Flag(IntEnum):
     SPARSE = 5
 
 
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_BELOW or params.top_k == 1
+
+
+def takes_largest(params: SamplingParams) -> bool:
+    """Returns whether the largest of the logits as they are is all that the request wants of them."""
+    edited = params.has_penalties or params.logit_bias or params.min_new_tokens > 0
+    return is_greedy(params) and not edited
+
+
 @dataclass(slots=True)
 class SparseLogits:
     """Additions to single logits: the columns of `packed` are (batch row, token, float32 bits, position limit). An
@@ -133,7 +143,7 @@ class SamplingTable:
         `params.min_new_tokens` tokens are out. Raises ValueError for a logit bias outside the vocabulary.
         """
         self.clear(slot)
-        greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
+        greedy = is_greedy(params)
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else TOP_K_ALL
         floats, ints, flags = self._host_float[slot], self._host[slot], self._flags[slot]
         floats[Column.TEMPERATURE] = 0.0 if greedy else params.temperature

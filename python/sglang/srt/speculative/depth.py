@@ -5,6 +5,9 @@ right ones, is right in a share a_i of cases, estimated from what was verified. 
 
     R (1 + a_1 + a_1 a_2 + ... + a_1 ... a_(w-1)) tokens in step_ms[R, w].
 
+A drafter may say how likely each of its last guesses stands. Then a_1 ... a_i of the next step is the estimate times
+what the drafter says of these guesses over what it says on average: what it says of all guesses changes nothing.
+
 Plain arithmetic on the host: ranks with the same times and the same results take the same decisions.
 """
 
@@ -12,6 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, zip_longest
+from operator import mul
 
 from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
 
@@ -23,6 +28,8 @@ FIRST_RATE = 0.7
 PRIOR_WEIGHT = 4.0
 """Number of guesses that an expectation counts as: the one for a place is the rate of the place before it."""
 PROBE_STEPS = 4
+CONFIDENCE_SHARE = 0.02
+"""Share of the last step in the average of what a drafter says of its guesses."""
 
 
 def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
@@ -33,6 +40,39 @@ def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
         return (k,)
     steps = settings.adaptive.candidate_steps or (1, 3, 5)
     return tuple(sorted({1, k, *(step + 1 for step in steps if step < k)}))
+
+
+class Confidences:
+    """What a drafter says of its guesses: of the last step, beside the average of steps before."""
+
+    def __init__(self, num_places: int) -> None:
+        self._usual = [0.0] * num_places
+        self._latest = [0.0] * num_places
+        self._steps = 0
+
+    def observe(self, likely: Sequence[Sequence[float]]) -> None:
+        """Takes how likely the guesses of each request stand, each if those before it do.
+
+        >>> said = Confidences(2)
+        >>> said.observe([[0.5, 0.5], [1.0, 1.0]])
+        >>> said.factors()
+        [1.0, 1.0]
+        >>> said.observe([[1.0, 1.0]])
+        >>> [round(factor, 2) for factor in said.factors()]
+        [1.14, 1.23]
+        """
+        reached = [list(accumulate(row, mul)) for row in likely]
+        if not reached:
+            return
+        self._latest = [sum(column) / len(reached) for column in zip(*reached, strict=True)]
+        self._steps += 1
+        share = max(CONFIDENCE_SHARE, 1 / self._steps)
+        self._usual = [(1 - share) * usual + share * now for usual, now in zip(self._usual, self._latest, strict=True)]
+
+    def factors(self) -> list[float]:
+        """Returns, for each place, how much likelier than usual the guesses up to it stand."""
+        pairs = zip(self._latest, self._usual, strict=True)
+        return [now / usual if usual > 0 else 1.0 for now, usual in pairs]
 
 
 class AcceptanceRates:
@@ -72,12 +112,14 @@ class AcceptanceRates:
             rates.append(expected)
         return rates
 
-    def expected_tokens(self, widths: Sequence[int]) -> dict[int, float]:
-        """Returns the expected tokens of a request in a step, for each width."""
-        reached, total, by_width = 1.0, 1.0, [1.0]
-        for rate in self.rates():
+    def expected_tokens(self, widths: Sequence[int], factors: Sequence[float] = ()) -> dict[int, float]:
+        """Returns the expected tokens of a request in a step, for each width. factors: of the likelihood that all
+        guesses up to a place stand; 1 where there is none."""
+        reached, likely, total, by_width = 1.0, 1.0, 1.0, [1.0]
+        for rate, factor in zip_longest(self.rates(), factors, fillvalue=1.0):
             reached *= rate
-            total += reached
+            likely = min(likely, reached * factor)  # no later guess is likelier than one before it
+            total += likely
             by_width.append(total)
         return {width: by_width[width - 1] for width in widths}
 
@@ -98,6 +140,9 @@ class AdaptiveDepth:
             for width in self.widths
         }
         self._acceptance = AcceptanceRates(num_draft_tokens - 1)
+        self._confidences = Confidences(num_draft_tokens - 1)
+        self._factors: list[float] = []
+        """What the drafter said of its last guesses; empty: nothing, since the last choice."""
         self._width = 0
         """Last choice; 0: there is none."""
         self._load = 0
@@ -126,14 +171,21 @@ class AdaptiveDepth:
             self._acceptance.decay(self._settings.ema_alpha)
             self._verified = 0
 
+    def expect(self, likely: Sequence[Sequence[float]]) -> None:
+        """Takes how likely the guesses behind a step stand, for each request: the next choice counts on it."""
+        self._confidences.observe(likely)
+        self._factors = self._confidences.factors()
+
     def next_width(self, num_requests: int) -> int:
         """Returns the width of the step that is launched now, of `num_requests` requests."""
         if len(self.widths) == 1:
             return self.widths[0]
         self._steps += 1
         load = self._measured_load(num_requests)
-        if not self._width or load != self._load or self._steps >= self._settings.update_interval:
+        due = self._steps >= self._settings.update_interval or bool(self._factors)
+        if not self._width or load != self._load or due:
             self._width, self._load, self._steps = self._choice(num_requests), load, 0
+        self._factors = []
         return self._probed(num_requests)
 
     def _probed(self, num_requests: int) -> int:
@@ -161,7 +213,7 @@ class AdaptiveDepth:
 
     def _speeds(self, num_requests: int) -> dict[int, float]:
         """Returns the tokens of a request in a millisecond, for each width."""
-        expected = self._acceptance.expected_tokens(self.widths)
+        expected = self._acceptance.expected_tokens(self.widths, self._factors)
         return {width: expected[width] / self._step_ms(num_requests, width) for width in self.widths}
 
     def _step_ms(self, num_requests: int, width: int) -> float:

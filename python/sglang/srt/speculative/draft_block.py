@@ -43,13 +43,18 @@ class DraftBlock:
         model.keep(rows, model.features(step.hidden, step.captured))
         if not num_guesses or not count:
             return step.tokens.new_empty((count, num_guesses))
+        if model.confidence is not None:
+            num_guesses = self.num_tokens - 1  # by how likely they stand, the next step takes as many as pay
         masks = step.tokens.new_full((count, form.size - 1), form.mask_token)
         batch = step.build_block(torch.cat((step.tokens[:, None], masks), dim=1), step.slots, step.lens, step.ends)
         state = model(batch, None).unflatten(0, (count, form.size))
         state = state[:, form.first_row : form.first_row + num_guesses]
         guesses = torch.cat([self._guess(step, state, requests) for requests in self._parts(count, num_guesses)])
         # What a request has no token for is no number in a row of padding: token 0 instead.
-        return guesses.clamp(min=0)
+        guesses = guesses.clamp(min=0)
+        if model.confidence is not None:
+            step.confidence = model.confidence(state, torch.cat((step.tokens[:, None], guesses[:, :-1]), dim=1))
+        return guesses
 
     def _parts(self, count: int, num_guesses: int) -> Iterator[slice]:
         """Yields runs of `count` requests whose logits are computed at once."""
@@ -79,7 +84,7 @@ def _in_turn(
     previous: torch.Tensor,
 ) -> torch.Tensor:
     """Draws one guess after the other, each by the one before it: logits [R, n, V], rows [R, n, H] -> [R, n]."""
-    state, guesses = head.begin(len(slots)), []
+    state, guesses = head.begin(logits, rows), []
     for place in range(logits.shape[1]):
         corrected, state = head(place, logits[:, place], rows[:, place], previous, state)
         previous = step.draw(corrected, slots, lens + place + 1).clamp(min=0)

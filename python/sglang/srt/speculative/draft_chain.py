@@ -15,8 +15,22 @@ from dataclasses import replace
 
 import torch
 
+from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.models.draft_model import DraftModel
 from sglang.srt.speculative.drafter import DraftStep
+
+
+def following_rows(batch: ForwardBatch) -> EmbeddingRows | None:
+    """Returns the features of images that stand for the tokens behind those of a step's prompts: those of token i + 1
+    for row i. A prompt's first token is behind none of its rows; its features go to row T, which is no token's.
+    Behind the last row of a chunk only the token id is known."""
+    rows, extend = batch.embedding_rows, batch.extend
+    if rows is None or extend is None:
+        return None
+    count = len(batch.input_ids)
+    is_first = torch.zeros(count + 1, dtype=torch.bool, device=rows.index.device)
+    is_first[extend.start_loc[:-1].long()] = True
+    return EmbeddingRows(torch.where(is_first[rows.index], count, rows.index - 1), rows.rows)
 
 
 class DraftChain:
@@ -37,7 +51,8 @@ class DraftChain:
         shifted, model = self.model.shifted, self.model
         features = model.features(step.hidden, step.captured)
         ids = step.next_ids if shifted else step.batch.input_ids
-        batch = replace(step.batch, input_ids=ids, captured=[], handed_on={}, state_records=None)
+        rows = following_rows(step.batch) if shifted else step.batch.embedding_rows
+        batch = replace(step.batch, input_ids=ids, embedding_rows=rows, captured=[], handed_on={}, state_records=None)
         state = model(batch, features)[step.last_rows]
         guesses: list[torch.Tensor] = []
         last = step.tokens

@@ -83,6 +83,8 @@ class DraftStep:
     build_block: BuildBlock
     build_queries: BuildQueries
     build_lagging: BuildLagging
+    confidence: torch.Tensor | None = None
+    """[R, n] fp32, left by a drafter that knows it: how likely each guess stands if those before it do."""
 
 
 class Drafter(Protocol):
@@ -105,8 +107,9 @@ class Drafter(Protocol):
         """Takes the request slot for a request with these tokens; some of them may come from the cache."""
 
     def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
-        """Returns guesses [R, num_guesses] int64 for the positions behind `lens`, 0 to k - 1 of them. Launched behind
-        every step; never waits for the device; may be captured in a CUDA graph."""
+        """Returns guesses [R, num_guesses] int64 for the positions behind `lens`, 0 to k - 1 of them; or more, up to
+        k - 1, where they cost little. Launched behind every step; never waits for the device; may be captured in a
+        CUDA graph."""
 
 
 @dataclass(slots=True)

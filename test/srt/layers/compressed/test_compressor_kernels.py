@@ -17,8 +17,8 @@ DEVICE = interpreter.DEVICE
 EPS = 1e-6
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 SLOTS, LENGTH = 6, 64
-OVERLAPPING, ALONE = (4, 2), (8, 1)
-"""(rate, runs that an entry is made of)."""
+OVERLAPPING, ALONE, PLAIN = (4, 2), (8, 1), (2, 1)
+"""(rate, runs that an entry is made of); entries of the last form are neither normed nor rotated."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,10 @@ class Texts:
         self.state = torch.zeros(SLOTS, self.runs * self.rate, 2, width, device=DEVICE)
         self.cache = torch.full((SLOTS * self.length // self.rate, 1, self.dim), 9.0, device=DEVICE)
 
+    @property
+    def plain(self) -> bool:
+        return (self.rate, self.runs) == PLAIN
+
     def step(self, spans: Sequence[tuple[int, int, int]], keep: bool = True, padding: Sequence[int] = ()) -> None:
         """New tokens [first, stop) of requests; `padding`: positions of rows of slot 0 behind them."""
         slots = [slot for slot, first, stop in spans for _ in range(first, stop)] + [0] * len(padding)
@@ -61,10 +65,9 @@ class Texts:
         slot, position = self.token["slots"], self.token["positions"]
         self.new = self.rows[slot, position].contiguous()
         loc = torch.where(slot > 0, slot * self.length + position, 0)
-        self.kernels.compress(
-            self.new, self.bias, self.state, slot, position, self.token["firsts"], self.weight, EPS, self.cos_sin,
-            self.cache, loc,
-        )  # fmt: skip
+        norm = (None, 0.0, None) if self.plain else (self.weight, EPS, self.cos_sin)
+        firsts = self.token["firsts"]
+        self.kernels.compress(self.new, self.bias, self.state, slot, position, firsts, *norm, self.cache, loc)
         if keep:
             self.kernels.keep(self.new, self.state, slot, position, self.token["stops"])
 
@@ -81,6 +84,8 @@ class Texts:
                 gates.append(part[:, 1] + self.bias[:, columns].double())
         shares = torch.cat(gates).softmax(0)
         mixed = (shares * torch.cat(values)).sum(0)
+        if self.plain:
+            return mixed
         mixed = mixed / (mixed.square().mean() + EPS).sqrt() * self.weight.double()
         cos, sin = self.cos_sin[last - self.rate].double().chunk(2)
         first, second = mixed[-self.rot :: 2].clone(), mixed[-self.rot + 1 :: 2].clone()
@@ -104,7 +109,7 @@ def texts(form: tuple[int, int], **sizes: int) -> Texts:
     return Texts(*form, **sizes)
 
 
-FORMS = pytest.mark.parametrize("form", [OVERLAPPING, ALONE])
+FORMS = pytest.mark.parametrize("form", [OVERLAPPING, ALONE, PLAIN])
 
 
 @interpreter.kernel_test

@@ -46,6 +46,7 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         continue_final_message=_continues(body),
         chat_template_kwargs=_template_variables(body),
+        prompt_cache_retention=body.retention,
     )
     if body.output_config is not None:
         request.reasoning_effort = body.output_config.effort

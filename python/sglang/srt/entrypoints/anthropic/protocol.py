@@ -1,6 +1,6 @@
 """Request bodies of Anthropic's Messages API. Used for validation and for `/openapi.json`.
 
-What only steers Anthropic's own service (metadata, cache_control, service_tier, betas) is ignored.
+What only steers Anthropic's own service (metadata, service_tier, betas) is ignored.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ MAX_BLOCKS = 4_096
 """Content blocks of one message or tool result."""
 
 
-class Block(msgspec.Struct, tag_field="type"):
+class CacheControl(msgspec.Struct):
+    """The whole prompt stays cached before others, for `ttl` after its last use; no part of it ends apart."""
+
+    type: str = "ephemeral"
+    ttl: str | None = None
+
+
+class Block(msgspec.Struct, tag_field="type", kw_only=True):
     """A piece of content, told apart by its `type`."""
+
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(Block, tag="text"):
@@ -105,6 +114,7 @@ class ClientTool(msgspec.Struct):
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -150,6 +160,7 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
     thread: Any = None
     """A conversation that the server would hold. Refused in a way after which clients send the whole conversation."""
 
@@ -168,6 +179,15 @@ class CountTokensRequest(Body, kw_only=True):
             raise bad_request(
                 f"tool_choice names {(choice.name or '')[:64]!r}, which is not one of the tools", param="tool_choice"
             )
+
+    @property
+    def retention(self) -> Literal["5m", "1h"] | None:
+        """The longest `ttl` of any part; None: no part has a `cache_control`."""
+        contents = [self.system, *(message.content for message in self.messages)]
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        parts = [self, *(self.tools or ()), *blocks]
+        ttls = {part.cache_control.ttl for part in parts if part.cache_control is not None}
+        return None if not ttls else "1h" if "1h" in ttls else "5m"
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

@@ -127,6 +127,7 @@ def _generate_request(
         top_logprobs_num=body.top_logprobs or 0,
         rid=rid,
         priority=body.priority,
+        keep_s=body.keep_s,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
     )

@@ -26,6 +26,9 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that the messages between the processes can carry. No field of a body has a wider one."""
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=4096)]
+Retention = Literal["in_memory", "in-memory", "5m", "1h", "24h"]
+"""Of OpenAI the first two, which ask for nothing, and the last one; of Anthropic's cache_control the others."""
+RETENTION_S = {"5m": 300.0, "1h": 3600.0, "24h": 86_400.0}
 """A model's name or path, which every event of the response repeats."""
 
 
@@ -93,6 +96,14 @@ class SamplingFields(Body, kw_only=True):
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     return_spec_tokens_details: bool | None = False
+    prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
+    """Changes nothing: prompts that begin alike share their prefix, and come to the replica that has it, anyway."""
+    prompt_cache_retention: Retention | None = None
+    """How long the prompt stays cached before others."""
+
+    @property
+    def keep_s(self) -> float:
+        return RETENTION_S.get(self.prompt_cache_retention or "", 0.0)
 
     @property
     def num_choices(self) -> int:

@@ -77,6 +77,7 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
         top_logprobs_num=body.logprobs or 0,
         rid=rid,
         priority=body.priority,
+        keep_s=body.keep_s,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
     )

@@ -44,6 +44,7 @@ _SAME_NAME = (
     "priority",
     "cache_salt",
     "extra_key",
+    "prompt_cache_retention",
 )
 
 

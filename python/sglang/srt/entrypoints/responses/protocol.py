@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import bad_request, from_decode_error
-from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive
+from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive, Retention
 from sglang.srt.entrypoints.unsupported_fields import RESPONSES
 
 MAX_PARTS = 4_096
@@ -210,6 +210,7 @@ class ResponsesRequest(ResponseContext, kw_only=True):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    prompt_cache_retention: Retention | None = None
     service_tier: Label | None = None
 
     top_k: Int | None = None

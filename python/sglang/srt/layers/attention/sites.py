@@ -132,7 +132,7 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
             backends[choice.name] = choice.load()(plan, device)
     decode, extend = (backends[choice.name] for choice in choices.values())
     layers = plan.description.layers + (plan.draft.description.model.layers if plan.draft is not None else ())
-    latent = latent_sites(layers, plan.ranks.tp_size, plan.ranks.dcp_size)
+    latent = latent_sites(layers, plan.ranks.attn_tp_size, plan.ranks.dcp_size)
     return AttentionSites(
         *builders_of(plan.attention_sites, decode, extend, plan),
         latent,
@@ -152,7 +152,7 @@ def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite,
     sites: dict[AttentionSite, SparseSite] = {}
     for mixer in dict.fromkeys(layer.mixer for layer in layers):
         if isinstance(mixer, GQA | MLA) and mixer.top_k:
-            site = site_of(mixer, plan.ranks.tp_size, plan.ranks.dcp_size)
+            site = site_of(mixer, plan.ranks.attn_tp_size, plan.ranks.dcp_size)
             assert site is not None
             sites.setdefault(site, LatentSite(mixer, plan) if isinstance(mixer, MLA) else BlockSite(mixer, plan))
     return sites

@@ -157,7 +157,7 @@ class BlockSite(SparseSite):
     def __init__(self, spec: GQA, plan: Plan) -> None:
         assert spec.indexer is not None
         super().__init__(spec.top_k, plan.context_len)
-        self.block, self.kv_heads = spec.indexer.block, spec.shares(plan.ranks.tp_size).padded_kv_heads
+        self.block, self.kv_heads = spec.indexer.block, spec.shares(plan.ranks.attn_tp_size).padded_kv_heads
         attentions: BlockAttentionFactory = plan.entry("block_attention")
         self.attention: BlockAttentionOp = attentions(plan)
 

@@ -46,6 +46,51 @@ class CompressorRecord:
         return replace(self, rows=self.rows.clone(), requests=requests)
 
 
+@dataclass(frozen=True, slots=True)
+class EntryNorm:
+    """What becomes of an entry before it is stored: a norm with `weight` [D], and the rotation by rows of `cos_sin`
+    [max_pos, rot_dim] fp32 at the position of the run's first token."""
+
+    weight: torch.Tensor
+    eps: float
+    cos_sin: torch.Tensor
+
+
+def store_entries(
+    kernels: CompressorKernels,
+    rows: torch.Tensor,
+    bias: torch.Tensor,
+    norm: EntryNorm | None,
+    cache: CacheStore,
+    state: torch.Tensor,
+    batch: ForwardBatch,
+    step: CompressedStep,
+) -> None:
+    """Stores the entries of the runs that the step's tokens complete, and leaves in `state` what later ones are made
+    of; of a step whose tokens may be taken back, a record for `batch.state_records` instead. rows [T, 2, W], bias and
+    state: as `native.compress` has them."""
+    requests = step.requests
+    kernels.compress(
+        rows,
+        bias,
+        state,
+        requests.slots,
+        requests.positions,
+        requests.firsts,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        None if norm is None else norm.cos_sin,
+        cache.k,
+        batch.slots_of(cache).out_cache_loc,
+    )
+    if batch.state_records is None:
+        kernels.keep(rows, state, requests.slots, requests.positions, requests.stops)
+    else:
+        assert batch.extend is not None
+        width = len(rows) // len(batch.extend)
+        batch.state_records.append(CompressorRecord(kernels, rows, state, requests, width))
+
+
 class Compressor:
     """Hidden states [T, H] -> entries in `cache`, of tokens that complete a run."""
 
@@ -66,24 +111,6 @@ class Compressor:
         self.kernels: CompressorKernels = scope.plan.entry("kv_compressor")
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor) -> None:
-        requests, state = step.requests, self.state["rows"]
         rows = self.linear(x, self.weight, None, torch.float32).unflatten(1, (2, -1))
-        self.kernels.compress(
-            rows,
-            self.bias,
-            state,
-            requests.slots,
-            requests.positions,
-            requests.firsts,
-            self.norm,
-            self.eps,
-            cos_sin,
-            self.cache.k,
-            batch.slots_of(self.cache).out_cache_loc,
-        )
-        if batch.state_records is None:
-            self.kernels.keep(rows, state, requests.slots, requests.positions, requests.stops)
-        else:
-            assert batch.extend is not None
-            width = len(rows) // len(batch.extend)
-            batch.state_records.append(CompressorRecord(self.kernels, rows, state, requests, width))
+        norm = EntryNorm(self.norm, self.eps, cos_sin)
+        store_entries(self.kernels, rows, self.bias, norm, self.cache, self.state["rows"], batch, step)

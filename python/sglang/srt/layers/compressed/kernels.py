@@ -19,9 +19,9 @@ class Compress(Protocol):
         slots: torch.Tensor,
         positions: torch.Tensor,
         firsts: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         cache: torch.Tensor,
         out_cache_loc: torch.Tensor,
     ) -> None: ...

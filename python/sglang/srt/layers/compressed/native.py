@@ -58,9 +58,9 @@ def compress(
     slots: torch.Tensor,
     positions: torch.Tensor,
     firsts: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
 ) -> None:
@@ -72,11 +72,11 @@ def compress(
     entry is at their slot // rate.
 
     An entry is the sum over its tokens of softmax(gates) * values, channel by channel, then normed, then rotated at the
-    position of the run's first token. With W = D it is made of its run, R = rate. With W = 2 D runs overlap, R = 2
-    rate: an entry is made of the first D channels of the run before (none before the first one) and the last D of its
-    own.
+    position of the run's first token; without weight and cos_sin neither. With W = D it is made of its run, R = rate.
+    With W = 2 D runs overlap, R = 2 rate: an entry is made of the first D channels of the run before (none before the
+    first one) and the last D of its own.
     """
-    rate, (size, dim) = len(bias), (state.shape[1], weight.shape[0])
+    rate, size, dim = len(bias), state.shape[1], cache.shape[-1]
     ends = ((positions + 1) % rate == 0).nonzero()[:, 0]
     if not len(ends):
         return
@@ -92,8 +92,10 @@ def compress(
         gates = torch.cat((gates[:, :rate, :dim], gates[:, rate:, dim:]), dim=1)
     gates = gates.masked_fill((position < 0)[..., None], float("-inf"))
     values = values.masked_fill((position < 0)[..., None], 0.0)
-    entries = rmsnorm((gates.softmax(dim=1) * values).sum(1), weight, eps)
-    tail_rotation(entries[:, None], positions[ends] + 1 - rate, cos_sin)
+    entries = (gates.softmax(dim=1) * values).sum(1)
+    if weight is not None and cos_sin is not None:
+        entries = rmsnorm(entries, weight, eps)
+        tail_rotation(entries[:, None], positions[ends] + 1 - rate, cos_sin)
     store_cache(cache, entries[:, None], out_cache_loc[ends] // rate, 1.0)
 
 

@@ -6,7 +6,7 @@ scales for the activation the largest serves all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.ops import QuantizedLinearOp, QuantizedProduct
+from sglang.srt.layers.ops import LinearOp, QuantizedLinearOp, QuantizedProduct
 from sglang.srt.layers.parameter import (
     FLOATS,
     Apply,
@@ -40,6 +40,7 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
+from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey
 
 _DUMMY_FACTOR = 0.02 / 2.93
@@ -56,6 +57,12 @@ class QuantizedMethod:
         if quant is None:
             return Unquantized().create_weights(scope, shards, bias)
         return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
+
+    def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
+        if quant is None:
+            return Unquantized().create_weights(scope, shards, bias)
+        return WidenedLinear(scope, quant, shards, bias)
 
     def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
         quant = self.config.named(scope.module())
@@ -124,22 +131,58 @@ def shifted(product: QuantizedProduct, offset: torch.Tensor, group: int) -> Quan
 
 
 class UnpackedWeight:
-    """A quantized weight that becomes one in the model's type once it is loaded. What it was stored as is freed."""
+    """A quantized weight that becomes one in the model's type once it is loaded: its `rows`, in this order. What it was
+    stored as is freed."""
 
-    def __init__(self, scope: Scope, weight: LinearWeight, take: Callable[[torch.Tensor], None]) -> None:
-        self.scope, self.take = scope, take
+    def __init__(
+        self,
+        scope: Scope,
+        weight: LinearWeight,
+        take: Callable[[torch.Tensor], None],
+        rows: Sequence[slice] = (slice(None),),
+    ) -> None:
+        self.scope, self.take, self.rows = scope, take, rows
         self.weight: LinearWeight | None = weight
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
         assert self.weight is not None
         scope, unpacked = self.scope, self.weight.dequantized().to(self.scope.dtype)
+        if len(self.rows) > 1 or self.rows[0] != slice(None):
+            unpacked = torch.cat([unpacked[rows] for rows in self.rows])
         for name in [name for name in scope.params if name.startswith(f"{scope.path}.")]:
             del scope.params[name]
         name = f"{scope.path}.weight"
         scope.params[name] = Param(name, unpacked, {})
         self.weight = None
         self.take(unpacked)
+
+
+class WidenedLinear:
+    """x [T, in] -> [T, out] (+ bias) with weights in the model's type, of a checkpoint whose groups of rows that share
+    scales the ranks' shares cut: a rank reads whole groups, and keeps its rows of them."""
+
+    def __init__(self, scope: Scope, quant: ModuleQuant, shards: list[Shard], bias: torch.Tensor | None) -> None:
+        group = max(1, quant.format.group[0])
+        read, rows, begin = [], [], 0
+        for shard in shards:
+            share = shard.rows
+            first, last = share.run.start // group * group, -(-share.run.stop // group) * group
+            run = slice(first, min(last, share.total))
+            read.append(replace(shard, rows=Share(share.total, run, last - first)))
+            start = begin + share.run.start - first
+            rows.append(slice(start, start + share.count))
+            assert share.count == share.padded_count, "layouts that pad such heads are refused"
+            begin += last - first
+        self.bias = bias
+        self.linear: LinearOp = scope.plan.entry("linear")
+        UnpackedWeight(scope, _create(scope, read, quant), self._take, rows)
+
+    def _take(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return self.linear(values_of(x), self.weight, self.bias)
 
 
 def _create(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:

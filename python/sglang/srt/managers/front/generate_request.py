@@ -69,6 +69,8 @@ class GenerateRequest:
     """Images and videos of each prompt, in the order of their placeholders."""
     media_items: list[MediaItem] = field(default_factory=list)
     """Items of a single prompt of `input_ids` whose placeholders are in place already; given instead of `media`."""
+    keep_s: float = 0.0
+    """Seconds for which the prompt stays in the prefix cache before others; 0: as any prompt."""
     replica: int | None = None
     """Index of the replica that computes it; None: as --load-balance-method says."""
     add_special_tokens: bool = True

@@ -11,7 +11,7 @@ Of equals the one that was chosen least recently is taken, so that quiet hours f
 request goes elsewhere, and from then on there are two holders, of which the less loaded one is taken.
 
 What a replica has cached is not asked but remembered: the pages of the prompts that it was sent lately, as hashes of
-all tokens up to the end of each page, no more of them than its KV cache has room for.
+all tokens and images up to the end of each page, no more of them than its KV cache has room for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang.srt.configs.load_balance import AUTO, ROUND_ROBIN, TOTAL_REQUESTS
+from sglang.srt.utils.media_item import MediaItem
 
 PAGE_TOKENS = 32
 MOST_PAGES = 2048
@@ -41,14 +42,19 @@ class ReplicaLoad:
     num_tokens: int = 0
 
 
-def page_hashes(ids: Sequence[int], namespace: str | None = None) -> list[int]:
-    """Returns a hash for each whole page of the prompt, of all tokens up to its end. Prompts of different namespaces
-    share none."""
+def page_hashes(ids: Sequence[int], namespace: str | None = None, media: Sequence[MediaItem] = ()) -> list[int]:
+    """Returns a hash for each whole page of the prompt, of all tokens up to its end, and of the images whose
+    placeholders are among them. Prompts of different namespaces share none."""
+    shown: dict[int, list[bytes]] = {}
+    for item in media:
+        for first, last in item.spans:
+            for page in range(first // PAGE_TOKENS, min((last - 1) // PAGE_TOKENS + 1, MOST_PAGES)):
+                shown.setdefault(page, []).append(item.digest)
     tokens = memoryview(array("i", ids[: MOST_PAGES * PAGE_TOKENS])).cast("B")
     size = PAGE_TOKENS * 4
     value, hashes = hash(namespace), []
-    for end in range(size, len(tokens) + 1, size):
-        value = hash((value, tokens[end - size : end].tobytes()))
+    for page, end in enumerate(range(size, len(tokens) + 1, size)):
+        value = hash((value, tokens[end - size : end].tobytes(), *shown.get(page, ())))
         hashes.append(value)
     return hashes
 
@@ -98,11 +104,17 @@ class ReplicaRouter:
         for pages in self._pages:
             pages.clear()
 
-    def choose(self, loads: Sequence[ReplicaLoad], ids: Sequence[int], namespace: str | None = None) -> int:
+    def choose(
+        self,
+        loads: Sequence[ReplicaLoad],
+        ids: Sequence[int],
+        namespace: str | None = None,
+        media: Sequence[MediaItem] = (),
+    ) -> int:
         """Returns the index of one of `loads`, those of the replicas that serve; there is at least one."""
         if len(loads) == 1:
             return loads[0].index
-        hashes = page_hashes(ids, namespace) if self._by_prefix else []
+        hashes = page_hashes(ids, namespace, media) if self._by_prefix else []
         index = self._chosen(loads, hashes, len(ids)).index
         self._pages[index].add(hashes)
         self._num_chosen += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
+MOST_KEPT_S = 86_400.0
+"""Longest time for which a prompt stays cached before others."""
 MAX_LOGPROBS = 1 << 24
 """Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
 MAX_PRIORITY = 1 << 31
@@ -132,6 +135,7 @@ class RequestPreparer:
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
+        received = time.time()
         num_tokens = num_chars = num_logprobs = num_hidden = 0
         for prompt, sources, rid, (p, explicit_length), wanted in zip(
             prompts, media, rids, params, options, strict=True
@@ -162,6 +166,8 @@ class RequestPreparer:
                 priority=priority,
                 thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
+                received=received,
+                keep_s=min(req.keep_s, MOST_KEPT_S),
                 media=items,
             )
             self._check_logprobs(request)
@@ -241,6 +247,8 @@ class RequestPreparer:
     ) -> tuple[list[int], list[MediaItem]]:
         """The token ids of a prompt with its images and videos, and their items, held for the caller. `items`: those
         that are in the ids already. Raises RequestError."""
+        if self._media is not None and isinstance(prompt, str):
+            prompt, media = self._media.tokens.with_placeholders(prompt, media)
         ids = await self.input_ids(prompt, add_special_tokens)
         if self._media is None:
             return ids, []

@@ -55,6 +55,7 @@ from sglang.srt.managers.wire.io_struct import (
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
+from sglang.srt.utils.media_item import MediaItem
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -412,13 +413,13 @@ class TokenizerManager:
         """Returns the index of the replica that a sequence goes to: the wanted one while that serves."""
         if wanted is not None and self.replicas[wanted].failure is None:
             return wanted
-        return self._choose(ids, None).index
+        return self._choose(ids, None, ()).index
 
-    def _choose(self, ids: Sequence[int], namespace: str | None) -> Replica:
+    def _choose(self, ids: Sequence[int], namespace: str | None, media: Sequence[MediaItem]) -> Replica:
         serving = self.serving_replicas
         if not serving:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
-        return self.replicas[self._router.choose([replica.load for replica in serving], ids, namespace)]
+        return self.replicas[self._router.choose([replica.load for replica in serving], ids, namespace, media)]
 
     async def _send_sequences(self, stream: GenerationStream, wanted: int | None) -> None:
         """wanted: the replica; None: the router chooses. Raises RequestError where there is none (any more),
@@ -436,7 +437,10 @@ class TokenizerManager:
 
     def _send(self, request: TokenizedGenerateReq, sequence: _Sequence, wanted: int | None) -> None:
         ids = request.input_ids
-        replica = self._choose(ids, request.cache_namespace) if wanted is None else self.replicas[wanted]
+        if wanted is None:
+            replica = self._choose(ids, request.cache_namespace, request.media)
+        else:
+            replica = self.replicas[wanted]
         if replica.failure is not None:
             raise RequestError(f"Replica {replica.index} of the server has failed: {replica.failure}", 503)
         replica.outbox.try_send(request)

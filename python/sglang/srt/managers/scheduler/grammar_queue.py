@@ -9,6 +9,7 @@ from sglang.srt.constrained.compile_process import Verdict
 from sglang.srt.constrained.grammar import GrammarError, grammar_key
 from sglang.srt.constrained.grammar_manager import BuildState, GrammarManager
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -19,7 +20,7 @@ class GrammarQueue:
     """The scheduler keeps the requests (`Scheduler.compiling`), this decides when they leave. Thousands may wait: they
     are looked at only when something has changed."""
 
-    def __init__(self, scheduler: Scheduler, grammars: GrammarManager) -> None:
+    def __init__(self, scheduler: Scheduler | AttentionGroups, grammars: GrammarManager) -> None:
         self._scheduler = scheduler
         self._grammars = grammars
         self._building: dict[str, Req] = {}

@@ -1,7 +1,8 @@
 """Encoder steps: which images are encoded before which chunk of a prompt.
 
-One request at a time has its images encoded, a budget of patches in a step. While requests decode, a decode step comes
-between two encoder steps, and between the last one and the chunk; so they do not wait for a large image.
+One request at a time has its images encoded, a budget of patches in a step. While requests decode, a step is computed
+in slices of some layers; a decode step comes behind each, and between the last one and the chunk. So they do not wait
+for a large image. A step that has begun is ended before another, whoever waits for it.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ class MediaSteps:
             if self._was_busy:
                 return 0
             self._was_busy = decoding
-            number = _leading(missing)
-            self.features.encode(missing[:number])
-            self.features.pin(missing[:number], req.rid)
-            missing = missing[number:]
+            if not self.features.under_way:
+                self.features.begin(missing[: _leading(missing)])
+            self.features.advance(whole=not decoding)
+            self.features.pin(missing, req.rid)
+            missing = [item for item in missing if item not in self.features]
         return 0 if waits else req.media.whole_end(begin, end) - begin
 
     def computed(self, req: Req) -> None:

@@ -90,7 +90,8 @@ class PromptMedia:
         """Tokens up to the last placeholder."""
         self._tokens = [np.concatenate([np.arange(*span) for span in item.spans]) for item in items]
         for item, tokens in zip(items, self._tokens, strict=True):
-            if len(tokens) != description.num_tokens(item.grid) or item.grid[0] % len(item.spans):
+            frames = -(-item.grid[0] // description.tower.pooled_frames)
+            if len(tokens) != description.num_tokens(item.grid) or frames % len(item.spans):
                 raise MediaMismatch(f"{len(tokens)} placeholders for a grid of {item.grid} patches")
             if item.pixels.shape[:1] != [math.prod(item.grid)]:
                 raise MediaMismatch(f"pixels of shape {item.pixels.shape} for a grid of {item.grid} patches")

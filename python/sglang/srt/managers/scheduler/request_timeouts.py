@@ -14,6 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.wire.io_struct import AbortReq
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
     from sglang.srt.managers.scheduler.schedule_batch import Req
     from sglang.srt.managers.scheduler.scheduler import Scheduler
 
@@ -37,7 +38,7 @@ class RequestTimeouts:
     def enabled(self) -> bool:
         return self._waiting_s > 0 or self._running_s > 0
 
-    def overdue(self, scheduler: Scheduler) -> list[AbortReq]:
+    def overdue(self, scheduler: Scheduler | AttentionGroups) -> list[AbortReq]:
         """Messages that end what is overdue now; looks at the requests a few times a second only."""
         now = time.monotonic()
         if not self.enabled or now < self._next_check:

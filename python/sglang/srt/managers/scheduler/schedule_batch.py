@@ -59,6 +59,8 @@ class Req:
         self.params = msg.sampling_params
         self.stream = msg.stream
         self.priority = msg.priority
+        self.keep_until = msg.received + msg.keep_s if msg.keep_s else 0.0
+        """Its prompt stays cached before others until then; 0: it does not."""
         self.seed = seed
         self.namespace = msg.cache_namespace
         self.stop_ids = stop_ids
@@ -368,6 +370,15 @@ class ScheduleBatch:
     hidden_spans: list[tuple[Req, int]] = field(default_factory=list)
     """Requests whose hidden states this step computes, and of how many positions, in row order."""
     result: StepResult | None = None
+
+    @property
+    def limited(self) -> list[Req]:
+        """Requests of which a grammar, or a limit of thoughts, may forbid tokens."""
+        return [req for req in self.sampled if req.grammar is not None or req.thoughts is not None]
+
+    @property
+    def needs_mask(self) -> bool:
+        return any(req.needs_mask for req in self.limited)
 
     def read(self, running: RunningBatch) -> SampledTokens:
         """Waits for the device, files prompts' log probabilities and hidden states, and settles the lengths."""

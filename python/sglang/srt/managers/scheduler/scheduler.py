@@ -120,6 +120,10 @@ class Scheduler:
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
+        self.read_back(batch)
+
+    def read_back(self, batch: ScheduleBatch | None) -> None:
+        """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
         if self.host_tier is not None:
             self.host_tier.launch()
             if batch is None and not self.in_flight:
@@ -133,9 +137,8 @@ class Scheduler:
         forward pass runs, and sampling waits for it."""
         forward = self.runner.forward(batch.step)
         mask = None
-        limited = [req for req in batch.sampled if req.grammar is not None or req.thoughts is not None]
-        if any(req.needs_mask for req in limited):
-            self.settle(set(limited))
+        if batch.needs_mask:
+            self.settle(set(batch.limited))
             mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
         self.in_flight.append(batch)
@@ -197,11 +200,26 @@ class Scheduler:
             self.kv.commit(req)
             if self.host_tier is not None:
                 self.host_tier.committed(req)
+            self._keep(req)
             self.media.computed(req)
         computed = {r for r, _ in chosen if r.kv_len == len(r.tokens)}
         self.chunked = [r for r in dict.fromkeys([*(r for r, _ in chosen), *self.chunked]) if r not in computed]
         self.running.add([r for r, _ in chosen if r in computed])
         return batch
+
+    def _keep(self, req: Req) -> None:
+        """Keeps a prompt before others, where its request asks for that: in main memory, if that has prefixes."""
+        if not req.keep_until or req.node is None or not req.node.depth:
+            return
+        if self.host_tier is not None:
+            self.host_tier.keep(req.node, req.keep_until)
+        else:
+            self.kv.tree.keep(req.node, req.keep_until)
+
+    def _expire(self, now: float) -> None:
+        self.kv.tree.expire(now)
+        if self.host_tier is not None:
+            self.host_tier.host.tree.expire(now)
 
     def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
         """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
@@ -418,6 +436,8 @@ class Scheduler:
             self.stats.drafts.verified(widths, counts)
             if self.depth is not None:
                 self.depth.observe(widths, counts)
+        if self.depth is not None and batch.result is not None and batch.result.confidence is not None:
+            self.depth.expect(batch.result.confidence.tolist())
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
@@ -455,6 +475,7 @@ class Scheduler:
 
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
+        self._expire(msg.received)
         wanted = msg.sampling_params.max_new_tokens
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)  # guesses may lie beyond the end
         limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
@@ -547,6 +568,16 @@ class Scheduler:
         if self.media.features is not None:
             self.media.features.clear()
         return True
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that may enter beside those that run."""
+        return self.kv.num_free_rows()
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the cache holds."""
+        return self.kv.size
 
     def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""

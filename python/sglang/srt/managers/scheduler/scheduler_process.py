@@ -25,6 +25,8 @@ from sglang.srt.distributed.nodes import rendezvous
 from sglang.srt.environ import envs
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers.child import READY, ChildPipe
+from sglang.srt.managers.scheduler import storage_control
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import Beat, EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -69,7 +71,11 @@ class SchedulerProcess:
         decoder = tokenizer.text_decoder() if tokenizer is not None and self.leader else None
         alone = parallel_state.num_ranks() == 1
         stop_checker = StopChecker(decoder, None if alone else self.decisions.append)
-        self.scheduler = Scheduler(args, runner, stop_checker, create_depth(args, runner))
+        self.scheduler: Scheduler | AttentionGroups
+        if runner.groups.dp.size > 1:
+            self.scheduler = AttentionGroups(args, runner, stop_checker)
+        else:
+            self.scheduler = Scheduler(args, runner, stop_checker, create_depth(args, runner))
         self.grammars = self._grammar_manager(ports)
         self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
@@ -206,10 +212,10 @@ class SchedulerProcess:
             "num_running_reqs": stats["num_running_reqs"],
             "num_queue_reqs": stats["num_queue_reqs"],
             "num_used_tokens": stats["num_used_tokens"],
-            "max_total_num_tokens": self.scheduler.kv.size,
+            "max_total_num_tokens": self.scheduler.num_slots,
             "num_generated_tokens": self.scheduler.stats.num_generated,
             "num_unfinished_reqs": len(self.scheduler.reqs),
-            "free_request_slots": self.scheduler.kv.num_free_rows(),
+            "free_request_slots": self.scheduler.num_free_rows,
             "num_retracted_reqs": stats["num_retracted_reqs"],
         }
         drafts = self.scheduler.stats.drafts
@@ -246,6 +252,17 @@ class SchedulerProcess:
             self.runner.drafter.load_texts(Path(msg.args["path"]))
         return ControlReply(msg.id)
 
+    def _storage_backend(self, msg: ControlReq) -> ControlReply:
+        return ControlReply(msg.id, data=storage_control.describe(self.scheduler))
+
+    def _attach_storage(self, msg: ControlReq) -> ControlReply:
+        problem = storage_control.attach(self.scheduler, msg.args)
+        return ControlReply(msg.id, not problem, problem)
+
+    def _detach_storage(self, msg: ControlReq) -> ControlReply:
+        problem = storage_control.detach(self.scheduler)
+        return ControlReply(msg.id, not problem, problem)
+
     def _ping(self, msg: ControlReq) -> ControlReply:
         return ControlReply(msg.id)
 
@@ -257,6 +274,9 @@ class SchedulerProcess:
         "start_profile": _start_profile,
         "stop_profile": _stop_profile,
         "set_corpora": _set_corpora,
+        "storage_backend": _storage_backend,
+        "attach_storage": _attach_storage,
+        "detach_storage": _detach_storage,
         "ping": _ping,
     }
 

@@ -24,6 +24,7 @@ from sglang.srt.plan.speculation import speculative_settings
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.storage_backend import StorageConfig
     from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.model_executor.model_runner import CreateEncoder, ModelRunner
     from sglang.srt.speculative.depth import AdaptiveDepth
@@ -88,8 +89,9 @@ def _connect_gpus(
         topology = Topology.NVLINK
     else:
         topology = pci_topology([pci_address(device) for device in node.devices])
-    if args.pp_size > 1 or node.count > 1:
-        reason = "--nnodes: machines" if node.count > 1 else "--pp-size: the ranks of a stage"
+    if args.pp_size > 1 or node.count > 1 or args.attn_dp_size > 1:
+        reason = "--pp-size: the ranks of a stage" if args.pp_size > 1 else "--attn-dp-size: groups of ranks"
+        reason = "--nnodes: machines" if node.count > 1 else reason
         return PeerLinks(topology, f"{reason} add up through NCCL", f"{reason} add up through NCCL")
     fuse, disabled = args.enable_flashinfer_allreduce_fusion, args.disable_custom_all_reduce
     reason = "--disable-custom-all-reduce" if disabled else ""
@@ -123,7 +125,7 @@ def create_runner(
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.model_loader.loader import load_tower
+    from sglang.srt.model_loader.loader import load_encoder
     from sglang.srt.speculative.create import create_drafter
     from sglang.srt.speculative.depth import candidate_widths
 
@@ -135,7 +137,8 @@ def create_runner(
         None if settings is None else partial(create_drafter, settings),
         keeps_hidden=args.enable_return_hidden_states,
         widths=() if settings is None else candidate_widths(settings),
-        create_encoder=create_encoder or partial(load_tower, load_format=args.load_format, seed=args.random_seed or 0),
+        create_encoder=create_encoder
+        or partial(load_encoder, load_format=args.load_format, seed=args.random_seed or 0),
     )
     runner.storage = create_storage(args, runner, rank)
     if not args.skip_server_warmup:
@@ -146,15 +149,22 @@ def create_runner(
 
 
 def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageEngine | None:
-    """Opens the store of cached prefixes. Raises UserError if it cannot be used."""
-    plan, copies = runner.plan, runner.copies
-    if plan.host_cache is None or plan.host_cache.storage is None or copies is None:
+    """Opens the store of cached prefixes that the flags name. Raises UserError if it cannot be used."""
+    host_cache = runner.plan.host_cache
+    if host_cache is None or host_cache.storage is None or runner.copies is None:
         return None
+    return open_store(args, runner, rank, host_cache.storage)
+
+
+def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: StorageConfig) -> StorageEngine:
+    """Opens a store beside a prefix cache in main memory. Raises UserError if it cannot be used."""
+    plan, copies = runner.plan, runner.copies
+    assert copies is not None
     from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.mem_cache.storage.fingerprint import fingerprint
     from sglang.srt.mem_cache.storage.store import create_store
 
-    store, num_windows = create_store(plan.host_cache.storage), len(plan.pool_sizes.windows)
+    store, num_windows = create_store(config), len(plan.pool_sizes.windows)
     return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows)
 
 

@@ -51,6 +51,10 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None
     """Requests with different namespaces share no prefix cache (LoRA, cache salts)."""
+    received: float = 0.0
+    """When the server got it, in seconds since 1970: the clock of `keep_s`, the same on every rank."""
+    keep_s: float = 0.0
+    """Seconds for which the prompt stays cached before others; 0: it does not."""
     media: list[MediaItem] = []
     """Images and videos, in the order of their spans; `input_ids` hold the family's placeholder token there."""
 
@@ -67,7 +71,8 @@ class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
 
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
-    stop_profile, pause (`args`: mode), resume, set_corpora (`args`: path), ping."""
+    stop_profile, pause (`args`: mode), resume, set_corpora (`args`: path), storage_backend, attach_storage (`args`:
+    backend, extra, prefetch_policy, write_policy), detach_storage, ping."""
 
     id: str
     kind: str

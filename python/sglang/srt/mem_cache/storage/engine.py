@@ -124,8 +124,9 @@ class StorageEngine:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         """Of the warnings and the counts."""
-        self._reads: SimpleQueue[StorageJob] = SimpleQueue()
-        self._writes: SimpleQueue[StorageJob] = SimpleQueue()
+        self._reads: SimpleQueue[StorageJob | None] = SimpleQueue()
+        self._writes: SimpleQueue[StorageJob | None] = SimpleQueue()
+        """None ends a thread."""
         for queue, count in ((self._reads, READERS), (self._writes, 1)):
             for _ in range(count):
                 threading.Thread(target=self._work, args=(queue,), name="cache-storage", daemon=True).start()
@@ -140,10 +141,15 @@ class StorageEngine:
         and MOST_REMOVALS removals under way."""
         (self._reads if isinstance(job, Lookup | Read) else self._writes).put(job)
 
+    def close(self) -> None:
+        """Ends the threads behind the jobs that were submitted."""
+        for queue, count in ((self._reads, READERS), (self._writes, 1)):
+            for _ in range(count):
+                queue.put(None)
+
     @torch.inference_mode()
-    def _work(self, queue: SimpleQueue[StorageJob]) -> None:
-        while True:
-            job = queue.get()
+    def _work(self, queue: SimpleQueue[StorageJob | None]) -> None:
+        while (job := queue.get()) is not None:
             try:
                 self.run(job)
                 job.state = CopyState.DONE

@@ -341,6 +341,14 @@ class StorageTier:
             self.wait()
             self.settle()
 
+    def close(self) -> None:
+        """Ends everything, removals too, and the threads."""
+        self.drain()
+        while self._removals:
+            self.wait()
+            self.settle()
+        self.engine.close()
+
     @staticmethod
     def wait() -> None:
         """Sleeps a moment."""

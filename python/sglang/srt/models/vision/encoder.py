@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.parameter import Init, Param, Part
-from sglang.srt.models.vision.patch_places import Grid, parts_of_frames, rows_and_columns
+from sglang.srt.models.vision.patch_places import Grid, clips, num_patches, parts_of_clips, rows_and_columns
 from sglang.srt.plan.media import PATCHES_A_STEP
 from sglang.srt.plan.towers.tower import Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Turn = Callable[[torch.Tensor], torch.Tensor]
 """Rotates queries or keys [P, heads, head_dim] by the places of their patches."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
+Result = TypeVar("Result")
+Layers = Generator[int, None, Result]
+"""A computation that stops behind every layer and says how many patches it has computed."""
 
 
 class VisionEncoder(ABC, Generic[AnyTower]):
@@ -58,18 +61,27 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """pixels [P, values of a patch] of items one after the other. Returns of each item [tokens, out_size * (1 +
-        deepstack levels)]. Frames see themselves alone, so a long video is computed in parts."""
-        parts, first = [], 0
-        for frames in parts_of_frames(grids, PATCHES_A_STEP):
-            last = first + sum(rows * columns for _, rows, columns in frames)
-            parts.append(self._encoded(pixels[first:last], frames))
-            first = last
-        counts = [frames * rows * columns // self.tower.merge**2 for frames, rows, columns in grids]
-        return list(torch.cat(parts).split(counts))
+        deepstack levels)]."""
+        return whole(self.encoding(pixels, grids))
+
+    def encoding(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
+        """Computes what `encode` does layer by layer: yields how many patches a layer has computed, behind each one,
+        and returns the features. Clips see themselves alone, so a long video is computed in parts, and no more of its
+        pixels than those of a part are on the device. Each item's features have memory of their own: one may go
+        without the others."""
+        shapes = [(self.tower.num_tokens(grid), self.tower.features_size) for grid in grids]
+        features = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        to_fill, first = list(features), 0
+        for part in parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP):
+            last = first + num_patches(part)
+            rows = yield from self._encoded(pixels[first:last].to(self.device, non_blocking=True), part)
+            to_fill, first = _filled(to_fill, rows), last
+        return features
 
     @abstractmethod
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Returns [tokens, out_size * (1 + deepstack levels)] of single frames."""
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
+        """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `pooled_frames` frames; yields behind
+        every layer."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
@@ -79,8 +91,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def _gated(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """A feed-forward block whose gate is a SiLU."""
-        gate, up = prefix + "gate_proj", prefix + "up_proj"
-        return self._linear(prefix + "down_proj", F.silu(self._linear(gate, x)) * self._linear(up, x))
+        gate = F.silu(self._linear(prefix + "gate_proj", x), inplace=True)
+        return self._linear(prefix + "down_proj", gate.mul_(self._linear(prefix + "up_proj", x)))
 
     def _norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
         weight = self._weight(name, "weight")
@@ -114,9 +126,14 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     # --- places -------------------------------------------------------------------------------------------------------
 
     def _interpolated(self, table: torch.Tensor, index: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-        """table [positions, hidden]; index, weights [P, neighbours]. Returns [P, hidden]."""
-        rows = table[self._on_device(index)]
-        return (rows * self._on_device(weights)[:, :, None]).sum(1).to(self.dtype)
+        """table [positions, hidden]; index, weights [P, neighbours]. Returns [P, hidden].
+
+        One neighbour at a time: the rows of all of them at once would be larger than what the layers hold."""
+        places, shares = self._on_device(index), self._on_device(weights)
+        total = torch.zeros((len(index), table.shape[1]), dtype=torch.float32, device=table.device)
+        for neighbour in range(index.shape[1]):
+            total.addcmul_(table[places[:, neighbour]].float(), shares[:, neighbour, None])
+        return total.to(self.dtype)
 
     def _angles(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
         """Returns the angles by the row and by the column of every patch, each [P, head_dim / 4] float32."""
@@ -143,8 +160,51 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
+def whole(layers: Layers[Result]) -> Result:
+    """Runs a computation to its end."""
+    while True:
+        try:
+            next(layers)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Writes the rows to the tensors, one after the other; returns what of them is left to fill."""
+    while len(rows):
+        count = min(len(to_fill[0]), len(rows))
+        to_fill[0][:count] = rows[:count]
+        rows, to_fill = rows[count:], ([to_fill[0][count:]] if count < len(to_fill[0]) else []) + to_fill[1:]
+    return to_fill
+
+
 def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
-    first, second = x.float().view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.view(x.shape).to(x.dtype)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (first, second), (first_out, second_out) = (
+        part.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1) for part in (x, result)
+    )
+    write_turned(first, second, first_out, second_out, cos, sin)
+    return result
+
+
+def write_turned(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    first_out: torch.Tensor,
+    second_out: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Turns pairs of numbers [..., N] by angles in float32, holding little, since all patches of a step are here.
+    `second` may be written over."""
+    x, y = first.float(), second.float()
+    first_out.copy_((x * cos).addcmul_(y, sin, value=-1))
+    second_out.copy_(y.mul_(cos).addcmul_(x, sin))
+
+
+def gelu_(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU in place: the widest layer of an encoder is not held twice."""
+    result: torch.Tensor = torch.ops.aten.gelu_(x, approximate=approximate)
+    return result

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Turn, VisionEncoder
+from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, rows_and_columns, squares
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 
@@ -18,7 +18,7 @@ _ROW_BY_ROW = 1
 class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
     """Patches come row by row, with values from 0 to 1."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
         tower, (prefix, projector) = self.tower, self.tower.prefixes
         x = self._linear(prefix + "patch_embedder.input_proj", (2 * pixels - 1).to(self.dtype))
         rows, columns = map(self._on_device, rows_and_columns(grids, _ROW_BY_ROW))
@@ -28,6 +28,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         starts = self._on_device(frame_starts(grids))
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}encoder.layers.{i}.", x, turn, starts)
+            yield len(x)
         pooled = x[self._on_device(squares(grids, tower.merge))].unflatten(0, (-1, tower.merge**2)).float().mean(1)
         pooled = pooled * tower.hidden_size**0.5
         if tower.standardized:
@@ -39,11 +40,12 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
     def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         eps = self.tower.norm_eps
         attended = self._attention(name + "self_attn.", self._rms_norm(name + "input_layernorm", x, eps), turn, starts)
-        x = x + self._rms_norm(name + "post_attention_layernorm", attended, eps)
+        x += self._rms_norm(name + "post_attention_layernorm", attended, eps)
+        del attended
         normed = self._rms_norm(name + "pre_feedforward_layernorm", x, eps)
-        gate = F.gelu(self._bounded(name + "mlp.gate_proj", normed), approximate="tanh")
-        down = self._bounded(name + "mlp.down_proj", gate * self._bounded(name + "mlp.up_proj", normed))
-        return x + self._rms_norm(name + "post_feedforward_layernorm", down, eps)
+        gate = gelu_(self._bounded(name + "mlp.gate_proj", normed), approximate="tanh")
+        down = self._bounded(name + "mlp.down_proj", gate.mul_(self._bounded(name + "mlp.up_proj", normed)))
+        return x.add_(self._rms_norm(name + "post_feedforward_layernorm", down, eps))
 
     def _attention(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         heads, eps = (self.tower.num_heads, self.tower.head_dim), self.tower.norm_eps

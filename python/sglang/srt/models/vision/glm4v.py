@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Turn, VisionEncoder
+from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts
 from sglang.srt.plan.towers.glm4v import ROTARY_THETA, Glm4vTower
 
@@ -18,7 +18,7 @@ _LAYER_NORM_EPS = 1e-5
 class Glm4vEncoder(VisionEncoder[Glm4vTower]):
     """Patches come in squares of the merge, one after the other."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
         x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
@@ -28,12 +28,14 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
         starts = self._on_device(frame_starts(grids))
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}blocks.{i}.", x, turn, starts)
+            yield len(x)
         return self._merged(prefix, self._rms_norm(prefix + "post_layernorm", x, tower.norm_eps))
 
     def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         qkv = self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x, self.tower.norm_eps))
-        x = x + self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
-        return x + self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, self.tower.norm_eps))
+        x += self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
+        del qkv
+        return x.add_(self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, self.tower.norm_eps)))
 
     def _merged(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """[P, hidden] -> [tokens, out_size]: the convolution over a square of the merge is a product."""

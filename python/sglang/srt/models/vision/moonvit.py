@@ -1,7 +1,7 @@
-"""MoonViT, the encoder of images of Kimi K2.5: `plan.towers.moonvit` describes it.
+"""MoonViT, the encoder of images and videos of Kimi K2.5: `plan.towers.moonvit` describes it.
 
 Source: the Kimi-VL report (arXiv 2504.07491), and the classes of transformers for Kimi K2.5 as the numeric reference.
-Its form for videos, which pools over frames, is not here: an image is one frame.
+The frames of a clip see one another, and the mean over them becomes the tokens.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Turn, VisionEncoder
-from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts, squares
+from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_, write_turned
+from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, squares
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
 _ROW_BY_ROW = 1
@@ -24,32 +23,53 @@ _ROW_BY_ROW = 1
 class MoonViTEncoder(VisionEncoder[MoonViTTower]):
     """Patches come row by row."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
         tower, (prefix, projector) = self.tower, self.tower.prefixes
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
         positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
         x = x + self._interpolated(positions, *cubic(grids, _ROW_BY_ROW, tower.side))
+        if any(frames > 1 for frames, _, _ in grids):
+            x = x + self._times()[self._on_device(frame_numbers(grids))]
         rows, columns = self._angles(grids, _ROW_BY_ROW, ROTARY_THETA)
         cos, sin = self._cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
         turn = partial(_turned, cos=cos, sin=sin)
-        starts = self._on_device(frame_starts(grids))
+        starts = self._on_device(clip_starts(grids))
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}encoder.blocks.{i}.", x, turn, starts)
+            yield len(x)
         x = self._norm(prefix + "encoder.final_layernorm", x, tower.norm_eps)
-        x = self._norm(projector + "pre_norm", x[self._on_device(squares(grids, tower.merge))], tower.projector_eps)
+        x = _pooled(x[self._on_device(squares(grids, tower.merge))], grids)
+        x = self._norm(projector + "pre_norm", x, tower.projector_eps)
         x = self._linear(projector + "proj.0", x.view(-1, tower.hidden_size * tower.merge**2))
-        return self._linear(projector + "proj.2", F.gelu(x))
+        return self._linear(projector + "proj.2", gelu_(x))
+
+    def _times(self) -> torch.Tensor:
+        """Returns what is added to the patches of a frame by its number, [pooled_frames + 1, hidden]: nothing for 0."""
+        half = self.tower.hidden_size // 2
+        angles = np.arange(self.tower.pooled_frames)[:, None] / ROTARY_THETA ** (np.arange(half) / half)
+        table = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
+        return self._on_device(np.concatenate((np.zeros_like(table[:1]), table))).to(self.dtype)
 
     def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         qkv = self._linear(name + "wqkv", self._norm(name + "norm0", x, self.tower.norm_eps))
-        x = x + self._linear(name + "wo", self._attended(qkv, turn, starts))
+        x += self._linear(name + "wo", self._attended(qkv, turn, starts))
+        del qkv
         wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", x, self.tower.norm_eps))
-        return x + self._linear(name + "mlp.fc1", F.gelu(wide, approximate="tanh"))
+        return x.add_(self._linear(name + "mlp.fc1", gelu_(wide, approximate="tanh")))
+
+
+def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    """[P, hidden] -> [patches of one frame of each grid, hidden], the mean over frames."""
+    if all(frames == 1 for frames, _, _ in grids):
+        return x
+    parts = x.split([frames * rows * columns for frames, rows, columns in grids])
+    return torch.cat([part.unflatten(0, (grid[0], -1)).mean(0) for part, grid in zip(parts, grids, strict=True)])
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [P, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
     the column, odd ones by the row."""
-    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (first, second), (first_out, second_out) = (part.unflatten(-1, (-1, 2)).unbind(-1) for part in (x, result))
+    write_turned(first, second, first_out, second_out, cos, sin)
+    return result

@@ -30,6 +30,18 @@ def frame_starts(grids: Sequence[Grid]) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
 
+def clip_starts(grids: Sequence[Grid]) -> np.ndarray:
+    """Returns the first patch of every grid, and P at the end: [grids + 1] int32."""
+    sizes = [frames * rows * columns for frames, rows, columns in grids]
+    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+
+
+def frame_numbers(grids: Sequence[Grid]) -> np.ndarray:
+    """Returns the number [P] int64 of every patch's frame within its grid, from 1 on; 0 where there is one frame."""
+    numbers = [np.repeat(np.arange(frames) + (frames > 1), rows * columns) for frames, rows, columns in grids]
+    return np.concatenate(numbers)
+
+
 def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the four neighbours [P, 4] int64 of every patch in a square table of `side` x `side` positions that is
     stretched over its frame, corner to corner, and their weights [P, 4] float32."""
@@ -98,16 +110,25 @@ def windows(grids: Sequence[Grid], merge: int, window: int) -> tuple[np.ndarray,
     return np.concatenate(order), starts.astype(np.int32)
 
 
-def parts_of_frames(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:
-    """Yields all frames in order, each as a grid of its own, in runs of at most `limit` patches. A frame that has more
-    is a run by itself."""
+def clips(grids: Sequence[Grid], together: int) -> list[Grid]:
+    """Returns all frames in order, so many of an item together as a grid of its own, or what is left of them."""
+    return [
+        (min(together, frames - first), rows, columns)
+        for frames, rows, columns in grids
+        for first in range(0, frames, together)
+    ]
+
+
+def num_patches(grids: Sequence[Grid]) -> int:
+    return sum(frames * rows * columns for frames, rows, columns in grids)
+
+
+def parts_of_clips(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:
+    """Yields the grids in order, in runs of at most `limit` patches. A grid that has more is a run by itself."""
     run: list[Grid] = []
-    size = 0
-    for frames, rows, columns in grids:
-        for _ in range(frames):
-            if run and size + rows * columns > limit:
-                yield run
-                run, size = [], 0
-            run.append((1, rows, columns))
-            size += rows * columns
+    for grid in grids:
+        if run and num_patches([*run, grid]) > limit:
+            yield run
+            run = []
+        run.append(grid)
     yield run

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Turn, VisionEncoder
+from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated
 from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 
@@ -15,7 +14,7 @@ from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
     """Patches come in squares of the merge, one after the other."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
         places = interpolated(grids, tower.merge, tower.side)
         x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
@@ -28,16 +27,18 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
             if i in tower.deepstack:
                 merger = f"{prefix}deepstack_merger_list.{tower.deepstack.index(i)}."
                 features.append(self._merged(merger, x, wide_norm=True))
+            yield len(x)
         return torch.cat((self._merged(prefix + "merger.", x, wide_norm=False), *features), dim=-1)
 
     def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         qkv = self._linear(name + "attn.qkv", self._norm(name + "norm1", x, NORM_EPS))
-        x = x + self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
+        x += self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
+        del qkv
         wide = self._linear(name + "mlp.linear_fc1", self._norm(name + "norm2", x, NORM_EPS))
-        return x + self._linear(name + "mlp.linear_fc2", F.gelu(wide, approximate="tanh"))
+        return x.add_(self._linear(name + "mlp.linear_fc2", gelu_(wide, approximate="tanh")))
 
     def _merged(self, name: str, x: torch.Tensor, wide_norm: bool) -> torch.Tensor:
         """[P, hidden] -> [tokens, out_size]: neighbours side by side, normed before that or behind."""
         size = self.tower.hidden_size * self.tower.merge**2
         x = self._norm(name + "norm", x.view(-1, size) if wide_norm else x, NORM_EPS).view(-1, size)
-        return self._linear(name + "linear_fc2", F.gelu(self._linear(name + "linear_fc1", x)))
+        return self._linear(name + "linear_fc2", gelu_(self._linear(name + "linear_fc1", x)))

@@ -13,8 +13,9 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
-from sglang.srt.plan.drafts.description import Block, DraftDescription, Markov
+from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
+from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.mixers import GQA
@@ -41,14 +42,20 @@ class BlockSettings:
     mask_token: int
     captures: tuple[int, ...]
     first_row: int = 1
-    head: Markov | None = None
+    head: Head | None = None
+    convolution: Convolution | None = None
+    confidence: Confidence | None = None
     unread: tuple[str, ...] = ()
 
 
-def names_of(more: Mapping[str, str]) -> WeightMap:
-    """Returns the names of a backbone's tensors, and those of `more` by our names of the modules."""
+def names_of(more: Mapping[str, str], in_layers: Mapping[str, str] | None = None) -> WeightMap:
+    """Returns the names of a backbone's tensors, and those of `more` and of `in_layers` by our names of the modules."""
     return WeightMap(
-        {**_MODEL_NAMES, **more}, _LAYER_NAMES, "layers.{layer}.", beginnings=(("model.", ""),), decoder=""
+        {**_MODEL_NAMES, **more},
+        {**_LAYER_NAMES, **(in_layers or {})},
+        "layers.{layer}.",
+        beginnings=(("model.", ""),),
+        decoder="",
     )
 
 
@@ -90,6 +97,9 @@ def describe_block_draft(
         vocab_size=target.vocab_size,
         first_row=settings.first_row,
         head=settings.head,
+        convolution=settings.convolution,
+        num_layers=len(model.layers),
+        confidence=settings.confidence,
     )
     layers = tuple(_in_blocks(layer, settings.trained) for layer in model.layers)
     draft = DraftDescription(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
 from sglang.srt.plan.layer_spec import Elements, HyperConnections, Matrix, Weights
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -126,38 +127,14 @@ class Streamed:
 
 
 @dataclass(frozen=True, slots=True)
-class Markov:
-    """A head that adds a bias of the token before each guess to its logits, so that the guesses of a block follow from
-    one another (DSpark, arXiv 2607.05147): w2 of the token's row of w1, both of `rank` columns and a row a token.
-
-    `kind` "vanilla": as it is; "gated": times a gate made of the row's output and the token; "rnn": a state goes from
-    guess to guess, and the bias is made of it, the token and the row's output.
-    """
-
-    rank: int
-    kind: str = "vanilla"
-
-    def projection(self, hidden_size: int) -> tuple[int, int]:
-        """Returns rows and columns of the product that gates, or makes the state and the bias; (0, 0) without one."""
-        rank = self.rank
-        sizes = {"vanilla": (0, 0), "gated": (rank, hidden_size + rank), "rnn": (3 * rank, 2 * rank + hidden_size)}
-        return sizes[self.kind]
-
-    def weights(self, hidden_size: int, vocab_size: int) -> Weights:
-        rows, cols = self.projection(hidden_size)
-        gate = (Matrix("markov_gate", ("",), rows, cols, True, quantized=False),) if rows else ()
-        table = Elements(vocab_size * self.rank)
-        return (table, Matrix("markov_w2", ("",), vocab_size, self.rank, quantized=False), *gate)
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
     """A draft of DFlash: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in
     one pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from what the
     target's layers made of them: captured residual streams, side by side, projected and normed.
 
     `first_row`: the row whose output guesses the token behind the last sampled one: 0, or 1 where every mask token
-    becomes the token at its own place. `head`: corrects the guesses from left to right.
+    becomes the token at its own place. `head`: corrects the guesses from left to right. `convolution`: around both
+    blocks of each of the `num_layers` layers. `confidence`: says how likely guesses stand, by which steps are cut.
     """
 
     num_captures: int
@@ -166,7 +143,10 @@ class Block:
     mask_token: int
     vocab_size: int
     first_row: int = 1
-    head: Markov | None = None
+    head: Head | None = None
+    convolution: Convolution | None = None
+    num_layers: int = 0
+    confidence: Confidence | None = None
 
     final_norm = True
     reads_streams = False
@@ -178,7 +158,10 @@ class Block:
     def weights(self, hidden_size: int) -> Weights:
         captured = self.num_captures * self.capture_size
         backbone = (Matrix("fc", ("",), hidden_size, captured, quantized=False), Elements(hidden_size))
-        return backbone if self.head is None else (*backbone, *self.head.weights(hidden_size, self.vocab_size))
+        head = () if self.head is None else self.head.weights(hidden_size, self.vocab_size)
+        convolutions = () if self.convolution is None else self.convolution.weights(hidden_size) * 2 * self.num_layers
+        confidence = () if self.confidence is None else self.confidence.weights(hidden_size)
+        return (*backbone, *convolutions, *head, *confidence)
 
 
 @dataclass(frozen=True, slots=True)

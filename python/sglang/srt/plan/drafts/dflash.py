@@ -1,9 +1,15 @@
 """DFlash block drafts: descriptions made from their config.json.
 
-Source: the format in which z-lab publishes drafts (`DFlashDraftModel`), layers as those of Qwen3.
+Sources: the formats in which z-lab publishes drafts (`DFlashDraftModel`, `DFlash2DraftModel`), layers as those of
+Qwen3, and that of Domino drafts (arXiv 2605.29707). What a draft has beside its layers stands in `dflash_config`:
+nothing, a GRU whose state corrects the guesses (`projector_type` "domino"), or convolutions over the rows of a block
+and a selector among the likeliest tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DFLASH, USUAL_BLOCK_SIZE
@@ -17,11 +23,40 @@ from sglang.srt.plan.drafts.block_draft import (
 )
 from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.drafts.heads import Convolution, Domino, Head, Selector
 from sglang.srt.plan.model_description import ModelDescription
 
-DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
-_READ = frozenset({"mask_token_id", "target_layer_ids"})
-"""Keys of `dflash_config` that are read; others make another draft of it."""
+DFLASH_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DominoDraftModel")
+_DOMINO = "domino"
+_BACKBONE = frozenset({"mask_token_id", "target_layer_ids", "block_size", "num_target_layers"})
+_HEADS: Mapping[str, tuple[str, ...]] = {
+    _DOMINO: ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"),
+    "selector": ("selector_rank", "selector_top_k"),
+    "convolution": ("conv_kernel_size", "conv_group_size"),
+}
+"""Keys of `dflash_config` beside the backbone's, by what they describe."""
+_COMPUTED: Mapping[str, tuple[object, ...]] = {
+    "projector_type": (_DOMINO, "dflash", "dflash2"),
+    "is_causal": (False,),
+    "causal": (False,),
+    "input_embedding_scale": (1, 1.0),
+    "output_multiplier": (1, 1.0),
+    "final_logit_softcapping": (),
+    "video_adapter": (),
+}
+"""Keys that change what a draft computes, with the values that are computed."""
+_HEAD_NAMES: Mapping[str, str] = {
+    "prefix_gru": "prefix_gru",
+    "embed_proj.0": "embed_proj.0",
+    "embed_proj.2": "embed_proj.2",
+    "selector": "candidate_selector",
+    "hidden_projection": "candidate_selector.hidden_projection",
+}
+_CONVOLUTION_NAMES: Mapping[str, str] = {
+    f"{ours}{module}": f"{theirs}{module}"
+    for ours, theirs in (("attn_conv", "attention_conv"), ("mlp_conv", "mlp_conv"))
+    for module in ("", ".kernel_projection")
+}
 
 
 def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescription:
@@ -31,25 +66,88 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES)
     inner = _settings(keys)
     settings = BlockSettings(
-        trained=keys.positive("block_size", USUAL_BLOCK_SIZE),
+        trained=dflash_rows(keys),
         mask_token=inner.require("mask_token_id", int),
         captures=_captures(inner, keys.positive("num_hidden_layers"), len(target.layers)),
+        first_row=dflash_first_row(keys),
+        head=_head(inner, target.vocab_size),
+        convolution=_convolution(inner, keys.positive("hidden_size")),
     )
-    return describe_block_draft(config, target, settings, names_of({}))
+    return describe_block_draft(config, target, settings, names_of(_HEAD_NAMES, _CONVOLUTION_NAMES))
+
+
+def dflash_rows(keys: ConfigReader) -> int:
+    """Returns the rows of a block: `block_size` of the config, or of its `dflash_config`."""
+    return _inner(keys).positive("block_size", keys.positive("block_size", USUAL_BLOCK_SIZE))
+
+
+def dflash_first_row(keys: ConfigReader) -> int:
+    """Returns the row that makes the first guess: the one behind the last sampled token's, unless the draft's rows
+    guess the token behind their own place."""
+    return 0 if _inner(keys).default("shift_label", bool, False) else 1
+
+
+def _inner(keys: ConfigReader) -> ConfigReader:
+    return ConfigReader(keys.default("dflash_config", dict, {}), f"{keys.source} dflash_config")
 
 
 def _settings(keys: ConfigReader) -> ConfigReader:
     """Returns the keys of `dflash_config`. Raises UserError for drafts that are computed otherwise."""
-    settings = keys.default("dflash_config", dict, {})
-    unknown = sorted(settings.keys() - _READ)
+    inner = _inner(keys)
+    known = _BACKBONE.union(_COMPUTED, *_HEADS.values())
+    unknown = sorted(inner.values.keys() - known)
     if unknown:
+        raise UserError(f"{inner.source} has unknown keys: {', '.join(unknown)}. Take EAGLE3 or NGRAM.")
+    for reader in (keys, inner):
+        for key, computed in _COMPUTED.items():
+            _check_computed(reader, key, computed)
+    domino = inner.values.get("projector_type") == _DOMINO
+    if not domino:
+        _refuse_without(inner, _HEADS[_DOMINO], f"projector_type {_DOMINO!r}")
+    elif inner.values.get("selector_rank") is not None:
+        raise UserError(f"{inner.source}: a draft has a selector or the head of {_DOMINO!r}, not both.")
+    return inner
+
+
+def _check_computed(keys: ConfigReader, key: str, computed: tuple[object, ...]) -> None:
+    value = keys.values.get(key)
+    if value is not None and value not in computed:
+        supported = ", ".join(map(repr, computed)) or "none"
+        raise UserError(f"{keys.source}: {key} = {value!r} is not supported; supported: {supported}.")
+
+
+def _refuse_without(inner: ConfigReader, names: tuple[str, ...], other: str) -> None:
+    given = [name for name in names if inner.values.get(name)]
+    if given:
+        raise UserError(f"{inner.source} has {', '.join(given)} without {other}, so what they mean is not known.")
+
+
+def _head(inner: ConfigReader, vocab_size: int) -> Head | None:
+    if inner.values.get("projector_type") == _DOMINO:
+        state, size = inner.positive("gru_hidden_dim"), inner.positive("emb_dim")
+        return Domino(state, size, inner.count("pure_draft_prefix_len"))
+    if not _given(inner, _HEADS["selector"]):
+        return None
+    selector = Selector(inner.positive("selector_rank"), inner.positive("selector_top_k"))
+    if selector.top_k > vocab_size:
+        raise UserError(f"{inner.source}: selector_top_k {selector.top_k} is more than the {vocab_size:,} tokens.")
+    return selector
+
+
+def _convolution(inner: ConfigReader, hidden_size: int) -> Convolution | None:
+    if not _given(inner, _HEADS["convolution"]):
+        return None
+    convolution = Convolution(inner.positive("conv_kernel_size"), inner.positive("conv_group_size"))
+    if hidden_size % convolution.group:
         raise UserError(
-            f"{keys.source}: dflash_config has {', '.join(unknown)}: only plain DFlash drafts are computed here, none"
-            " with a selector or another head. Take EAGLE3 or NGRAM."
+            f"{inner.source}: conv_group_size {convolution.group} does not divide hidden_size {hidden_size}."
         )
-    if keys.default("is_causal", bool, False):
-        raise UserError(f"{keys.source}: is_causal = True is not supported: the rows of a block see each other.")
-    return ConfigReader(settings, f"{keys.source} dflash_config")
+    return convolution
+
+
+def _given(inner: ConfigReader, names: tuple[str, ...]) -> bool:
+    values: list[Any] = [inner.values.get(name) for name in names]
+    return any(value not in (None, 0) for value in values)
 
 
 def _captures(settings: ConfigReader, num_layers: int, num_target_layers: int) -> tuple[int, ...]:

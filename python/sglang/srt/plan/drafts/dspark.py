@@ -20,8 +20,9 @@ from sglang.srt.plan.drafts.block_draft import (
     names_of,
 )
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
-from sglang.srt.plan.drafts.description import DraftDescription, Markov
+from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.dspark_bundled import CONFIDENCE, describe_bundled
+from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.model_description import ModelDescription
 
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
@@ -29,6 +30,7 @@ MARKOV_KINDS = ("vanilla", "gated", "rnn")
 _NAMES: Mapping[str, str] = {
     "markov_w1": "markov_head.markov_w1",
     "markov_w2": "markov_head.markov_w2",
+    "confidence": CONFIDENCE,
 }
 _GATES = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 _TABLES = ("dspark_config", "dflash_config")
@@ -64,16 +66,22 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
         known = ", ".join(MARKOV_KINDS)
         raise UserError(f"{keys.source}: markov_head_type {kind!r} is not supported; supported: {known}.")
     head = Markov(rank, kind) if rank else None
-    names = names_of({**_NAMES, "markov_gate": _GATES.get(kind, "")}) if head else names_of({})
+    names = names_of({**_NAMES, "markov_gate": _GATES.get(kind, "")})
     settings = BlockSettings(
         trained=block_rows(keys),
         mask_token=keys.require("mask_token_id", int),
         captures=check_captures(keys.require("target_layer_ids", list), len(target.layers), keys.source),
         first_row=first_row(keys),
         head=head,
-        unread=(CONFIDENCE,) if keys.default("enable_confidence_head", bool, False) else (),
+        confidence=_confidence(keys, rank),
     )
     return describe_block_draft(config, target, settings, names)
+
+
+def _confidence(keys: ConfigReader, rank: int) -> Confidence | None:
+    if not keys.default("enable_confidence_head", bool, False):
+        return None
+    return Confidence(rank if keys.default("confidence_head_with_markov", bool, True) else 0)
 
 
 def block_rows(keys: ConfigReader) -> int:

@@ -18,15 +18,15 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.drafts.block_draft import check_captures
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig, stored_wide
-from sglang.srt.plan.drafts.description import Block, DraftDescription, Markov
+from sglang.srt.plan.drafts.description import Block, DraftDescription
+from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import WeightMap
 
-CONFIDENCE = "confidence_head."
-"""Beginning of the tensors of a head that predicts whether a guess stands. They are not read: how many guesses pay
-follows from what was verified (`speculative.depth`)."""
+CONFIDENCE = "confidence_head.proj"
+"""Module of the head that predicts whether a guess stands."""
 _AT = "mtp."
 _STAGE = re.compile(r"mtp\.(\d+)\.")
 _KEYS = frozenset(
@@ -64,7 +64,16 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
     if not 0 <= mask < target.vocab_size:
         raise UserError(f"{keys.source}: dspark_noise_token_id {mask} is no token of the {target.vocab_size:,}.")
     rank = keys.count("dspark_markov_rank")
-    form = Block(len(captures), target.hidden_size, size, mask, target.vocab_size, 0, Markov(rank) if rank else None)
+    form = Block(
+        num_captures=len(captures),
+        capture_size=target.hidden_size,
+        size=size,
+        mask_token=mask,
+        vocab_size=target.vocab_size,
+        first_row=0,
+        head=Markov(rank) if rank else None,
+        confidence=Confidence(rank) if _has_confidence(config, stages) else None,
+    )
     return DraftDescription(
         kind=config.kind,
         model=replace(
@@ -107,6 +116,13 @@ def _stages(config: DraftConfig, usual: int) -> int:
     return max(numbers) + 1
 
 
+def _has_confidence(config: DraftConfig, stages: int) -> bool:
+    """Returns whether the checkpoint has the head, which no key of its config mentions; without weights: as
+    published, with it."""
+    stored = config.stored(WeightMap({}, {}), f"{_AT}{stages - 1}.{CONFIDENCE}")
+    return stored is None or bool(stored)
+
+
 def _names(of_model: WeightMap, stages: int) -> WeightMap:
     """Returns the names of the stages' tensors: the first one has the projection of what is read, the last one the
     heads. The Markov head's tables have two spellings."""
@@ -120,6 +136,7 @@ def _names(of_model: WeightMap, stages: int) -> WeightMap:
         "head_mix": last,
         "markov_w1": f"{last}.markov_head.markov_w1",
         "markov_w2": f"{last}.markov_head.markov_w2",
+        "confidence": f"{last}.{CONFIDENCE}",
     }
     copies = tuple(f"{_AT}{stage}.{name}." for stage in range(stages) for name in ("emb", "embed", "head"))
     heads = (("embed", "markov_w1"), ("head", "markov_w2"))
@@ -129,7 +146,7 @@ def _names(of_model: WeightMap, stages: int) -> WeightMap:
         layer_prefix=f"{_AT}{{layer}}.",
         beginnings=tuple((f"{last}.markov_head.{old}.", f"{last}.markov_head.{new}.") for old, new in heads),
         behind=(),
-        unread=(*copies, f"{last}.{CONFIDENCE}"),
+        unread=copies,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.speculative import DFLASH, DSPARK, USUAL_BLOCK_SIZE
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, config_keys, dspark_folder
+from sglang.srt.plan.drafts.dflash import dflash_first_row, dflash_rows
 from sglang.srt.plan.drafts.dspark import block_rows, dspark_keys, first_row
 from sglang.srt.server_args import ServerArgs
 
@@ -25,8 +26,9 @@ def trained_block(args: ServerArgs) -> TrainedBlock:
     if args.speculative_algorithm == DFLASH:
         if path is None:  # refused with the other flags
             return TrainedBlock(USUAL_BLOCK_SIZE, USUAL_BLOCK_SIZE - 1)
-        rows = config_keys(_resolved(args)).positive("block_size", USUAL_BLOCK_SIZE)
-        return TrainedBlock(rows, rows - 1)
+        keys = config_keys(_resolved(args))
+        rows = dflash_rows(keys)
+        return TrainedBlock(rows, rows - dflash_first_row(keys))
     if args.speculative_algorithm != DSPARK:
         return TrainedBlock(0, 0)
     folder = _resolved(args)

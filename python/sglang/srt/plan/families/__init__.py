@@ -18,6 +18,7 @@ from sglang.srt.plan.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from sglang.srt.plan.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from sglang.srt.plan.families.glm4 import GLM4, GLM4V
 from sglang.srt.plan.families.glm4_moe import GLM4_MOE, GLM4V_MOE
+from sglang.srt.plan.families.glm5_next import GLM5_NEXT
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.hy_v3 import HY_V3
 from sglang.srt.plan.families.kimi_linear import KIMI_LINEAR
@@ -53,7 +54,7 @@ FAMILIES: tuple[Family, ...] = (
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
-    *(NEMOTRON_H, KIMI_LINEAR, DEEPSEEK_V4, QWEN4_EXP, QWEN4_EXP_TEXT),
+    *(NEMOTRON_H, KIMI_LINEAR, GLM5_NEXT, DEEPSEEK_V4, QWEN4_EXP, QWEN4_EXP_TEXT),
 )
 
 _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -49,7 +49,7 @@ class Family:
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
     recurrent_pattern: int = 0  # every so many layers one is attention and no gated delta net, likewise
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
-    pooled_index: bool = False  # attention without a window is as PooledSparse
+    pooled_index: bool = False  # attention without a window is as PooledSparse, or as PooledLatent
     compressed: bool = False  # `compress_ratios` says of each layer how many tokens an entry stands for
     qkv_bias: bool | None = None
     o_bias: bool | None = None
@@ -66,6 +66,7 @@ class Family:
     sigmoid_output_gates: bool = False  # `output_gate_type` of recurrent layers may be a sigmoid
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     kimi_delta: bool = False  # of layers with latent attention some are Kimi delta attention instead
+    decay_bound: float = 0.0  # KimiDelta.lower_bound, unless the config says it
     indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
     # feed-forward
     joined_gate_up: bool = False  # as Dense.joined

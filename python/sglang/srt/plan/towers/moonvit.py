@@ -1,4 +1,4 @@
-"""MoonViT, the encoder of images of Kimi K2.5 to K2.7, as config.json has it.
+"""MoonViT, the encoder of images and videos of Kimi K2.5 to K2.7, as config.json has it.
 
 Published configs write `vt_hidden_size` and the like; those that transformers writes have the usual keys.
 """
@@ -74,6 +74,7 @@ def describe_moonvit(outer: ConfigReader, vision: ConfigReader) -> MoonViTTower:
         merge=squares[0],
         out_size=ConfigReader(text, "config.json text_config").positive("hidden_size"),
         side=side,
+        pooled_frames=_size(vision, "pos_emb_time", "init_"),
         projector_eps=vision.default(
             "projector_ln_eps", float, outer.default("projection_layer_norm_eps", float, 1e-5)
         ),

@@ -18,7 +18,8 @@ NamedShape = tuple[str, tuple[int, ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower(ABC):
     """`patch_shape`: channels, frames, rows and columns of a patch. `merge`: of so many patches a side one token is
-    made, of `out_size` dims. `deepstack`: layers whose outputs are features, too."""
+    made, of `out_size` dims. `deepstack`: layers whose outputs are features, too. `pooled_frames`: so many frames of a
+    video, or what is left of it, see one another and become the tokens of one."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,6 +29,7 @@ class Tower(ABC):
     merge: int
     out_size: int
     deepstack: tuple[int, ...] = ()
+    pooled_frames: int = 1
 
     prefixes: ClassVar[tuple[str, ...]]
     """Beginnings of the names of its weights in checkpoints."""
@@ -37,6 +39,16 @@ class Tower(ABC):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def features_size(self) -> int:
+        """Dims of a token's features, with those of deepstack."""
+        return self.out_size * (1 + len(self.deepstack))
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Returns the tokens of frames x rows x columns of patches."""
+        frames, rows, columns = grid
+        return -(-frames // self.pooled_frames) * (rows // self.merge) * (columns // self.merge)
 
     @property
     def patch_values(self) -> int:

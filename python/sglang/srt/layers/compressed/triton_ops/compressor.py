@@ -44,10 +44,12 @@ def compress_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The entry of the run that token `program_id` completes, if it does: softmax over tokens, channel by channel."""
+    """The entry of the run that token `program_id` completes, if it does: softmax over tokens, channel by channel. With
+    ROT 0 it is neither normed nor rotated."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, DIM)
-    norm_weight = tl.load(weight + cols).to(tl.float32)
+    if ROT > 0:
+        norm_weight = tl.load(weight + cols).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -86,8 +88,9 @@ def compress_kernel(
             total = total * shrink + tl.sum(shares, axis=0)
             most = new_most
         entry = (values / total)[None, :]
-        cos_sin_row = cos_sin + (position + 1 - RATE) * ROT
-        entry = normed_and_turned(entry, norm_weight, cos_sin_row, eps, DIM, ROT, tl.float32)
+        if ROT > 0:
+            cos_sin_row = cos_sin + (position + 1 - RATE) * ROT
+            entry = normed_and_turned(entry, norm_weight, cos_sin_row, eps, DIM, ROT, tl.float32)
         slot = tl.load(out_cache_loc + token).to(tl.int64) // RATE
         tl.store(cache + slot * entry_stride + cols[None, :], entry.to(cache.dtype.element_ty))
 
@@ -131,21 +134,21 @@ def compress(
     slots: torch.Tensor,
     positions: torch.Tensor,
     firsts: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
 ) -> None:
     """As the reference, for rates and dims that are powers of two. Tokens of slot 0 are padding."""
     num_tokens = rows.shape[0]
-    rate, size, dim = bias.shape[0], state.shape[1], weight.shape[0]
+    rate, size, dim = bias.shape[0], state.shape[1], cache.shape[-1]
     if num_tokens == 0:
         return
     compress_kernel[(num_tokens,)](
         rows, bias, state, slots, positions, firsts, weight, cos_sin, cache, out_cache_loc, rows.stride(0),
-        cache.stride(0), eps, RATE=rate, RUNS=size // rate, DIM=dim, ROT=cos_sin.shape[1],
-        **compress_launch(dim, size), **pdl.options(),
+        cache.stride(0), eps, RATE=rate, RUNS=size // rate, DIM=dim,
+        ROT=0 if cos_sin is None else cos_sin.shape[1], **compress_launch(dim, size), **pdl.options(),
     )  # fmt: skip
 
 

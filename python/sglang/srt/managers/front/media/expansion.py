@@ -26,26 +26,29 @@ class PlacedMedia:
 def expand(ids: list[int], media: Sequence[PlacedMedia], tokens: MediaTokens) -> tuple[list[int], list[MediaItem]]:
     """The ids with each placeholder replaced by what stands for its image or video, in order, and where that is.
     Raises RequestError for another number of placeholders than of images or videos."""
-    waiting = {kind: [entry for entry in media if entry.kind == kind] for kind in KINDS}
-    kinds = {tokens.of(kind): kind for kind in reversed(KINDS) if tokens.of(kind) is not None}
+    waiting: dict[int, list[PlacedMedia]] = {}
+    """By placeholder, in the order of the prompt: images and videos may have one in common."""
     for kind in KINDS:
-        count = sum(token == tokens.of(kind) for token in ids)
-        if count != len(waiting[kind]):
-            raise _mismatch(kind, count, len(waiting[kind]), tokens)
+        token_of_kind = tokens.of(kind)
+        if token_of_kind is not None and token_of_kind not in waiting:
+            waiting[token_of_kind] = [entry for entry in media if tokens.of(entry.kind) == token_of_kind]
+            count = sum(token == token_of_kind for token in ids)
+            if count != len(waiting[token_of_kind]):
+                raise _mismatch(kind, count, len(waiting[token_of_kind]), tokens)
     result: list[int] = []
     items: list[MediaItem] = []
     skips_end = False
     for token in ids:
-        kind_here = kinds.get(token)
-        if kind_here is None:
+        if token not in waiting:
             if not (skips_end and token == tokens.end):
                 result.append(token)
             skips_end = False
             continue
-        if kind_here == "video" and tokens.start is not None and result[-1:] == [tokens.start]:
+        entry = waiting[token].pop(0)
+        if entry.kind == "video" and tokens.start is not None and result[-1:] == [tokens.start]:
             result.pop()
             skips_end = True
-        _place(waiting[kind_here].pop(0), tokens, result, items)
+        _place(entry, tokens, result, items)
     return result, items
 
 

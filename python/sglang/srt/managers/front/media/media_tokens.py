@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.managers.front.media.media_source import Kind
+from sglang.srt.managers.front.media.media_source import KINDS, Kind, MediaSource
 
 _FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl": "qwen2_5_vl",
@@ -28,7 +29,8 @@ class MediaTokens:
     """`image` and `video`: the placeholder that a template writes once, and that is repeated once an embedding; None:
     there is no such input. `frame`: what is repeated for a video, if it is another one. `start`, `end`: marks around a
     placeholder that frames of a video bring themselves. `run_start`, `run_end`: marks that the processor writes around
-    each run of placeholders, not the template."""
+    each run of placeholders, not the template. `video_text`: what templates write for a video where that is no token;
+    `image_text` takes its place, and videos have the placeholder of images."""
 
     family: str
     image: int
@@ -38,6 +40,20 @@ class MediaTokens:
     run_start: int | None = None
     run_end: int | None = None
     frame: int | None = None
+    video_text: str = ""
+    image_text: str = ""
+
+    def with_placeholders(self, text: str, media: Sequence[MediaSource]) -> tuple[str, Sequence[MediaSource]]:
+        """Returns the text of a prompt with a token for each video, and its images and videos in the order of the
+        text."""
+        if not self.video_text:
+            return text, media
+        pattern = f"{re.escape(self.video_text)}|{re.escape(self.image_text)}"
+        kinds: list[Kind] = ["video" if mark == self.video_text else "image" for mark in re.findall(pattern, text)]
+        if sorted(kinds) == sorted(source.kind for source in media):
+            of_kind = {kind: iter([source for source in media if source.kind == kind]) for kind in KINDS}
+            media = [next(of_kind[kind]) for kind in kinds]
+        return text.replace(self.video_text, self.image_text), media
 
     def of(self, kind: Kind) -> int | None:
         return self.image if kind == "image" else self.video
@@ -56,7 +72,8 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
         return None
     video = config.get("video_token_id")
     if family == "kimi_k25":
-        return MediaTokens(family, image)
+        video_text = "<|kimi_k25_video_placeholder|>"
+        return MediaTokens(family, image, image, video_text=video_text, image_text="<|media_pad|>")
     if family == "gemma4":
         marks = (config.get("boi_token_id"), config.get("eoi_token_id"))
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])

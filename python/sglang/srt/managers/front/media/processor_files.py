@@ -38,7 +38,7 @@ def read_processor_files(directory: Path, family: str, mm_process_config: str) -
     """`mm_process_config`: the flag's JSON, which wins. Raises UserError."""
     both = _optional(directory / _BOTH_FILE)
     image = _usual_words(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
-    video = _optional(directory / _VIDEO_FILE) or _part(both, "video_processor")
+    video = _usual_words(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
     if not image:
         raise UserError(
             f"{directory} has no {_IMAGE_FILE}, which says how images are prepared for the model; add it, or serve "
@@ -71,7 +71,11 @@ def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{_IMAGE_FILE}: {_OF_KIMI}.fixed_output_tokens is not supported; serve text with --language-model-only."
         )
-    words = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
+    words = {
+        "in_patch_limit": "max_patches",
+        "merge_kernel_size": "merge_size",
+        "max_num_frames_each_video": "max_frames",
+    }
     usual = {words.get(name, name): value for name, value in published.items()}
     side = usual.pop("patch_limit_on_one_side", None)
     return usual if side is None else {**usual, "size": {"max_height": side, "max_width": side}}

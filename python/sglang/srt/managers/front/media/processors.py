@@ -80,24 +80,33 @@ def _pooled(settings: Settings) -> ImageProcessor:
 
 def _native_size(settings: Settings) -> ImageProcessor:
     """Kimi K2.5: a picture is never enlarged; black is added below and to the right up to whole squares of patches."""
-    patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
     most = int(settings.get("max_patches", 16384))
-    side = int(_size(settings).get("max_height", 512)) * patch
 
     def process(image: Image.Image) -> Patches:
-        width, height = image.size
-        fitting = max(1, width // patch) * max(1, height // patch)
-        scale = min(1.0, math.sqrt(most / fitting), side / width, side / height)
-        width, height = (min(side, max(1, int(size * scale))) for size in (width, height))
-        factor = patch * merge
-        canvas = np.zeros((-(-height // factor) * factor, -(-width // factor) * factor, 3), np.uint8)
-        canvas[:height, :width] = resized(image, (width, height))
-        rows, columns = canvas.shape[0] // patch, canvas.shape[1] // patch
-        values = normalized(canvas, settings).reshape(rows, patch, columns, patch, 3)
-        pixels = values.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
-        return Patches(np.ascontiguousarray(pixels), (1, rows, columns), rows * columns // merge**2)
+        return padded_patches(resized(image, never_enlarged(image.size, settings, most)), settings)
 
     return process
+
+
+def never_enlarged(size: tuple[int, int], settings: Settings, most: int) -> tuple[int, int]:
+    """Returns the width and the height of at most `most` patches and a limit for each side."""
+    patch, (width, height) = int(settings.get("patch_size", 14)), size
+    side = int(_size(settings).get("max_height", 512)) * patch
+    fitting = max(1, width // patch) * max(1, height // patch)
+    scale = min(1.0, math.sqrt(most / fitting), side / width, side / height)
+    return min(side, max(1, int(width * scale))), min(side, max(1, int(height * scale)))
+
+
+def padded_patches(picture: np.ndarray, settings: Settings) -> Patches:
+    """picture [height, width, 3] uint8. Patches row by row, with black up to whole squares of the merge."""
+    patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
+    factor, (height, width) = patch * merge, picture.shape[:2]
+    canvas = np.zeros((-(-height // factor) * factor, -(-width // factor) * factor, 3), np.uint8)
+    canvas[:height, :width] = picture
+    rows, columns = canvas.shape[0] // patch, canvas.shape[1] // patch
+    values = normalized(canvas, settings).reshape(rows, patch, columns, patch, 3)
+    pixels = values.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
+    return Patches(np.ascontiguousarray(pixels), (1, rows, columns), rows * columns // merge**2)
 
 
 _QWEN = _merged("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")

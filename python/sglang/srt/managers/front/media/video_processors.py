@@ -20,7 +20,9 @@ from sglang.srt.managers.front.media.processors import (
     Patches,
     Settings,
     edges,
+    never_enlarged,
     normalized,
+    padded_patches,
     resized,
 )
 from sglang.srt.plan.media import PATCHES_A_STEP
@@ -38,7 +40,9 @@ class VideoPatches:
 
 
 Written = Callable[[Sequence[float], int], list[str | int]]
-"""(times of the frames of the grid, placeholders of one) -> what stands in the prompt."""
+"""(times of the frames of the grid, placeholders of one, or of those that are pooled) -> what stands in the prompt."""
+_CLIP_FRAMES = 4
+"""Frames that Kimi K2.5 pools."""
 
 
 def _each_frame(before: str, after: str, time_format: Callable[[float], str]) -> Written:
@@ -66,6 +70,16 @@ def _all_frames(times: Sequence[float], tokens: int) -> list[str | int]:
     return [len(times) * tokens]
 
 
+def _clips_of_four(times: Sequence[float], tokens: int) -> list[str | int]:
+    """Kimi K2.5: a run for every four frames, which become the tokens of one, behind the time of the first."""
+    parts: list[str | int] = []
+    for first in times[::_CLIP_FRAMES]:
+        seconds, thousandths = divmod(int(first * 1000), 1000)
+        clock = f"{seconds // 3600 % 24:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}.{thousandths:03d}"
+        parts += [f"{clock}<|media_begin|>video<|media_content|>", tokens, "<|media_end|>"]
+    return parts
+
+
 # --- which frames -----------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +101,12 @@ def _steps_by_rate(video: Video, settings: Settings) -> list[int]:
 def _fixed_number(video: Video, settings: Settings) -> list[int]:
     """Gemma 4: always `num_frames`, in equal steps from the first on; of a shorter video all."""
     return _steps(video.num_frames, min(settings["num_frames"], video.num_frames))
+
+
+def _by_rate(video: Video, settings: Settings) -> list[int]:
+    """Kimi K2.5: `fps` frames a second, in published files `sample_fps`, in equal steps from the first on."""
+    count = int(video.num_frames / video.fps * settings.get("fps", settings["sample_fps"]))
+    return _steps(video.num_frames, min(max(count, 1), video.num_frames, settings["max_frames"]))
 
 
 def _steps(total: int, count: int) -> list[int]:
@@ -195,6 +215,20 @@ def _pooled_size(video: Video, count: int, settings: Settings) -> tuple[int, int
     return columns * side, rows * side
 
 
+def _size_without_padding(video: Video, count: int, settings: Settings) -> tuple[int, int]:
+    """Kimi K2.5: as images, with fewer patches; what is missing to whole squares of patches is black."""
+    most = settings.get("in_patch_limit_each_frame") or settings.get("max_patches", PATCHES_A_STEP)
+    return never_enlarged(video.size, settings, min(most, PATCHES_A_STEP // _CLIP_FRAMES))
+
+
+def _padded_patches(frames: np.ndarray, settings: Settings) -> Patches:
+    """frames [F, height, width, 3] uint8."""
+    parts = [padded_patches(frame, settings) for frame in frames]
+    _, rows, columns = parts[0].grid
+    pixels = np.concatenate([part.pixels for part in parts])
+    return Patches(pixels, (len(parts), rows, columns), sum(part.num_tokens for part in parts[::_CLIP_FRAMES]))
+
+
 def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
     """frames [F, height, width, 3] uint8. The values of a patch are its pixels, one after the other."""
     patch, pool = settings["patch_size"], settings["pooling_kernel_size"]
@@ -210,23 +244,25 @@ def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
 @dataclass(frozen=True, slots=True)
 class _Form:
     """The way in which a family reads videos. `defaults`: settings that a model's files may leave out. `middle`: frames
-    that are taken together have the time between them, otherwise that of the first."""
+    that are taken together have the time between them, otherwise that of the first. `pooled`: so many frames of the
+    grid have the placeholders of one; then none is repeated where the last ones are fewer."""
 
     frames: Callable[[Video, Settings], list[int]]
     written: Written
     defaults: Mapping[str, object]
     middle: bool = False
+    pooled: int = 1
     size: Callable[[Video, int, Settings], tuple[int, int]] = _merged_size
     patches: Callable[[np.ndarray, Settings], Patches] = _merged_patches
 
 
 _PAIRS = {"temporal_patch_size": 2, "merge_size": 2, "fps": 2.0, "max_frames": 768}
-_CLIP = {
+_OF_CLIP = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
     "patch_size": 14,
 }
-_OF_GLM = {**_PAIRS, **_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
+_OF_GLM = {**_PAIRS, **_OF_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
 _OF_QWEN3 = {
     "image_mean": (0.5,) * 3,
     "image_std": (0.5,) * 3,
@@ -251,6 +287,14 @@ _OF_GEMMA = {
     "temporal_patch_size": 1,
     "max_frames": 768,
 }
+_OF_KIMI = {
+    "image_mean": (0.5,) * 3,
+    "image_std": (0.5,) * 3,
+    "patch_size": 14,
+    "merge_size": 2,
+    "sample_fps": 2.0,
+    "max_frames": 2048,
+}
 _GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>{}")
 _FORMS: Mapping[str, _Form] = {
     "qwen3_vl": _Form(
@@ -259,17 +303,19 @@ _FORMS: Mapping[str, _Form] = {
         {**_PAIRS, **_OF_QWEN3},
         middle=True,
     ),
-    "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **_CLIP, **_OF_QWEN2_5}),
+    "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **_OF_CLIP, **_OF_QWEN2_5}),
     "glm4v": _Form(_rounded_up, _each_frame(*_GLM_MARKS, lambda time: str(int(time))), _OF_GLM),
     "glm46v": _Form(_by_length, _each_frame(*_GLM_MARKS, "{:.1f} seconds".format), _OF_GLM),
+    "kimi_k25": _Form(
+        _by_rate, _clips_of_four, _OF_KIMI, pooled=_CLIP_FRAMES, size=_size_without_padding, patches=_padded_patches
+    ),
     "gemma4": _Form(_fixed_number, _clocks, _OF_GEMMA, size=_pooled_size, patches=_row_by_row),
 }
 
 
-def video_processor(files: ProcessorFiles) -> VideoProcessor | None:
-    """The processor of the model's videos; None for a family that reads none."""
-    form = _FORMS.get(files.family)
-    return None if form is None else VideoProcessor(form, files.video)
+def video_processor(files: ProcessorFiles) -> VideoProcessor:
+    """The processor of the model's videos."""
+    return VideoProcessor(_FORMS[files.family], files.video)
 
 
 class VideoProcessor:
@@ -283,7 +329,7 @@ class VideoProcessor:
         indices = self._indices(video)
         size = form.size(video, len(indices), settings)
         frames = [resized(frame, size) for frame in _repeated(video, indices)]
-        together = settings["temporal_patch_size"]
+        together = settings["temporal_patch_size"] if form.pooled == 1 else 1
         missing = -len(frames) % together
         frames += frames[-1:] * missing
         indices += indices[-1:] * missing
@@ -292,7 +338,7 @@ class VideoProcessor:
         times = [(first + last) / 2 / video.fps for first, last in zip(firsts, lasts, strict=True)]
         patches = form.patches(np.stack(frames), settings)
         sampled_fps = len(indices) / video.num_frames * video.fps
-        parts = form.written(times, patches.num_tokens // len(times))
+        parts = form.written(times, patches.num_tokens // -(-len(times) // form.pooled))
         return VideoPatches(patches, times, parts, together / sampled_fps)
 
     def _indices(self, video: Video) -> list[int]:

@@ -104,8 +104,6 @@ class _Worker:
         return Decoded(items=[self._features(job, patches)], parts=[patches.num_tokens])
 
     def _video_reply(self, job: MediaJob) -> Decoded:
-        if self._video is None:
-            raise self._decoding.MediaError("videos are not read for this model; send single frames as images")
         result = self._video(self._opened_video(job))
         num_runs = sum(isinstance(part, int) for part in result.parts)
         features = self._features(job, result.patches, num_runs, result.frame_seconds)

@@ -1,0 +1,59 @@
+"""Convolutions over the rows of a draft's blocks, around a layer's block; see `plan.drafts.heads.Convolution`.
+
+    out[i, c] = sum over taps t of (base[t, c] + kernels[i, t, c // group]) x[i - t, c]    rows before the block are 0
+
+`kernels` are a product of the row before the layer's block, for both sides. What comes out of the layer's block enters
+linearly, so that ranks may convolve their summands before they are added up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.parameter import Scope, Shard
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.plan.drafts.heads import Convolution
+from sglang.srt.plan.ranks import whole
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class ConvolvedBlock:
+    """A layer's block between two convolutions. Implements residual.Block; x [R * B, H] of R requests."""
+
+    row_format = None
+
+    def __init__(self, scope: Scope, spec: Convolution, block: Any, hidden_size: int, rows: int) -> None:
+        """block: a residual.Block, in the place of attention one that keeps; rows: B, of a request's block."""
+        self.block, self.spec, self.rows = block, spec, rows
+        self.base = scope.param("base_kernel", (2, spec.taps, hidden_size))
+        shard = Shard("", whole(spec.rows(hidden_size)), whole(hidden_size))
+        self.projection = Unquantized().create_weights(scope.sub("kernel_projection"), [shard], None)
+
+    def defer_all_reduce(self) -> Group | None:
+        return self.block.defer_all_reduce()
+
+    def keep(self, x: Rows, batch: ForwardBatch) -> None:
+        """Stores keys and values of tokens before the block, which are not convolved."""
+        self.block.keep(x, batch)
+
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+        values = values_of(x)
+        kernels = self.projection(values).view(-1, self.rows, 2, self.spec.taps, values.shape[-1] // self.spec.group)
+        out = self.block(self._convolved(values, kernels[:, :, 0], self.base[0]), batch)
+        return self._convolved(out, kernels[:, :, 1], self.base[1])
+
+    def _convolved(self, x: torch.Tensor, kernels: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """x [R * B, H], kernels [R, B, taps, groups], base [taps, H] -> [R * B, H], added up in fp32."""
+        rows = x.view(-1, self.rows, x.shape[-1] // self.spec.group, self.spec.group).float()
+        total = torch.zeros_like(rows)
+        for tap in range(min(self.spec.taps, self.rows)):
+            weight = base[tap].view(-1, self.spec.group) + kernels[:, :, tap, :, None].float()
+            total += weight * F.pad(rows[:, : self.rows - tap], (0, 0, 0, 0, tap, 0))
+        return total.to(x.dtype).view_as(x)

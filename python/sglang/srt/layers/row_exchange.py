@@ -1,0 +1,69 @@
+"""Rows of a step that attention groups with requests of their own (data-parallel attention) bring together.
+
+Each group has rows of its own: its requests' tokens, or the last ones of these. What all ranks compute together (dense
+layers, experts, the vocabulary) takes the rows of all groups:
+
+    own rows [T, H] -> padded to `each`, gathered [A * each, H] -> without padding [N, H] -> block
+    summands [N, H] of all ranks -> [A * each, H] -> reduce-scatter, sum over the group -> own rows [T, H]
+
+Every rank runs the scheduler of every group, so all know `each` before the step, and nothing is sent to agree on it. In
+CUDA graphs it is the graph's number of tokens, and padding stays behind the rows that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.distributed.parallel_state import Groups
+
+
+def valid_rows(counts: Sequence[int], each: int) -> np.ndarray:
+    """[sum of counts] int64: where the rows of each group lie among those that were gathered."""
+    return np.concatenate([np.arange(count, dtype=np.int64) + i * each for i, count in enumerate(counts)])
+
+
+def padded_order(counts: Sequence[int], each: int) -> np.ndarray:
+    """[groups * each] int64: the rows that count, then those of padding."""
+    valid = valid_rows(counts, each)
+    return np.concatenate((valid, np.setdiff1d(np.arange(len(counts) * each, dtype=np.int64), valid)))
+
+
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    """`each`: rows of a group, padding included. `order` [N] int64: those of all gathered rows that are computed, in
+    this order; None: all. `num_valid` [1] int32: of these the first so many count; None: all. Collective."""
+
+    groups: Groups
+    each: int
+    order: torch.Tensor | None = None
+    num_valid: torch.Tensor | None = None
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Own rows [T, ...] -> [N, ...] of all groups."""
+        missing = self.each - len(x)
+        padded = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)) if missing else x
+        rows = self.groups.dp.all_gather(padded, dim=0)
+        return rows if self.order is None else rows[self.order]
+
+    def scatter(self, summand: torch.Tensor, count: int) -> torch.Tensor:
+        """[N, H], a summand of every rank -> the first `count` own rows of the sum."""
+        rows = self._spread(summand)
+        summed = self.groups.dp.reduce_scatter(rows.view(self.groups.dp.size, self.each, *rows.shape[1:]))
+        return self.groups.attention.all_reduce(summed)[:count]
+
+    def local_rows(self, total: torch.Tensor, count: int) -> torch.Tensor:
+        """[N, H], alike on every rank -> the first `count` own rows."""
+        first = self.groups.dp.rank * self.each
+        return self._spread(total)[first : first + count]
+
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order is None:
+            return x
+        size = self.groups.dp.size * self.each
+        rows = x.new_zeros((size, *x.shape[1:])) if len(x) < size else torch.empty_like(x)
+        return rows.index_copy_(0, self.order, x)

@@ -1,0 +1,39 @@
+"""Blocks that all ranks compute together, where attention groups have requests of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+
+TOKEN_IDS = "ids of all attention groups"
+"""Name in `ForwardBatch.handed_on` of the token ids of the gathered rows."""
+
+
+class SharedByAllGroups:
+    """A block of a layer that all ranks compute for the rows of all attention groups: x [T, H] of this group -> [T, H].
+    What it makes is summed here, so that nothing is left to the next norm."""
+
+    def __init__(self, block: Any, reads_ids: bool = False) -> None:
+        """reads_ids: the block looks at the ids of the tokens."""
+        self.block, self.reads_ids = block, reads_ids
+        self.is_summand = block.defer_all_reduce() is not None
+
+    def defer_all_reduce(self) -> Group | None:
+        return None
+
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+        exchange, local = batch.exchange, values_of(x)
+        assert exchange is not None, "steps of ranks with requests of their own have one"
+        everyones = replace(batch, num_valid_tokens=exchange.num_valid)
+        if self.reads_ids:
+            if TOKEN_IDS not in batch.handed_on:
+                batch.handed_on[TOKEN_IDS] = exchange.gather(batch.input_ids)
+            everyones.input_ids = batch.handed_on[TOKEN_IDS]
+        out = self.block(exchange.gather(local), everyones)
+        return exchange.scatter(out, len(local)) if self.is_summand else exchange.local_rows(out, len(local))

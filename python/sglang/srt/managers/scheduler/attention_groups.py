@@ -1,0 +1,241 @@
+"""Schedulers of attention groups, each of which has requests of its own (--attn-dp-size).
+
+Every rank runs the schedulers of all groups over the same messages, so that all know how many rows each group brings to
+a step, and what it samples, without a message: a step's tokens, which the schedulers need anyway, are all that travels
+between them. A request belongs to one group from its arrival on; the groups share neither caches nor queues.
+
+    messages ──> AttentionGroups ── owner ──> Scheduler of group 0 ─┐
+                                              Scheduler of group 1 ─┼─ pick ──> one step of all groups ──> results
+                                              ...                  ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sglang.srt.managers.front.replica_router import ReplicaLoad, ReplicaRouter
+from sglang.srt.managers.scheduler.batch_builder import vocab_mask
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
+from sglang.srt.managers.wire.io_struct import AbortReq, BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from sglang.srt.model_executor.step import GroupSteps
+from sglang.srt.sampling.sampling_table import takes_largest
+from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.grammar_manager import PendingGrammar
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.step import StepInput
+
+
+class _NoTable:
+    """The sampling parameters of a group that other ranks sample for."""
+
+    def set(self, *request: object) -> None:
+        pass
+
+    def clear(self, slot: int) -> None:
+        pass
+
+
+class _GroupRunner:
+    """What the scheduler of one group asks of the runner. Only the ranks of the group have its requests."""
+
+    tokens_per_step, tokens_ahead, next_tokens_read = 1, 0, 0
+    media = copies = storage = None
+
+    def __init__(self, runner: ModelRunner, is_own: bool) -> None:
+        self.plan = runner.plan
+        self.decodes_in_graph = runner.decodes_in_graph
+        self.sampling_table: Any = runner.sampling_table if is_own else _NoTable()
+        self._runner = runner if is_own else None
+
+    def begin(self, slot: int, tokens: list[int], position_delta: int) -> None:
+        if self._runner is not None:
+            self._runner.begin(slot, tokens, position_delta)
+
+
+class AttentionGroups:
+    """Has the interface of a `Scheduler`, and a scheduler for each group."""
+
+    host_tier = None  # --enable-hierarchical-cache is refused
+
+    def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
+        self.args, self.runner, self.plan = args, runner, runner.plan
+        self.group = runner.groups.dp.rank
+        count = runner.groups.dp.size
+        if args.max_queued_requests is not None:
+            args = replace(args, max_queued_requests=-(-args.max_queued_requests // count))
+        self.schedulers = [
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker)  # type: ignore[arg-type]
+            for group in range(count)
+        ]
+        caches = self.plan.caches_prefixes and not args.disable_radix_cache
+        self.router = ReplicaRouter(args.load_balance_method, count, caches)
+        for group, scheduler in enumerate(self.schedulers):
+            self.router.set_cache_size(group, scheduler.kv.size)
+        self.stats = StatsLogger(args.decode_log_interval, self.load)
+        for scheduler in self.schedulers:
+            scheduler.stats = self.stats
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Launch the next batches of all groups as one step, then read back those of the step before."""
+        batches = [None if scheduler.paused else scheduler.pick() for scheduler in self.schedulers]
+        if any(batch is not None for batch in batches):
+            self.launch(batches)
+        for scheduler, batch in zip(self.schedulers, batches, strict=True):
+            scheduler.read_back(batch)
+
+    def launch(self, batches: list[ScheduleBatch | None]) -> None:
+        """As `Scheduler.launch`. The masks of a group are filled by its ranks; what a mask needs read back is read by
+        all, so that all know the same."""
+        there = [batch for batch in batches if batch is not None]
+        plain = all(not batch.needs_mask and all(map(_takes_largest, batch.sampled)) for batch in there)
+        steps = GroupSteps.of([None if batch is None else batch.step for batch in batches], plain)
+        step: StepInput = steps.steps[self.group]
+        step.groups = steps
+        forward = self.runner.forward(step)
+        mask: np.ndarray | None = None
+        for group, (scheduler, batch) in enumerate(zip(self.schedulers, batches, strict=True)):
+            if batch is None or not batch.needs_mask:
+                continue
+            scheduler.settle(set(batch.limited))
+            if group == self.group:
+                mask = vocab_mask(batch, self.plan.model.vocab_size, scheduler.masks)
+        results = self.runner.sample_groups(forward, mask)
+        for scheduler, batch, result in zip(self.schedulers, batches, results, strict=True):
+            if batch is not None:
+                batch.result = result
+                scheduler.in_flight.append(batch)
+
+    def settle(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.settle()
+
+    @property
+    def idle(self) -> bool:
+        return all(scheduler.idle for scheduler in self.schedulers)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
+        """Queues a request in the group that has most of its prompt in its cache, or least to do."""
+        owner = self._owner(msg.rid)
+        if owner is None:  # one that has the id refuses it
+            loads = [
+                ReplicaLoad(group, len(scheduler.reqs), sum(len(req.tokens) for req in scheduler.reqs.values()))
+                for group, scheduler in enumerate(self.schedulers)
+            ]
+            owner = self.schedulers[self.router.choose(loads, msg.input_ids, msg.cache_namespace)]
+        return owner.add(msg, seed, stop_ids)
+
+    def _owner(self, rid: str) -> Scheduler | None:
+        return next((scheduler for scheduler in self.schedulers if rid in scheduler.reqs), None)
+
+    def _owner_of(self, req: Req) -> Scheduler:
+        owner = self._owner(req.rid)
+        assert owner is not None, "the request has not ended"
+        return owner
+
+    def end(self, req: Req, reason: FinishReason) -> None:
+        self._owner_of(req).end(req, reason)
+
+    def end_named(self, rid: str, reason: FinishReason) -> None:
+        if (owner := self._owner(rid)) is not None:
+            owner.end_named(rid, reason)
+
+    def hold(self, req: Req, pending: PendingGrammar) -> None:
+        self._owner_of(req).hold(req, pending)
+
+    def release_hold(self, req: Req) -> None:
+        self._owner_of(req).release_hold(req)
+
+    def abort(self, msg: AbortReq) -> None:
+        for scheduler in self.schedulers:
+            scheduler.abort(msg)
+
+    def pause(self, mode: str) -> None:
+        for scheduler in self.schedulers:
+            scheduler.pause(mode)
+
+    @property
+    def paused(self) -> bool:
+        return self.schedulers[0].paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        for scheduler in self.schedulers:
+            scheduler.paused = paused
+
+    def flush_cache(self) -> bool:
+        """Empties the caches of all groups, or of none."""
+        self.settle()
+        reqs = self.reqs.values()
+        if any(req.slot for req in reqs) or (reqs and not self.paused):
+            return False
+        self.router.forget_prefixes()
+        return all(scheduler.flush_cache() for scheduler in self.schedulers)  # none refuses now
+
+    @property
+    def reqs(self) -> dict[str, Req]:
+        """All requests, the oldest of each group first."""
+        return {rid: req for scheduler in self.schedulers for rid, req in scheduler.reqs.items()}
+
+    @property
+    def waiting(self) -> Iterator[Req]:
+        return (req for scheduler in self.schedulers for req in scheduler.waiting)
+
+    @property
+    def compiling(self) -> dict[str, tuple[Req, PendingGrammar]]:
+        return {rid: entry for scheduler in self.schedulers for rid, entry in scheduler.compiling.items()}
+
+    @property
+    def outbox(self) -> list[BatchTokenIDOut]:
+        """The messages of all groups since it was set."""
+        first, *others = self.schedulers
+        for scheduler in others:
+            first.outbox += scheduler.outbox
+            scheduler.outbox = []
+        return first.outbox
+
+    @outbox.setter
+    def outbox(self, messages: list[BatchTokenIDOut]) -> None:
+        self.schedulers[0].outbox = messages
+
+    # --- sizes -------------------------------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        loads = [scheduler.load() for scheduler in self.schedulers]
+        return Load(
+            sum(load.num_running for load in loads),
+            sum(load.num_waiting for load in loads),
+            sum(load.used_tokens for load in loads),
+            sum(load.pool_tokens for load in loads),
+        )
+
+    @property
+    def num_free_rows(self) -> int:
+        return sum(scheduler.kv.num_free_rows() for scheduler in self.schedulers)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the caches of all groups hold."""
+        return sum(scheduler.kv.size for scheduler in self.schedulers)
+
+    def check_memory(self) -> dict[str, Any]:
+        """As of a scheduler, summed over the groups; `groups` has each."""
+        each = [scheduler.check_memory() for scheduler in self.schedulers]
+        summed = {name: sum(memory[name] for memory in each) for name in ("free", "cached", "total", "held")}
+        return {**summed, "groups": each}
+
+
+def _takes_largest(req: Req) -> bool:
+    return takes_largest(req.params)

@@ -1,0 +1,87 @@
+"""Attaching a store of cached prefixes to a running server, and detaching it, on all ranks or on none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.configs.storage_backend import StorageConfig, read_storage_config
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import open_store
+from sglang.srt.mem_cache.storage.engine import StorageEngine
+
+logger = logging.getLogger(__name__)
+
+NO_TIER = (
+    "There is no prefix cache in main memory, which a store is behind: start the server with"
+    " --enable-hierarchical-cache, and see its log if it was."
+)
+
+
+def describe(scheduler: Scheduler | AttentionGroups) -> dict[str, Any]:
+    """As SGLang names it; all None without a store."""
+    tier = scheduler.host_tier
+    config = None if tier is None or tier.storage is None else tier.storage.config
+    policy = None
+    if tier is not None:
+        policy = "write_through" if tier.write_through else "write_through_selective"
+    return {
+        "hicache_storage_backend": None if config is None else config.backend,
+        "hicache_storage_prefetch_policy": None if config is None else config.prefetch_policy,
+        "hicache_write_policy": policy,
+    }
+
+
+def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> str:
+    """Returns why it cannot be done on some rank; "" if it was. A collective."""
+    problem = _not_now(scheduler)
+    if problem:
+        return problem
+    tier = scheduler.host_tier
+    assert tier is not None
+    if tier.storage is not None:
+        return "A store is attached: detach it first."
+    engine: StorageEngine | None = None
+    config: StorageConfig | None = None
+    try:
+        policy = args["prefetch_policy"] or scheduler.args.hicache_storage_prefetch_policy
+        config = read_storage_config(args["backend"], policy, args["extra"])
+        assert config is not None
+        engine = open_store(scheduler.args, scheduler.runner, parallel_state.rank(), config)
+    except UserError as error:
+        problem = str(error)
+    except Exception as error:  # of somebody else's class
+        logger.exception("A store of cached prefixes cannot be attached")
+        problem = f"The store cannot be opened: {error!r}."
+    if not parallel_state.least_each([int(engine is not None)])[0]:
+        if engine is not None:
+            engine.close()
+        return problem or "Another rank cannot open the store; its log says why."
+    assert engine is not None and config is not None
+    tier.attach(config, engine)
+    if args["write_policy"] is not None:
+        tier.write_through = args["write_policy"] == "write_through"
+    logger.info("Cached prefixes are kept by the backend %s from now on", config.backend)
+    return ""
+
+
+def detach(scheduler: Scheduler | AttentionGroups) -> str:
+    """Returns why it cannot be done; "" if it was, or there was none. A collective."""
+    problem = _not_now(scheduler)
+    if not problem:
+        assert scheduler.host_tier is not None
+        scheduler.host_tier.detach()
+    return problem
+
+
+def _not_now(scheduler: Scheduler | AttentionGroups) -> str:
+    if scheduler.host_tier is None:
+        return NO_TIER
+    scheduler.settle()
+    if scheduler.reqs:
+        return f"{len(scheduler.reqs)} requests run or wait: a store is attached and detached when there are none."
+    return ""

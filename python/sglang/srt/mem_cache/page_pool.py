@@ -1,0 +1,145 @@
+"""Pages of one pool on the device and in main memory, and how the one is made of the other.
+
+On the device a page lies in parts, of every layer one or two. In main memory it is one run of bytes: its parts, one
+after the other. Between the two it is a row, in a buffer on the device or in main memory itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.plan.host_cache import STAGING_BYTES
+from sglang.srt.plan.pool_sizes import PoolSizes
+
+WORDS = {8: torch.int64, 4: torch.int32}
+"""Of the kernel, by size. Caches whose parts are no whole words are copied by torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes of one part's page."""
+
+    part: torch.Tensor
+    """[pages, bytes] uint8"""
+    start: int
+    """Where they begin in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The bytes of a page that are copied together: as many as fit into a buffer."""
+
+    start: int
+    """Where they begin in a page."""
+    width: int
+    segments: list[Segment]
+    strips: torch.Tensor | None
+    """[S, 4] of `page_kernel`, if it copies."""
+    strip_words: int
+
+
+class PagePool:
+    """Begins at page 1 in main memory, too: page 0 is padding."""
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        num_host_pages: int,
+        staging_bytes: int = STAGING_BYTES,
+        by_kernel: bool | None = None,
+    ) -> None:
+        """parts: [pages, bytes] uint8 each, contiguous views of the caches' tensors. staging_bytes: most bytes of a
+        bundle, a multiple of 8. by_kernel: how rows are made; without it by the kernel on a GPU."""
+        self.parts = list(parts)
+        self.page_bytes = sum(part.shape[1] for part in parts)
+        self.host = torch.empty((num_host_pages, self.page_bytes), dtype=torch.uint8)
+        self.locked = False
+        """Whether the device can address main memory."""
+        self.word = math.gcd(8, *(n for part in parts for n in (part.shape[1], part.data_ptr())))
+        wanted = any(part.is_cuda for part in parts) if by_kernel is None else by_kernel
+        self.by_kernel = wanted and self.word in WORDS
+        self.bundles = [self._bundle(start, segments) for start, segments in self._cut(staging_bytes)]
+
+    def _cut(self, most: int) -> list[tuple[int, list[Segment]]]:
+        cuts: list[tuple[int, list[Segment]]] = []
+        start, size = 0, most
+        for part in self.parts:
+            first = 0
+            while first < part.shape[1]:
+                if size == most:
+                    cuts.append((start, []))
+                    size = 0
+                count = min(part.shape[1] - first, most - size)
+                cuts[-1][1].append(Segment(part[:, first : first + count], size))
+                first, start, size = first + count, start + count, size + count
+        return cuts
+
+    def _bundle(self, start: int, segments: list[Segment]) -> Bundle:
+        width = sum(segment.part.shape[1] for segment in segments)
+        if not self.by_kernel:
+            return Bundle(start, width, segments, None, 0)
+        from sglang.srt.mem_cache.page_kernel import WIDTHS  # needs Triton
+
+        widest = max(segment.part.shape[1] for segment in segments) // self.word
+        strip_words = next((words for words in WIDTHS if words >= widest), WIDTHS[-1])
+        strips = [
+            (segment.part.data_ptr() + at * self.word, segment.part.stride(0) // self.word,
+             segment.start // self.word + at, min(strip_words, segment.part.shape[1] // self.word - at))
+            for segment in segments
+            for at in range(0, segment.part.shape[1] // self.word, strip_words)
+        ]  # fmt: skip
+        table = torch.tensor(strips, dtype=torch.int64, device=segments[0].part.device)
+        return Bundle(start, width, segments, table, strip_words)
+
+    def rows_of(self, bundle: Bundle) -> torch.Tensor:
+        """[pages, width] of main memory."""
+        return self.host[:, bundle.start : bundle.start + bundle.width]
+
+    def copy(
+        self, bundle: Bundle, rows: torch.Tensor, row_ids: torch.Tensor, pages: torch.Tensor, to_rows: bool
+    ) -> None:
+        """Copies `pages` [N] int64 to the rows `row_ids` [N] int64 of `rows` [R, width], or from them. On the current
+        stream."""
+        if bundle.strips is None:
+            copy_segments(bundle.segments, rows, row_ids, pages, to_rows)
+            return
+        from sglang.srt.mem_cache.page_kernel import copy_rows
+
+        copy_rows(bundle.strips, bundle.strip_words, pages, row_ids, rows.view(WORDS[self.word]), to_rows)
+
+
+def copy_segments(
+    segments: Sequence[Segment], rows: torch.Tensor, row_ids: torch.Tensor, pages: torch.Tensor, to_rows: bool
+) -> None:
+    """As `PagePool.copy`, by torch."""
+    for segment in segments:
+        columns = rows[:, segment.start : segment.start + segment.part.shape[1]]
+        if to_rows:
+            columns[row_ids] = segment.part[pages]
+        else:
+            segment.part[pages] = columns[row_ids]
+
+
+def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes) -> list[PagePool]:
+    """Pools in the order of `Transfer.all_moves`: of tokens, of each window, and where there are states, of these."""
+    page, num_windows = sizes.page_size, len(sizes.windows)
+    device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]
+    host_pages = [of_host.tokens // page, *(window.tokens // page for window in of_host.windows)]
+    by_table = [
+        PagePool([_bytes(tensor, device_pages[table]) for tensor in pools.of_table(table)], host_pages[table])
+        for table in range(1 + num_windows)
+    ]
+    if sizes.has_states:
+        parts = [_bytes(state, sizes.state_rows) for states in pools.states for state in states]
+        by_table.append(PagePool(parts, of_host.checkpoints))
+    return by_table
+
+
+def _bytes(tensor: torch.Tensor, num_pages: int) -> torch.Tensor:
+    """[pages, bytes] of a contiguous tensor."""
+    return tensor.reshape(len(tensor), -1).view(torch.uint8).view(num_pages, -1)

@@ -1,0 +1,93 @@
+"""Entries in Redis or Valkey, by redis-py: the example of a store of one's own, and one that several machines share.
+
+    --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"module_path": "sglang.srt.mem_cache.storage.redis_store",
+        "class_name": "RedisStore", "url": "redis://10.0.0.1:6379/0"}'
+
+Needs `pip install 'sm120-sglang[redis]'`. How much is kept, and what goes first, are the server's `maxmemory` and
+`maxmemory-policy allkeys-lru`; without a limit there the store grows as long as prefixes are written, unless `ttl` says
+when unused ones go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang.srt.errors import UserError
+
+DEFAULT_PREFIX = "sglang:kv:"
+DEFAULT_TIMEOUT_S = 5.0
+MOST_COMMANDS = 512
+"""Of one pipeline: a server answers others between two."""
+MOST_ENTRY_BYTES = 512 << 20
+"""A value of Redis is no longer."""
+FLAG = "--hicache-storage-backend-extra-config"
+
+
+class RedisStore:
+    """Implements PrefixStore."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Keys: url (redis://, rediss:// or unix://, with user, password and database); prefix of all keys; ttl in
+        seconds after the last use; timeout in seconds of a call. Raises UserError, also if nobody answers."""
+        known = {"url", "prefix", "ttl", "timeout"}
+        if unknown := sorted(options.keys() - known):
+            raise UserError(f"{FLAG}: {', '.join(unknown)} means nothing to RedisStore; it reads {', '.join(known)}.")
+        self.prefix = str(options.get("prefix", DEFAULT_PREFIX))
+        ttl = _positive(options, "ttl", 0.0)
+        self.ttl = max(1, round(ttl)) if ttl else None
+        self._client = _connect(options.get("url"), _positive(options, "timeout", DEFAULT_TIMEOUT_S))
+
+    def contains(self, names: Sequence[str]) -> list[bool]:
+        """From the last one on, so that the first ones were used last."""
+        there: list[bool] = []
+        backwards = list(names)[::-1]
+        for first in range(0, len(backwards), MOST_COMMANDS):
+            pipeline = self._client.pipeline(transaction=False)
+            for name in backwards[first : first + MOST_COMMANDS]:
+                if self.ttl is None:
+                    pipeline.touch(self.prefix + name)
+                else:
+                    pipeline.expire(self.prefix + name, self.ttl)
+            there += map(bool, pipeline.execute())
+        return there[::-1]
+
+    def read(self, name: str) -> bytes | None:
+        data: bytes | None = self._client.get(self.prefix + name)
+        return data
+
+    def write(self, name: str, data: bytearray) -> None:
+        if len(data) > MOST_ENTRY_BYTES:
+            raise ValueError(f"an entry of {len(data):,} bytes: Redis holds values of {MOST_ENTRY_BYTES:,} at most")
+        self._client.set(self.prefix + name, memoryview(data), ex=self.ttl)
+
+    def delete(self, name: str) -> None:
+        self._client.delete(self.prefix + name)
+
+
+def _positive(options: Mapping[str, Any], key: str, default: float) -> float:
+    value = options.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise UserError(f"{FLAG}: {key} must be a number of seconds; got {value!r}.")
+    return float(value)
+
+
+def _connect(url: Any, timeout: float) -> Any:
+    try:
+        import redis
+    except ImportError:
+        raise UserError("RedisStore needs redis-py: pip install 'sm120-sglang[redis]'.") from None
+    if not isinstance(url, str):
+        raise UserError(f'{FLAG}: RedisStore needs {{"url": "redis://HOST:6379/0"}}.')
+    try:
+        client = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+    except ValueError as error:
+        raise UserError(f"{FLAG}: the url of RedisStore cannot be used: {error}.") from None
+    try:
+        client.ping()
+    except redis.RedisError as error:  # the url may hold a password: it is not named
+        raise UserError(
+            f"RedisStore: the server does not answer: {error}. Start it, correct the url, or remove the flag."
+        ) from None
+    return client

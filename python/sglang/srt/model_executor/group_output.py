@@ -1,0 +1,158 @@
+"""Output of a step of several attention groups, each of which has requests of its own: every rank samples rows of its
+group, and gets the tokens of all, because it runs the schedulers of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.model_executor.device_state import DeviceState
+from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, StepInput, StepResult
+from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, prompt_logprobs
+from sglang.srt.sampling.sampling_table import SamplingTable
+from sglang.srt.utils.device_arrays import event_on, to_device, to_host
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""[n, ...] of the rows that this rank samples -> [A, rows of a group, ...], alike on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """Rows of its group that a rank samples: whole logits [n, V], and how what it makes of them goes to all ranks."""
+
+    rows: slice
+    logits: torch.Tensor
+    gather: Gather
+
+
+class GroupOutput:
+    """Samples the rows of a step and keeps this group's table of next tokens. Collective."""
+
+    def __init__(self, state: DeviceState, table: SamplingTable, sampler: Sampler, groups: Groups) -> None:
+        self.state, self.table, self.sampler, self.groups = state, table, sampler, groups
+        self.model = state.model
+
+    def own_logits(self, logits: torch.Tensor, steps: GroupSteps) -> torch.Tensor:
+        """The rows [R, C] of this group, of the logits of a step (`CausalLM.step_logits`)."""
+        count = steps.num_sampled[self.groups.dp.rank]
+        if self.model.vocabulary_of_group:
+            return logits[:count]
+        first = self.groups.dp.rank * (len(logits) // self.groups.dp.size)
+        return logits[first : first + count]
+
+    def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> list[StepResult]:
+        """Returns the results of all groups. vocab_mask: of this group's rows."""
+        steps = forward.step.groups
+        assert steps is not None
+        tokens, packed = self._sampled(forward, steps, vocab_mask)
+        prompts = [self._prompt_logprobs(forward, group, step) for group, step in enumerate(steps.steps)]
+        hidden = [self._hidden(forward, group, step.hidden_rows) for group, step in enumerate(steps.steps)]
+        on_host, asked = to_host(tokens), steps.logprobs
+        packed = None if packed is None else to_host(packed)
+        ready, results = event_on(self.state.device), []
+        for group, (step, count) in enumerate(zip(steps.steps, steps.num_sampled, strict=True)):
+            logprobs = None
+            if step.logprobs is not None:
+                assert packed is not None and asked is not None
+                logprobs = LogprobResult(packed[group, :count], step.logprobs, asked.num_ids)
+            rows = on_host[group, :count, None]
+            results.append(StepResult(rows, ready, None, logprobs, prompts[group], hidden[group]))
+        return results
+
+    def _sampled(
+        self, forward: LaunchedForward, steps: GroupSteps, vocab_mask: np.ndarray | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tokens [A, rows] of all groups, and their log probabilities, packed [A, rows, W], if any group asks."""
+        head, logits, group = self.model.head, forward.output.logits, self.groups.dp.rank
+        assert head is not None, "there are no stages"
+        count = steps.num_sampled[group]
+        if not self.model.vocabulary_of_group and head.is_shard(logits) and steps.only_largest:
+            tokens = head.first_largest(logits).view(self.groups.dp.size, -1)
+            self._enter(forward, tokens[group, :count])
+            return tokens, None
+        mine, sampling = self._own_rows(logits, steps), self.table.view(forward.host_slots, forward.slots)
+        rows, asked = mine.rows, steps.logprobs
+        request = None if asked is None else _part(asked, rows, sum(steps.num_sampled[:group]))
+        tokens = forward.slots.new_empty(0)
+        packed = None
+        if rows.start < rows.stop:
+            mask = None if vocab_mask is None else to_device(vocab_mask[rows], self.state.device)
+            part, positions = sampling.part(rows), forward.positions[rows]
+            out = self.sampler(mine.logits, part, positions, mask, request, counts=False)
+            tokens, packed = out.next_token_ids, out.logprobs
+        everyones = mine.gather(tokens)
+        sampling.count(everyones[group, :count])
+        self._enter(forward, everyones[group, :count])
+        if asked is None:
+            return everyones, None
+        if packed is None:
+            width = 1 + 2 * min(asked.num_top, head.vocab_size) + asked.num_ids
+            packed = torch.empty((0, width), dtype=torch.int32, device=tokens.device)
+        return everyones, mine.gather(packed)
+
+    def _enter(self, forward: LaunchedForward, tokens: torch.Tensor) -> None:
+        self.state.next_tokens[forward.slots, 0] = tokens.clamp(min=0)
+
+    def _own_rows(self, logits: torch.Tensor, steps: GroupSteps) -> OwnRows:
+        head, dp = self.model.head, self.groups.dp
+        assert head is not None
+        count, of_group = steps.num_sampled[dp.rank], self.model.vocabulary_of_group
+        each = steps.padded_sampled(self.groups.attention.size) if of_group else len(logits) // dp.size
+
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            return dp.all_gather(_padded(x, each), dim=0).view(dp.size, each, *x.shape[1:])
+
+        if not head.is_shard(logits) or (of_group and not count):
+            return OwnRows(slice(0, count), self.own_logits(logits, steps), gather)
+        share = head.whole_share(logits[:count] if of_group else logits, 1)
+        if of_group:
+            return OwnRows(share.rows, share.logits, lambda x: gather(share.gather(x)))
+        # The rows of a group are a multiple of its ranks, so that each gets rows of its own group.
+        first = dp.rank * each
+        begin, end = (min(row - first, count) for row in (share.rows.start, share.rows.stop))
+        rows = slice(begin, end)
+        return OwnRows(rows, share.logits[: end - begin], lambda x: share.gather(x).view(dp.size, each, *x.shape[1:]))
+
+    def _prompt_logprobs(self, forward: LaunchedForward, group: int, step: StepInput) -> LogprobResult | None:
+        """Every rank computes those of all groups, of hidden states that the group sends."""
+        request = None if step.prompts is None else step.prompts.prompt_logprobs
+        if request is None:
+            return None
+        assert request.rows is not None
+        hidden = self._rows_of(forward, group, request.rows)
+        moved = LogprobRequest(
+            request.top_nums, request.token_ids, request.of_request, np.arange(len(hidden)), request.targets
+        )
+        packed = prompt_logprobs(hidden, self.model.logits, moved, self.model.description.vocab_size)
+        return LogprobResult(to_host(packed), request)
+
+    def _hidden(self, forward: LaunchedForward, group: int, rows: np.ndarray | None) -> torch.Tensor | None:
+        return None if rows is None else to_host(self._rows_of(forward, group, rows).float())
+
+    def _rows_of(self, forward: LaunchedForward, group: int, rows: np.ndarray) -> torch.Tensor:
+        """The final hidden states [N, H] of some tokens of a group."""
+        if group == self.groups.dp.rank:
+            hidden = forward.output.hidden
+            assert hidden is not None, "the graph of this step does not keep them"
+            chosen = hidden[to_device(rows, self.state.device)]
+        else:
+            size = (len(rows), self.model.description.hidden_size)
+            chosen = torch.empty(size, dtype=self.model.dtype, device=self.state.device)
+        return self.groups.dp.broadcast(chosen, group)
+
+
+def _padded(x: torch.Tensor, count: int) -> torch.Tensor:
+    return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, count - len(x)))
+
+
+def _part(asked: LogprobRequest, rows: slice, first: int) -> LogprobRequest:
+    """What is asked of some rows of a group whose first is number `first` of all: as wide as that of all rows."""
+    return LogprobRequest(
+        asked.top_nums, asked.token_ids, of_request=np.arange(first + rows.start, first + rows.stop, dtype=np.int64)
+    )

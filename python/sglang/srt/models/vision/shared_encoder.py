@@ -1,0 +1,55 @@
+"""An encoder whose ranks share out the frames of an encoder step (`--mm-enable-dp-encoder`).
+
+Every rank has all weights of the encoder; a rank computes some of the frames, and all get the features of all. Frames,
+and clips of frames that see one another, are never cut: one image gains nothing, several images and the frames of a
+video do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.models.vision.encoder import VisionEncoder
+from sglang.srt.models.vision.patch_places import Grid, clips, num_patches
+
+
+class SharedEncoder:
+    """Implements MediaEncoder. All ranks of the group call it with the same items."""
+
+    def __init__(self, encoder: VisionEncoder[Any], group: Group) -> None:
+        self.encoder, self.group = encoder, group
+
+    @torch.inference_mode()
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """Takes and returns what `VisionEncoder.encode` does."""
+        tower = self.encoder.tower
+        parts = clips(grids, tower.pooled_frames)
+        shares = shared_out([num_patches([part]) for part in parts], self.group.size)
+        tokens = [sum(map(tower.num_tokens, parts[share])) for share in shares]
+        width = tower.features_size
+        mine = torch.zeros((max(tokens), width), dtype=self.encoder.dtype, device=self.encoder.device)
+        share = shares[self.group.rank]
+        if tokens[self.group.rank]:
+            first = num_patches(parts[: share.start])
+            last = first + num_patches(parts[share])
+            mine[: tokens[self.group.rank]] = torch.cat(self.encoder.encode(pixels[first:last], parts[share]))
+        gathered = self.group.all_gather(mine, dim=0).view(self.group.size, max(tokens), width)
+        whole = torch.cat([part[:count] for part, count in zip(gathered, tokens, strict=True)])
+        return [part.clone() for part in whole.split([tower.num_tokens(grid) for grid in grids])]
+
+
+def shared_out(sizes: Sequence[int], parts: int) -> list[slice]:
+    """Returns a run of the sizes for each part, so that the sums of the runs are about equal. A run may be empty."""
+    total, done, number, shares = sum(sizes), 0, 0, []
+    for part in range(1, parts + 1):
+        first = number
+        while number < len(sizes) and (done + sizes[number] / 2) * parts <= total * part:
+            done += sizes[number]
+            number += 1
+        number = len(sizes) if part == parts else number
+        shares.append(slice(first, number))
+    return shares

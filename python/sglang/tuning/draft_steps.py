@@ -1,0 +1,144 @@
+"""Steps with drafts on one rank: predicted times of verifying guesses and of making them, and the speed at an accept
+length.
+
+drafted = time_drafted(model, draft, serving, steps.verify_step(batch=8, width=4), arch)
+drafted.tokens_per_second(accept_length=2.8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.drafts.description import Block, ByDepth, DraftDescription, Frozen, Separate
+from sglang.srt.plan.layer_spec import LayerSpec, Matrix, Serving
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import expert_rows
+from sglang.tuning.ops import Elementwise, Linear, Op
+from sglang.tuning.steps import (
+    Step,
+    StepTime,
+    decode_step,
+    head_ops,
+    layer_ops,
+    time_step,
+    timed,
+    total,
+    unserved_ops,
+)
+
+_PER_BLOCK_ROW = "kernel_projection"
+_PER_TOKEN = "fc"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedStep:
+    """The times of a step that verifies: `step` says of how many tokens. `plain`: of one without drafts."""
+
+    step: Step
+    plain: StepTime
+    verify: StepTime
+    draft: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.verify.seconds + self.draft.seconds
+
+    @property
+    def pays_from(self) -> float:
+        """The accept length (tokens of a request and step) from which drafts are faster than none."""
+        return self.seconds / self.plain.seconds
+
+    def tokens_per_second(self, accept_length: float) -> float:
+        return self.step.batch * accept_length / self.seconds
+
+
+def time_drafted(
+    model: ModelDescription, draft: DraftDescription | None, serving: Serving, step: Step, arch: ArchTraits
+) -> DraftedStep:
+    """Returns the times of a step that verifies `step.new` tokens of each request. draft None: guesses are looked up,
+    which is not counted. Raises UserError for a card that nobody measured."""
+    unserved = frozenset() if draft is None else unserved_ops(draft.model, serving, arch)
+    ops = () if draft is None else draft_ops(model, draft, serving, step)
+    return DraftedStep(
+        step,
+        plain=total(time_step(model, serving, decode_step(step.batch, step.context), arch)),
+        verify=total(time_step(model, serving, step, arch)),
+        draft=total(timed(ops, unserved, arch)),
+    )
+
+
+def draft_ops(
+    model: ModelDescription, draft: DraftDescription, serving: Serving, step: Step
+) -> Iterator[tuple[str, Op]]:
+    """Yields the ops behind a step that verifies, with which its drafts are made."""
+    if isinstance(draft.form, Block):
+        yield from _block(model, draft, draft.form, serving, step)
+        return
+    guesses, layers = step.new - 1, draft.model.layers
+    one = decode_step(step.batch, step.context)
+    head = model if draft.head_size == 0 else draft.model
+    for i in range(guesses):
+        yield from head_ops(head, serving, step.batch)
+        if isinstance(draft.form, ByDepth):  # the depths from i on have a row for the guess before
+            yield from _pass(draft, layers[i:], serving, one if i else step, i)
+        elif i or isinstance(draft.form, Frozen):
+            yield from _pass(draft, layers, serving, one)
+        else:
+            yield from _pass(draft, layers, serving, step)
+            if isinstance(draft.form, Separate):  # its first guess has a row of its own
+                yield from _pass(draft, layers, serving, one)
+
+
+def _pass(
+    draft: DraftDescription, layers: tuple[LayerSpec, ...], serving: Serving, step: Step, first: int = 0
+) -> Iterator[tuple[str, Op]]:
+    """Yields the ops of one pass: the embedding, the products before the layers, and the layers."""
+    model = draft.model
+    yield "embedding", Elementwise("embedding", 4.0 * step.tokens * model.hidden_size)
+    for matrix in _matrices(draft):
+        yield matrix.name, Linear(step.tokens, matrix.rows, matrix.cols)
+    rows, quant = expert_rows(model, serving.ranks), model.expert_quant
+    for i, layer in enumerate(layers, first):
+        yield from layer_ops(model, i, layer, serving, step, rows, quant.scheme if quant else None)
+
+
+def _block(
+    model: ModelDescription, draft: DraftDescription, form: Block, serving: Serving, step: Step
+) -> Iterator[tuple[str, Op]]:
+    """Yields the ops that keep the step's tokens for the draft, of one pass over blocks, and of the guesses that a head
+    corrects one after the other."""
+    guesses = step.new - 1
+    rows = replace(step, new=form.size, verifies=True)
+    for matrix in _matrices(draft):
+        per_guess = matrix.name not in (_PER_TOKEN, _PER_BLOCK_ROW)
+        tokens = step.tokens if matrix.name == _PER_TOKEN else rows.tokens
+        for _ in range(guesses if per_guess else 1):
+            yield matrix.name, Linear(step.batch if per_guess else tokens, matrix.rows, matrix.cols)
+    for i, layer in enumerate(draft.model.layers):
+        for part in layer.mixer.weights(draft.model.hidden_size, serving.tp_size):
+            if isinstance(part, Matrix) and part.name in _KEPT:
+                quant = draft.model.quant_of(i, part)
+                yield (
+                    f"{part.name} of kept tokens",
+                    Linear(step.tokens, part.rows, part.cols, quant.scheme if quant else None),
+                )
+    experts, quant = expert_rows(draft.model, serving.ranks), draft.model.expert_quant
+    yield "embedding", Elementwise("embedding", 4.0 * rows.tokens * draft.model.hidden_size)
+    for i, layer in enumerate(draft.model.layers):
+        yield from layer_ops(draft.model, i, layer, serving, rows, experts, quant.scheme if quant else None)
+    yield from head_ops(model, serving, step.batch * guesses)
+    if form.head is not None:  # guesses are drawn one after the other
+        size = 4.0 * 3 * step.batch * model.vocab_size
+        yield from (("sampling", Elementwise("sampling", size, 3)) for _ in range(guesses - 1))
+
+
+_KEPT = frozenset({"attn.qkv", "attn.kv"})
+"""Products of a block draft's layers that make keys and values of tokens before a block."""
+
+
+def _matrices(draft: DraftDescription) -> Iterator[Matrix]:
+    if isinstance(draft.form, Separate):
+        return
+    yield from (part for part in draft.form.weights(draft.model.hidden_size) if isinstance(part, Matrix))

@@ -1,0 +1,115 @@
+"""Attention groups with requests of their own (--attn-dp-size) give the tokens of one process: the schedule of
+`test_parallel_schedules`, for every kind of model, with and without graphs, few and many rows of logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import embedding
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from srt.models.harness import save_tiny
+
+from .test_parallel_schedules import CHUNK, NEW_TOKENS, Outcome, outcome
+
+DP2, DP4 = RankLayout(2, attn_dp_size=2), RankLayout(4, attn_dp_size=4)
+TP4_DP2 = RankLayout(4, attn_dp_size=2)
+DP2_HEAD, TP4_DP2_HEAD = RankLayout(2, attn_dp_size=2, dp_lm_head=True), RankLayout(4, attn_dp_size=2, dp_lm_head=True)
+DP2_EP2 = RankLayout(2, 2, attn_dp_size=2)
+POOL = 80
+"""Tokens of a group: too few for two of the requests, so that some go back to the queue."""
+
+
+LAYOUTS = {
+    "DP2": DP2,
+    "DP4": DP4,
+    "TP4 x DP2": TP4_DP2,
+    "DP2, own heads": DP2_HEAD,
+    "TP4 x DP2, own heads": TP4_DP2_HEAD,
+    "DP2 x EP2": DP2_EP2,
+    "TP4 x DP2 x EP2": RankLayout(4, 2, attn_dp_size=2),
+    "DP4 x EP4": RankLayout(4, 4, attn_dp_size=4),
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "experts": ("qwen3_moe", {}),
+    "latents": ("deepseek_v3", {}),
+    "selected latents": ("deepseek_v32", {}),
+    "blocks": ("minimax_m3", {}),
+    "windows": ("qwen3_windows", {}),
+    "states": ("qwen3_next", {"tie_word_embeddings": True}),
+    "biases": ("gpt_oss", {}),
+    "embedded": ("", {}),
+    "delta attention": ("kimi_linear", {}),
+    "scans": ("nemotron_h_latent", {}),
+    "branches": ("gemma4_moe", {}),
+    "compressed": ("deepseek_v4", {}),
+    "gates": ("step3p7", {}),
+}
+POOLS = {"compressed": 112}
+"""Pools of models with large pages, of which a request has two at least."""
+WITH_STATES = ("states", "delta attention", "scans", "compressed")
+WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
+CELLS = {
+    **{layout: tuple(WITH_EXPERTS if ranks.ep_size > 1 else MODELS) for layout, ranks in LAYOUTS.items()},
+    "latents": ("latents",),
+}
+"""Models of each layout; "latents" are not thorough."""
+
+
+def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
+    """Once without graphs, once with; then steps of two rows and more leave the ranks their columns of the logits."""
+    torch.set_num_threads(1)
+    for name, folder in folders.items():
+        for graphs in (False, True):
+            replayed = set[int]() if graphs else None
+            embedding.FEWEST_SHARDED_ROWS = 2 if graphs else 16
+            more = {**flags, "max_total_tokens": POOLS.get(name, POOL)}
+            result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}.{graphs}", replayed, **more)
+            (out / f"{name}.{graphs}.{rank}.json").write_text(json.dumps(result.__dict__))
+            parallel_state.shutdown()
+            assert not graphs or replayed, "steps had graphs"
+
+
+def check(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
+    folders, groups = {}, ranks.attn_dp_size
+    for name in names:
+        tiny, changes = MODELS[name]
+        folders[name] = str(tmp_path / name if tiny else DEFAULT_MODEL_PATH)
+        if tiny:
+            save_tiny(tiny, Path(folders[name]), **changes)
+    alone = {name: outcome(folder, ONE_RANK, 0, None) for name, folder in folders.items()}
+    flags = {"chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
+    mp.spawn(_rank, (ranks, folders, tmp_path, flags), nprocs=ranks.world_size)
+    for name, one in alone.items():
+        for graphs in (False, True):
+            files = [tmp_path / f"{name}.{graphs}.{rank}.json" for rank in range(ranks.world_size)]
+            every = [Outcome(**json.loads(file.read_text())) for file in files]
+            for rank, got in enumerate(every):
+                _compare(got, one, every[0], groups, f"{name}, {graphs=}, rank {rank}")
+
+
+def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, where: str) -> None:
+    """All ranks know the outcome of all groups. With four groups, and where prompts pause for their states, there is
+    room for all requests."""
+    assert got == of_first_rank, where
+    assert got.finishes == one.finishes, where
+    assert got.num_cached > 0, where
+    assert got.num_retracted > 0 or groups > 2 or where.startswith(WITH_STATES), where
+    aborted, other = got.tokens["aborted"], one.tokens["aborted"]
+    assert aborted and aborted[: len(other)] == other[: len(aborted)] and len(aborted) < NEW_TOKENS, where
+    assert {**got.tokens, "aborted": other} == one.tokens, where
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.thorough] * (cell != "latents")) for cell in CELLS]
+)
+def test_groups_give_the_tokens_of_one_process(cell: str, tmp_path: Path) -> None:
+    check(LAYOUTS.get(cell, DP2), CELLS[cell], tmp_path)

@@ -1,0 +1,116 @@
+"""Copies of pages between the device and main memory: by the kernel (interpreted here) and by torch, through buffers
+and without, in bundles of every width, against plain indexing."""
+
+from __future__ import annotations
+
+import interpreter
+import numpy as np
+import pytest
+import torch
+
+from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
+from sglang.srt.mem_cache.copy_engine import Copier, PendingCopy, ThreadedCopies, page_lock
+from sglang.srt.mem_cache.page_pool import PagePool
+
+PARTS = {
+    "keys and values": (2048, 2048),
+    "latents and an indexer": (1152, 132, 132),
+    "packed latents": (656, 656),
+    "one byte wide": (7, 33, 1),
+    "states": (12_288, 40, 9000),
+}
+NUM_PAGES, NUM_HOST_PAGES = 21, 30
+
+
+def new_parts(widths: tuple[int, ...], device: str) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(sum(widths))
+    return [torch.randint(0, 256, (NUM_PAGES, width), dtype=torch.uint8, generator=rng).to(device) for width in widths]
+
+
+def expected(parts: list[torch.Tensor], pages: np.ndarray) -> torch.Tensor:
+    return torch.cat([part.cpu()[pages] for part in parts], 1)
+
+
+def moves_of(count: int, in_runs: bool) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(count)
+    on_device = rng.permutation(np.arange(1, NUM_PAGES))[:count]
+    in_host = np.arange(5, 5 + count) if in_runs else rng.permutation(np.arange(1, NUM_HOST_PAGES + 1))[:count]
+    return on_device, in_host
+
+
+def round_trip(pool: PagePool, copier: Copier, count: int, in_runs: bool, by_kernel: bool) -> None:
+    """What is saved is what the pages were, and what is loaded is what was saved; nothing else changes."""
+    on_device, in_host = moves_of(count, in_runs)
+    wanted, before = expected(pool.parts, on_device), pool.host.clone()
+    copier.copy(pool, PageMoves(on_device, in_host), True, by_kernel)
+    copier.finish()
+    before[in_host - 1] = wanted
+    assert torch.equal(pool.host, before)
+    others = np.setdiff1d(np.arange(NUM_PAGES), on_device)
+    kept = [part.clone() for part in pool.parts]
+    for part in pool.parts:
+        part[torch.from_numpy(on_device)] = 99
+    copier.copy(pool, PageMoves(in_host, on_device), False, by_kernel)
+    copier.finish()
+    assert torch.equal(expected(pool.parts, on_device), wanted)
+    assert all(torch.equal(part[others], old[others]) for part, old in zip(pool.parts, kept, strict=True))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("staging", [32, 2048, 1 << 16])
+@pytest.mark.parametrize("kind", PARTS)
+def test_kernel_moves_pages(kind: str, staging: int) -> None:
+    if staging < 100 and kind == "states":
+        pytest.skip("hundreds of bundles")
+    device = torch.device(interpreter.DEVICE)
+    pool = PagePool(new_parts(PARTS[kind], interpreter.DEVICE), NUM_HOST_PAGES, staging, by_kernel=True)
+    if device.type == "cuda":
+        page_lock([pool])
+    pool.locked = True
+    copier = Copier(device, max(staging, pool.bundles[0].width))
+    before = [part.clone() for part in pool.parts]
+    copier.warm_up([pool])
+    copier.finish()
+    assert all(torch.equal(part, old) for part, old in zip(pool.parts, before, strict=True))
+    for in_runs in (True, False):
+        for by_kernel in (False, True):
+            round_trip(pool, copier, 11, in_runs, by_kernel)
+    round_trip(pool, copier, 1, True, False)
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)
+
+
+@pytest.mark.parametrize("staging", [32, 2048, 1 << 16])
+@pytest.mark.parametrize("kind", PARTS)
+def test_torch_moves_pages(kind: str, staging: int) -> None:
+    pool = PagePool(new_parts(PARTS[kind], "cpu"), NUM_HOST_PAGES, staging)
+    copier = Copier(torch.device("cpu"), max(staging, 8))
+    for in_runs in (True, False):
+        for count in (1, 13):
+            round_trip(pool, copier, count, in_runs, False)
+
+
+@pytest.mark.parametrize("staging", [8, 64, 100_000])
+def test_bundles_cover_a_page_once(staging: int) -> None:
+    for widths in PARTS.values():
+        pool = PagePool(new_parts(widths, "cpu"), 1, staging)
+        assert [bundle.start for bundle in pool.bundles] == list(range(0, pool.page_bytes, staging))
+        for bundle in pool.bundles:
+            ends = [segment.start + segment.part.shape[1] for segment in bundle.segments]
+            assert [segment.start for segment in bundle.segments] == [0, *ends[:-1]] and ends[-1] == bundle.width
+            assert bundle.width <= staging
+
+
+class BrokenCopies(ThreadedCopies):
+    def run(self, pending: PendingCopy, copier: Copier) -> None:
+        raise RuntimeError("broken")
+
+
+def test_a_failed_copy_ends_when_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished: list[bool] = []
+    monkeypatch.setattr(Copier, "finish", lambda self: finished.append(True))
+    copies = BrokenCopies([], "cpu", num_threads=0)
+    assert copies._end(PendingCopy([], True, None), Copier(torch.device("cpu"), 8)) is CopyState.FAILED
+    assert finished == [True]

@@ -1,0 +1,161 @@
+"""Drafts of models that see: each family with each kind of draft says what transformers says, and drafts read the
+features of images where the target does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.layers.forward_batch import EmbeddingRows, ExtendRows, ForwardBatch
+from sglang.srt.models.draft_parts import DraftParts
+from sglang.srt.speculative.draft_chain import following_rows
+from srt.managers.fake_runner import Collector, add, assert_clean, run_to_end
+
+from . import test_dflash_drafts as dflash
+from . import test_eagle3_drafts as eagle3
+from . import test_other_drafts as others
+from .harness import SIZES, save_tiny
+from .media_harness import (
+    POOLED_FRAMES,
+    SEEING,
+    Prompt,
+    add_mtp,
+    greedy,
+    media_request,
+    save_seeing,
+    seeing_scheduler,
+)
+
+NEW_TOKENS = 16
+CAPTURES = [0, 1]
+
+
+def eagle3_head(folder: Path) -> Path:
+    config = eagle3.CONFIG | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": CAPTURES}}
+    return eagle3.save(folder, config, eagle3.weights(config, len(CAPTURES)))
+
+
+def eagle3_latent_head(folder: Path) -> Path:
+    config = others.MLA_CONFIG | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    return eagle3.save(folder, config, others.latent_weights())
+
+
+def eagle1_head(folder: Path) -> Path:
+    return eagle3.save(folder, others.EAGLE_CONFIG, others.eagle1_weights(bias=True))
+
+
+def block_draft(folder: Path) -> Path:
+    config = dflash.CONFIG | {"num_target_layers": 3}
+    config |= {"dflash_config": {"mask_token_id": 201, "target_layer_ids": CAPTURES}}
+    tensors = dflash.weights()
+    tensors["fc.weight"] = tensors["fc.weight"][:, : len(CAPTURES) * SIZES["hidden_size"]].contiguous()
+    return eagle3.save(folder, config, tensors)
+
+
+def model_of_its_own(folder: Path) -> Path:
+    save_tiny("llama", folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of draft. `make`: writes it to a folder and returns its path. `inside`: adds it to the checkpoints of
+    these families, which alone have it."""
+
+    algorithm: str
+    make: Callable[[Path], Path] | None = None
+    inside: dict[str, Callable[[Path], None]] | None = None
+
+    def of(self, family: str) -> bool:
+        return self.inside is None or family in self.inside
+
+
+KINDS = {
+    "ngram": Kind("NGRAM"),
+    "eagle": Kind("EAGLE", eagle1_head),
+    "eagle3": Kind("EAGLE3", eagle3_head),
+    "eagle3 with latents": Kind("EAGLE3", eagle3_latent_head),
+    "dflash": Kind("DFLASH", block_draft),
+    "standalone": Kind("STANDALONE", model_of_its_own),
+    "nextn": Kind("NEXTN", inside={"qwen3_5": lambda folder: add_mtp(folder, layer=2)}),
+}
+CELLS = [(family, kind) for family in SEEING for kind, draft in KINDS.items() if draft.of(family)]
+_AT_ONCE = {
+    ("kimi_k25", "eagle3 with latents"),
+    ("qwen3_vl", "eagle3"),
+    ("qwen3_5", "nextn"),
+    ("gemma4", "dflash"),
+    ("glm4v_moe", "standalone"),
+    ("qwen3_vl_moe", "ngram"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [pytest.param(*cell, marks=[pytest.mark.thorough] * (cell not in _AT_ONCE)) for cell in CELLS]
+)
+def test_answers_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
+    draft, folder = KINDS[kind], tmp_path / "target"
+    model = save_seeing(family, folder)
+    options: dict[str, Any] = {"speculative_algorithm": draft.algorithm, "speculative_num_draft_tokens": 4}
+    if draft.inside is not None:
+        draft.inside[family](folder)
+    if draft.make is not None:
+        options["speculative_draft_model_path"] = str(draft.make(tmp_path / "draft"))
+    scheduler, collector = seeing_scheduler(folder, chunked_prefill_size=24, **options), Collector()
+    prompts = {
+        "image": Prompt().text(5, 1).image((1, 4, 6), 1).text(4, 2),
+        "video": Prompt()
+        .text(4, 7)
+        .image((3, 4, 4), 30, pooled=POOLED_FRAMES.get(family, 1))
+        .text(5, 8)
+        .image((1, 4, 4), 31)
+        .text(3, 9),
+        "first": Prompt().image((1, 8, 2), 2).text(3, 4),
+    }
+    for rid, prompt in prompts.items():
+        add(scheduler, media_request(rid, prompt, folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    for rid, prompt in prompts.items():
+        output = collector.tokens[rid]
+        assert len(output) == NEW_TOKENS and output == greedy(model, prompt, output), rid
+    assert scheduler.stats.drafts.num_steps > 0
+    assert_clean(scheduler)
+
+
+def a_step(embedding: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
+    """Two prompts of 4 and 3 tokens: images are the tokens 2 and 3 of the first, and 0 and 1 of the second. Returns the
+    step, and what the target embeds."""
+    ids, index = torch.arange(10, 17), torch.tensor([2, 3, 4, 5])
+    features = torch.randn(4, embedding.shape[1], generator=torch.Generator().manual_seed(1))
+    starts = torch.tensor([0, 4, 7], dtype=torch.int32)
+    rows = ExtendRows(starts, starts, starts, starts, (), [4, 3], [0, 0], [4, 3])
+    batch = ForwardBatch(ids, ids, (), extend=rows, embedding_rows=EmbeddingRows(index, features))
+    return batch, embedding[ids].index_copy(0, index, features)
+
+
+def test_a_draft_reads_the_features_of_the_tokens_that_follow() -> None:
+    """Row by row what the target embeds of the next token; behind the last row of a prompt its id."""
+    embedding = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
+    batch, of_target = a_step(embedding)
+    following = torch.tensor([11, 12, 13, 20, 15, 16, 21])
+    rows = following_rows(batch)
+    assert rows is not None
+    parts = object.__new__(DraftParts)
+    parts.embedding = lambda ids: embedding[ids]  # type: ignore[assignment]
+    got = parts.embedded(replace(batch, input_ids=following, embedding_rows=rows))
+    want = torch.stack([*of_target[1:4], embedding[20], *of_target[5:7], embedding[21]])
+    assert torch.equal(got, want)
+    assert following_rows(replace(batch, embedding_rows=None)) is None
+
+
+def test_a_draft_of_another_width_reads_the_placeholder() -> None:
+    embedding = torch.randn(32, 4, generator=torch.Generator().manual_seed(2))
+    batch, _ = a_step(torch.zeros(32, 8))
+    parts = object.__new__(DraftParts)
+    parts.embedding = lambda ids: embedding[ids]  # type: ignore[assignment]
+    assert torch.equal(parts.embedded(replace(batch, embedding_rows=following_rows(batch))), embedding[10:17])

@@ -1,0 +1,100 @@
+"""Attention groups with requests of their own: flags, layouts, and weights and caches of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import groups_of
+from sglang.srt.errors import UserError
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.caches import cache_groups
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layout import check_layout
+from sglang.srt.plan.memory import activation_bytes
+from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.weights import rank_weight_bytes
+from sglang.srt.server_args import ServerArgs
+from srt.models.harness import plan_for, save_tiny
+
+
+@pytest.mark.parametrize(
+    ("words", "groups", "replicas"),
+    [
+        ("--tp 4 --enable-dp-attention", 4, 1),
+        ("--tp 4 --dp-size 2 --enable-dp-attention", 2, 1),
+        ("--tp 4 --attn-dp-size 2", 2, 1),
+        ("--tp 4 --attention-data-parallel-size 2 --enable-dp-attention --enable-dp-lm-head", 2, 1),
+        ("--tp 4 --dp-size 2 --attn-dp-size 2 --enable-dp-attention", 2, 2),
+        ("--tp 1 --enable-dp-attention", 1, 1),
+    ],
+)
+def test_flags_name_the_groups(words: str, groups: int, replicas: int) -> None:
+    args = ServerArgs.from_cli(["--model-path", "x", *words.split()])
+    assert (args.attn_dp_size, args.dp_size, args.enable_dp_attention) == (groups, replicas, groups > 1)
+    assert replace(args) == args, "what the flags mean is settled once"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tp 4 --attn-dp-size 3", "--attn-dp-size 3 does not divide --tp-size 4"),
+        ("--tp 2 --attn-dp-size 2 --pp-size 2", "does not go with stages"),
+        ("--tp 2 --attn-dp-size 2 --dcp-size 2", "does not go with tokens that ranks share out"),
+        ("--tp 2 --attn-dp-size 2 --speculative-algorithm NGRAM", "--speculative-algorithm so far"),
+        ("--tp 2 --attn-dp-size 2 --enable-hierarchical-cache", "--enable-hierarchical-cache so far"),
+        ("--tp 2 --enable-dp-lm-head", "it needs --enable-dp-attention"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ServerArgs.from_cli(["--model-path", "x", *words.split()])
+
+
+def test_tables_beside_the_embedding_are_refused(tmp_path: Path) -> None:
+    save_tiny("gemma4_small", tmp_path)
+    with pytest.raises(UserError, match="tables that are looked up by token beside the embedding"):
+        check_layout(plan_for(tmp_path).description, RankLayout(2, attn_dp_size=2))
+
+
+LAYOUTS = [
+    RankLayout(2, attn_dp_size=2),
+    RankLayout(4, attn_dp_size=2),
+    RankLayout(4, attn_dp_size=4, dp_lm_head=True),
+    RankLayout(4, attn_dp_size=2, dp_lm_head=True),
+]
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS, ids=lambda ranks: ranks.flags)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "kimi_linear"])
+def test_a_rank_allocates_what_it_counts(
+    name: str, ranks: RankLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(name, tmp_path)
+    plan = plan_for(tmp_path)
+    model = plan.description
+    check_layout(model, ranks)
+    weights = rank_weights(model, ranks)
+    plan.__dict__["ranks"], plan.__dict__["weights"] = ranks, weights
+    monkeypatch.setattr(parallel_state, "groups", lambda: groups_of(ranks, ranks.tp_size - 1))
+    built = CausalLM(plan, device="meta")
+    assert sum(param.tensor.nbytes for param in built.params.values()) == rank_weight_bytes(weights, "float32")
+
+
+def test_a_rank_has_the_cache_of_its_group_alone(tmp_path: Path) -> None:
+    """All KV heads of its own requests; and the activations of everybody's rows."""
+    save_tiny("qwen3", tmp_path)
+    model = plan_for(tmp_path).description
+
+    def entry(ranks: RankLayout) -> int:
+        serving = Serving("float32", "float32", tp_size=ranks.tp_size, attn_dp_size=ranks.attn_dp_size)
+        return sum(group.bytes_per_entry for group in cache_groups(model, serving))
+
+    assert entry(RankLayout(2, attn_dp_size=2)) == entry(ONE_RANK) == 2 * entry(RankLayout(2))
+    assert entry(RankLayout(4, attn_dp_size=2)) == entry(RankLayout(2))
+    shared, groups = (activation_bytes(model, "float32", 64, RankLayout(2, attn_dp_size=size)) for size in (1, 2))
+    assert shared < groups < 3 * shared

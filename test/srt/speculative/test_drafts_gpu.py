@@ -1,0 +1,76 @@
+"""Drafts on a GPU, in graphs and without: Markov heads of every kind, and what DeepSeek-V4's checkpoints bring."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from srt.managers.gpu_parity import error_over_bf16, gpu_scheduler
+from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, answers, run, server_args
+from srt.models import test_dspark_drafts as dspark_drafts
+from srt.models.test_eagle3_drafts import save
+from srt.models.v4_drafts import save_v4
+from srt.speculative.test_draft_block import OF_THE_EMBEDDED_MODEL, guesses, scheduler_of
+
+pytestmark = pytest.mark.gpu
+
+LAUNCHES: dict[str, dict[str, Any]] = {"graphs": {}, "eager": {"disable_cuda_graph": True}}
+ON_GPU: dict[str, Any] = {"device": "cuda", "cuda_graph_max_bs": 8, "mem_fraction_static": 0.2}
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    """A scheduler's graphs go with the garbage collector, which must not find them while a later test captures one."""
+    yield
+    gc.collect()
+
+
+def same_share(of_gpu: dict[tuple[str, int], list[int]], of_cpu: dict[tuple[str, int], list[int]]) -> float:
+    """Returns the share of guesses that agree, of steps with the same last token."""
+    rows = [(row, of_gpu[key]) for key, row in of_cpu.items() if key in of_gpu and row[0] == of_gpu[key][0]]
+    same = [a == b for row, other in rows for a, b in zip(row[1:], other[1:], strict=True)]
+    assert len(same) > 100
+    return sum(same) / len(same)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("kind", dspark_drafts.KINDS)
+def test_markov_heads(kind: str, launch: str, tmp_path: Path) -> None:
+    """The embedded model's answers are the plain run's, and a random draft's guesses the CPU's but for rounding."""
+    keys = {key: value for key, value in OF_THE_EMBEDDED_MODEL.items() if key != "dflash_config"}
+    config = dspark_drafts.CONFIG | keys | {"target_layer_ids": [1, 4], "markov_rank": 32, "markov_head_type": kind}
+    tensors = dspark_drafts.weights(config)
+    flags = {
+        "speculative_algorithm": "DSPARK",
+        "speculative_draft_model_path": str(save(tmp_path / "draft", config, tensors)),
+    }
+    model = Path(DEFAULT_MODEL_PATH)
+    on_gpu = ON_GPU | LAUNCHES[launch]
+    for params in (GREEDY, SAMPLED):
+        plain = answers(scheduler_of(server_args(model, **on_gpu)), params)
+        assert answers(scheduler_of(server_args(model, **on_gpu, **flags)), params) == plain
+    _, of_gpu = guesses(server_args(model, **on_gpu, **flags))
+    _, of_cpu = guesses(server_args(model, dtype="float32", **flags))
+    assert same_share(of_gpu, of_cpu) > 0.75
+
+
+V4_DRAFTS = {"NEXTN": False, "DSPARK": True}
+V4_ROUNDING = 0.6
+"""Least share of guesses that 16 bits and a graph leave as they are: random weights have near ties everywhere."""
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("algorithm", V4_DRAFTS)
+def test_drafts_of_deepseek_v4(algorithm: str, launch: str, tmp_path: Path) -> None:
+    """What is generated with drafts is the model's own, by its log probabilities; the guesses are the CPU's."""
+    reference = save_v4(tmp_path, V4_DRAFTS[algorithm], "deepseek_v4_wide").target.model.cuda()
+    flags = {"speculative_algorithm": algorithm, "page_size": 64}
+    assert error_over_bf16(gpu_scheduler(tmp_path, **flags, **LAUNCHES[launch]), reference) < 1.5
+    _, of_gpu = guesses(server_args(tmp_path, **ON_GPU, **flags, **LAUNCHES[launch]), run)
+    _, of_cpu = guesses(server_args(tmp_path, dtype="float32", **flags), run)
+    assert same_share(of_gpu, of_cpu) > V4_ROUNDING
