@@ -3,6 +3,9 @@ and without, in bundles of every width, against plain indexing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import interpreter
 import numpy as np
 import pytest
@@ -56,6 +59,18 @@ def round_trip(pool: PagePool, copier: Copier, count: int, in_runs: bool, by_ker
     assert all(torch.equal(part[others], old[others]) for part, old in zip(pool.parts, kept, strict=True))
 
 
+@contextmanager
+def page_locked(pool: PagePool, device: torch.device) -> Iterator[None]:
+    """What stays locked when its memory is given back may not be locked again."""
+    if device.type == "cuda":
+        page_lock([pool])
+        assert pool.locked
+    pool.locked = True
+    yield
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(pool.host.data_ptr())
+
+
 @interpreter.kernel_test
 @pytest.mark.parametrize("staging", [32, 2048, 1 << 16])
 @pytest.mark.parametrize("kind", PARTS)
@@ -64,18 +79,16 @@ def test_kernel_moves_pages(kind: str, staging: int) -> None:
         pytest.skip("hundreds of bundles")
     device = torch.device(interpreter.DEVICE)
     pool = PagePool(new_parts(PARTS[kind], interpreter.DEVICE), NUM_HOST_PAGES, staging, by_kernel=True)
-    if device.type == "cuda":
-        page_lock([pool])
-    pool.locked = True
-    copier = Copier(device, max(staging, pool.bundles[0].width))
-    before = [part.clone() for part in pool.parts]
-    copier.warm_up([pool])
-    copier.finish()
-    assert all(torch.equal(part, old) for part, old in zip(pool.parts, before, strict=True))
-    for in_runs in (True, False):
-        for by_kernel in (False, True):
-            round_trip(pool, copier, 11, in_runs, by_kernel)
-    round_trip(pool, copier, 1, True, False)
+    with page_locked(pool, device):
+        copier = Copier(device, max(staging, pool.bundles[0].width))
+        before = [part.clone() for part in pool.parts]
+        copier.warm_up([pool])
+        copier.finish()
+        assert all(torch.equal(part, old) for part, old in zip(pool.parts, before, strict=True))
+        for in_runs in (True, False):
+            for by_kernel in (False, True):
+                round_trip(pool, copier, 11, in_runs, by_kernel)
+        round_trip(pool, copier, 1, True, False)
 
 
 def test_in_interpreter() -> None:

@@ -148,7 +148,7 @@ def test_the_backend_attends_to_guesses_as_to_prompts() -> None:
     choices = {op: SimpleNamespace(name="triton") for op in ("decode_attention", "extend_attention")}
     for width, count in ((4, 5), (2, 3)):
         p = problem(width, (6, 2), (64, 64))
-        plan = plan_of(p, max_running_requests=5, verified_tokens=4, choices=choices)
+        plan = plan_of(p, max_running_requests=5, verified_tokens=4, choices=choices, context_len=1 << 15)
         attention, layer = TritonAttnBackend(plan, p.device), layer_of(p)
         builder = attention.extend_builder(layer.site)
         store_new_tokens(p)
