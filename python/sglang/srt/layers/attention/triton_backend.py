@@ -36,7 +36,7 @@ class TritonAttnBackend:
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
         self._plan, self._device = plan, device
         self._decode: dict[AttentionShape, TritonDecode] = {}
-        self._extend: dict[AttentionShape, TritonExtend] = {}
+        self._extend: dict[tuple[AttentionShape, bool], TritonExtend] = {}
 
     def decode_builder(self, site: AttentionSite) -> TritonDecode:
         if site.shape not in self._decode:
@@ -49,9 +49,10 @@ class TritonAttnBackend:
         return TritonDecode(self._plan, shape, self._device, max_rows, parts=True)
 
     def extend_builder(self, site: AttentionSite) -> TritonExtend:
-        if site.shape not in self._extend:
-            self._extend[site.shape] = TritonExtend(self._plan, site.shape, self._device)
-        return self._extend[site.shape]
+        key = site.shape, site.token_ranks == 1
+        if key not in self._extend:
+            self._extend[key] = TritonExtend(self._plan, *key, self._device)
+        return self._extend[key]
 
 
 class TritonDecode:
@@ -232,10 +233,11 @@ class TritonExtend:
     plans_on_host = False
     in_graphs = True
 
-    def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
+    def __init__(self, plan: Plan, shape: AttentionShape, whole: bool, device: torch.device | str) -> None:
+        """whole: the cache has all tokens, also those of guesses; else `shared_tokens` attends to these itself."""
         self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
         self.guesses: TritonGuesses | None = None
-        if plan.verified_tokens > 1 and plan.choices["decode_attention"].name == "triton":
+        if whole and plan.verified_tokens > 1 and plan.choices["decode_attention"].name == "triton":
             self.guesses = TritonGuesses(plan, shape, device)
 
     def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata | TritonGuessMetadata:
