@@ -205,6 +205,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         attention_op=lambda op, shape: op,
         arch=SimpleNamespace(num_sms=8),
         max_running_requests=4,
+        verified_tokens=1,
         context_len=64,
     )
     log: list[tuple[str, Tile]] = []

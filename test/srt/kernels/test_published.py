@@ -68,7 +68,9 @@ def check(found: explain.Explanation, product: str) -> None:
             assert outcome.record is not None and outcome.record.smem <= arch.smem_per_block, need.op
             latent_or_256 = need.head_dim in (256, 576) and need.op.endswith("_attention")
             if latent_or_256 or need.op == "fused_moe":
-                assert outcome.record.spills <= SPILLS.get((need.op, need.quant), 0), (need.op, need.describe())
+                of_guesses = 40 if need.op == "decode_attention" else 0  # accepted in sglang.ledger.rules
+                most = SPILLS.get((need.op, need.quant), of_guesses)
+                assert outcome.record.spills <= most, (need.op, need.describe())
 
 
 @pytest.mark.parametrize("name", sorted(published.config_files()))

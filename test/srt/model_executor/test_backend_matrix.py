@@ -32,7 +32,7 @@ def test_backends_mixed_in_every_way(family: str, models: dict[str, Path]) -> No
     args = server_args(models[family])
     runner = create_runner(args)
     tried = cases(args)
-    assert len(tried) >= {"sinks": 8, "compressed": 4}.get(family, 17), tried
+    assert len(tried) >= {"sinks": 8, "compressed": 4, "pooled latents": 4}.get(family, 17), tried
     wrong = wrong_cases(family, runner, args, play(runner, args))
     assert not wrong, wrong
 

@@ -246,7 +246,7 @@ def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     plan = plan_for(tmp_path / "quantized")
     with pytest.raises(
-        UserError, match=r"q_proj: 128 rows have one scale or word, but with --tp-size 8 a rank holds rows 64"
+        UserError, match=r"o_proj: 128 columns have one scale or word, but with --tp-size 8 a rank holds columns 64"
     ):
         CausalLM(plan, device="meta")
 

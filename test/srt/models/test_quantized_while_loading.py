@@ -32,6 +32,7 @@ WIDE = {
     "moe.router",
     "moe.shared_gate",
     "attn.index_weights",
+    "attn.index_pool",
     "gdn.in_gates",
     "kda.beta",
     "inputs.gate",

@@ -54,7 +54,7 @@ class OneLayer:
     def store(self, loc: torch.Tensor, ids: torch.Tensor) -> None:
         self.cache.k[loc], self.cache.v[loc] = self.k[ids], self.v[ids]
 
-    def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def step_logits(self, hidden: torch.Tensor, exchange: None = None) -> torch.Tensor:
         return hidden
 
 
