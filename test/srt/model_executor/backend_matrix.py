@@ -133,7 +133,7 @@ def server_args(folder: Path, **options: Any) -> ServerArgs:
         options["page_size"] = 8  # so that its windows have room for requests that decode beside prompts
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=256,
-        max_running_requests=4, chunked_prefill_size=16, random_seed=3, **options,
+        max_running_requests=4, chunked_prefill_size=32, random_seed=3, **options,
     )  # fmt: skip
 
 
