@@ -87,6 +87,8 @@ def probe(rank: int, ranks: int, folder: str) -> None:
     for defect, expected in OF_PROCESSES.items():
         os.environ["FAKE_DEFECT"] = defect
         holds(defect, peer_probe.probe(dist.group.WORLD, 0, LINKS, LIMITS), expected)
+    dist.barrier()
+    dist.destroy_process_group()  # whose threads must not outlive the process's end
 
 
 @pytest.mark.slow
