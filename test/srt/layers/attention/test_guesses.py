@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import decode_atten
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
 from sglang.srt.layers.step_rows import ExtendRows, Guesses, TokenSlots
+from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
 from srt.layers.attention.reference import Problem, attend, relative_error, visible_keys
 from srt.layers.test_fp4_cache import stored
@@ -164,6 +165,26 @@ def test_the_backend_attends_to_guesses_as_to_prompts() -> None:
             outs.append(torch.full_like(q, float("nan"), dtype=torch.float32))
             builder.build(given).attend(q, *new, layer, outs[-1])
         assert relative_error(*outs) < BOUNDS[None]
+
+
+@pytest.mark.parametrize("most", [2, 4, 9, 16])
+@pytest.mark.parametrize("heads", [(32, 8), (40, 2), (6, 6), (128, 1)], ids=str)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch: int) -> None:
+    """Of decoding and of guesses together, whichever of their widths takes most."""
+    num_heads, kv_heads = heads
+    dims = MLA_LATENT if kv_heads == 1 else (128, 128)
+    tile = attention_tiles("decode_attention", *dims, "bfloat16", arch_by_name("sm_120").features)[0]
+    shape = (num_heads, kv_heads, dims[1], 188, tile, "meta", 1 << 17)
+    one, several = DecodeWorkspace.allocate(batch, *shape), DecodeWorkspace.for_guesses(most, batch, *shape)
+    assert set(several) == set(range(2, most + 1))
+    buffers = [part for each in (one, several[most]) for part in (each.work, each.pieces, each.part_o, each.part_lse)]
+    choice = SimpleNamespace(need=SimpleNamespace(op="decode_attention"), tile=tile, name="triton")
+    sizes = AttentionSizes(((num_heads, dims[1]),), dims[1], 0, 188, batch, (), 1, 1, verified_tokens=most)
+    assert sum(part.nbytes for part in buffers) <= attention_bytes({"decode_attention": choice}, sizes)
+    for tokens, workspace in several.items():
+        rows = workspace.num_pieces(batch) * tokens * num_heads
+        assert workspace.part_lse.numel() >= rows and workspace.part_o.numel() >= rows * dims[1]
 
 
 def test_in_interpreter() -> None:
