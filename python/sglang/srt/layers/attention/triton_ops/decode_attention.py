@@ -13,7 +13,7 @@ Guesses (HAS_GUESSES) are a few new tokens of each sequence, as many of one as o
 already. They take part as further heads, which see different numbers of keys: row r of a group is token r // GROUP,
 head r % GROUP. The kernel of prompts, which does not split the keys, has a program a KV head for them.
 
-References: `reference_decode`, `reference_extend` in test/srt/layers/attention/reference.py.
+References: `reference_decode`, and for guesses `attend`, in test/srt/layers/attention/reference.py.
 """
 
 from __future__ import annotations
