@@ -15,7 +15,7 @@ COMMENT = ": keep-alive"
 MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": MESSAGES, "temperature": 0},
-    "/v1/completions": {"prompt": "2 + 2 =", "max_tokens": 4},
+    "/v1/completions": {"prompt": "2 + 2 =", "max_tokens": 8, "temperature": 0, "ignore_eos": True},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 8},
     "/v1/responses": {"input": "What is 2+2?", "max_output_tokens": 8},
 }
