@@ -29,6 +29,7 @@ class Gemma4Tower(Tower):
     bounded: bool
     standardized: bool
     prefixes: ClassVar[tuple[str, ...]] = (_TOWER, _PROJECTOR)
+    computes_with_pixels: ClassVar[bool] = True
 
     def shapes(self) -> Iterator[NamedShape]:
         hidden, wide = self.hidden_size, self.intermediate_size

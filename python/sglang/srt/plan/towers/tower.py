@@ -33,6 +33,8 @@ class Tower(ABC):
 
     prefixes: ClassVar[tuple[str, ...]]
     """Beginnings of the names of its weights in checkpoints."""
+    computes_with_pixels: ClassVar[bool] = False
+    """Whether pixels are changed in float32 before they are rounded to the type of the weights."""
     beginnings: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of beginnings: those of some checkpoints, and those that the others have in their place."""
 
@@ -53,6 +55,10 @@ class Tower(ABC):
     @property
     def patch_values(self) -> int:
         return math.prod(self.patch_shape)
+
+    def pixel_dtype(self, dtype: str) -> str:
+        """Returns the type in which patches are sent to an encoder whose weights have `dtype`."""
+        return "float32" if self.computes_with_pixels else dtype
 
     @abstractmethod
     def shapes(self) -> Iterator[NamedShape]:
