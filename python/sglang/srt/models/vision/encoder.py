@@ -74,7 +74,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """pixels [P, values of a patch] of items one after the other, in host memory or on the device. Returns of each
         item [tokens, out_size * (1 + deepstack levels)]."""
-        return whole(self.encoding(self._sent(pixels, grids), grids))
+        return whole(self.encoding(self.sent(pixels, grids), grids))
 
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
         """Returns the clips of all items in order, by the parts in which they are computed: clips see themselves
@@ -92,7 +92,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
             to_fill = _filled(to_fill, (yield from self._encoded(part)))
         return features
 
-    def _sent(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Iterator[PatchPart]:
+    def sent(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Iterator[PatchPart]:
+        """Yields the parts of patches that `encode` takes."""
         first = 0
         for part in self.parts(grids):
             last = first + num_patches(part)
