@@ -22,6 +22,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_ru
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
 from sglang.srt.model_executor import media_pace
 from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.model_executor.media_pace import MediaPace
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -267,6 +268,41 @@ def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytes
     assert events.count("slice") == slices + -(-24 * layers // 20)
     for rid, prompt in prompts.items():
         assert collector.tokens[rid] == greedy(model, prompt, collector.tokens[rid]), rid
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4", "qwen3_5"])
+def test_chunks_with_images_are_short_beside_others(
+    name: str, page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All images of a step together; one that is not cut goes whole, and text is not held back."""
+    model = save_seeing(name, tmp_path)
+    scheduler, collector, taken = seeing_scheduler(tmp_path, page_size=page), Collector(), []
+    features, launch = scheduler.media.features, scheduler.launch
+    assert features is not None
+    monkeypatch.setattr(media_pace, "LEAST_TOKENS", 2)
+    features.pace = MediaPace(None, {1: 1.0}, {8: 1.0, 16: 2.0})
+
+    def launched(batch: ScheduleBatch) -> None:
+        prompts = batch.step.prompts
+        if prompts is not None and prompts.media is not None and batch.step.num_decodes:
+            taken.append(int(prompts.extend_lens.sum()))
+        launch(batch)
+
+    monkeypatch.setattr(scheduler, "launch", launched)
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 90, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        scheduler.step()
+    prompts = {"seen": three_images(), "video": a_video(name), "wide": Prompt().image((1, 8, 10), 5).text(30, 1)}
+    for rid, prompt in prompts.items():
+        add(scheduler, media_request(rid, prompt, tmp_path, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    for rid, prompt in prompts.items():
+        assert collector.tokens[rid] == greedy(model, prompt, collector.tokens[rid]), rid
+    whole = 20 if name in BOTH_WAYS else 0
+    limit = max(page, features.pace.prompt_tokens(1) or 0, whole)
+    assert len(taken) > 3 and max(taken) <= limit
     assert_clean(scheduler)
 
 

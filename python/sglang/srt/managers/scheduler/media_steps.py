@@ -126,7 +126,10 @@ class MediaSteps:
         fewer = max(self._page * untouched, self._tokens_left // self._page * self._page)
         if fewer <= 0:
             return 0
-        return (media.whole_end(begin, begin + min(fewer, count)) - begin) or count * untouched
+        end = media.whole_end(begin, begin + min(fewer, count))
+        if end == begin and untouched:
+            end = media.run_end(begin)
+        return end - begin
 
     def _fitting(self, media: PromptMedia, begin: int, end: int) -> list[MediaItem]:
         """Returns the leading items of a chunk whose features fit the budget, with those that the step takes already.
