@@ -135,7 +135,8 @@ class ModelRunner:
         encoder = create_encoder(self.plan) if model.encodes_media else None
         dtype = getattr(torch, self.plan.dtype)
         shared = self.plan.shares_encoder
-        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if shared else bool
+        together = shared or model.media.tower.ranks > 1
+        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if together else bool
         state.features = MediaFeatures(
             model.media, width, dtype, FEATURE_BYTES, self.device, encoder, agreed=agreed, sliced=not shared
         )

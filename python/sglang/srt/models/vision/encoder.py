@@ -12,10 +12,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed.parallel_state import ALONE, groups
 from sglang.srt.layers.parameter import Init, Param, Part
 from sglang.srt.models.vision.patch_places import Grid, clips, num_patches, parts_of_clips, rows_and_columns
 from sglang.srt.plan.media import PATCHES_A_STEP
-from sglang.srt.plan.towers.tower import Tower
+from sglang.srt.plan.towers.tower import Cut, Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ class PatchPart:
 
 
 class VisionEncoder(ABC, Generic[AnyTower]):
-    """Every rank has all of it and encodes by itself. Implements Loadable and MediaEncoder."""
+    """The ranks share out its heads and widths, as `tower.ranks` says, or each has all of it and encodes by itself.
+    Implements Loadable and LayeredEncoder."""
 
     base_prefix = ""
 
     def __init__(self, plan: Plan, tower: AnyTower) -> None:
+        self.group = groups().tp if tower.ranks > 1 else ALONE
         self.tower, self.device, self.dtype = tower, plan.device, getattr(torch, plan.dtype)
         self.finish: list[Callable[[], None]] = []
         self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
@@ -58,8 +61,10 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         init = Init.NORMAL
         if name.endswith(".bias") or "norm" in name:
             init = Init.ZEROS if name.endswith(".bias") else Init.ONES
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return Param(name, tensor, {PartKey(): Part(self._stored(name, shape))}, init)
+        tensor = torch.empty(self.tower.rank_shape(name, shape), dtype=self.dtype, device=self.device)
+        stored, pieces = self._stored(name, shape), self.tower.pieces(name, shape, self.group.rank)
+        parts = {PartKey(piece=i): Part(stored, source, dest) for i, (source, dest) in enumerate(pieces)}
+        return Param(name, tensor, parts, init)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A patch is a vector here; checkpoints have the weight of a convolution of as many values."""
@@ -114,8 +119,13 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     # --- layers -------------------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        bias = self.params.get(f"{name}.bias")
-        return F.linear(x, self._weight(name, "weight"), None if bias is None else bias.tensor)
+        """Where the ranks share out its inputs, x has those of this one, and their outputs are added up."""
+        bias, cut = self.params.get(f"{name}.bias"), self.tower.cut_of(f"{name}.weight")
+        if bias is None or (cut is Cut.COLUMNS and self.group.rank > 0):
+            out = F.linear(x, self._weight(name, "weight"))
+        else:
+            out = F.linear(x, self._weight(name, "weight"), bias.tensor)
+        return self.group.all_reduce(out) if cut is Cut.COLUMNS else out
 
     def _gated(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """A feed-forward block whose gate is a SiLU."""
@@ -134,8 +144,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return self.params[f"{name}.{leaf}"].tensor
 
     def _attended(self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        """qkv [P, 3 * hidden]. Otherwise as `_attend`."""
-        q, k, v = qkv.view(-1, 3, self.tower.num_heads, self.tower.head_dim).unbind(1)
+        """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attend`."""
+        q, k, v = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim).unbind(1)
         return self._attend(turn(q), turn(k), v.contiguous(), starts)
 
     def _attend(
