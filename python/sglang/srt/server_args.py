@@ -486,7 +486,7 @@ class ServerArgs:
     mm_enable_dp_encoder: bool = option(
         False,
         MEDIA,
-        "The ranks of --tp-size share out the images and frames of an encoder step; otherwise each computes all.",
+        "The ranks of --tp-size share out the images and frames of an encoder step, not the encoder's heads.",
     )
     limit_mm_data_per_request: str = option(
         '{"image": 16, "video": 2}',
