@@ -13,11 +13,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
+from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
-from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
+from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
