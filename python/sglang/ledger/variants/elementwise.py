@@ -175,7 +175,8 @@ def _guess_rows(op: str, kernel: Any, constants: dict[str, Any]) -> Variant:
     types = dict.fromkeys((*indices, "last_rows", "last"), "*i64") | dict.fromkeys(sizes, "i32")
     types |= dict.fromkeys((*lengths, "req_to_token", "start_loc"), "*i32")
     taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    return describe(op, "all", kernel, taken, constants, guess_rows.LAUNCH, ("loc_stride",))
+    strides = tuple({"loc_stride"} & taken.keys())
+    return describe(op, "all", kernel, taken, constants, guess_rows.LAUNCH, strides)
 
 
 def _ngram_guesses() -> Iterator[Variant]:
