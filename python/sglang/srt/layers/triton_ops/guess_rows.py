@@ -46,10 +46,10 @@ def verify_inputs_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots + request, mask=inside, other=0)
-    own = tl.load(widths + request, mask=inside, other=0)
+    row_count = tl.load(widths + request, mask=inside, other=0)
     prefix = tl.load(lens + slot, mask=inside, other=0)
     tl.store(input_ids + token, tl.load(next_tokens + slot * num_next + place, mask=inside, other=0), mask=inside)
-    is_own = place < own
+    is_own = place < row_count
     position = tl.where(is_own, prefix + place, 0).to(tl.int64)
     _locate(
         req_to_token, rows, positions, locs, token, inside, tl.where(is_own, slot, 0), position, num_rows, context_len,
@@ -58,7 +58,7 @@ def verify_inputs_kernel(
     first = inside & (place == 0)
     tl.store(prefix_lens + request, prefix, mask=first)
     tl.store(seq_lens + request, prefix + width, mask=first)
-    tl.store(ends + request, tl.maximum(prefix + own, 1), mask=first)
+    tl.store(ends + request, tl.maximum(prefix + row_count, 1), mask=first)
     tl.store(start_loc + request, token, mask=first)
     tl.store(start_loc + request + 1, num_tokens, mask=token == num_tokens - 1)
 
@@ -102,14 +102,14 @@ def settle_guesses_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots + request, mask=inside, other=0)
-    own = tl.load(widths + request, mask=inside, other=0)
+    row_count = tl.load(widths + request, mask=inside, other=0)
     first = request.to(tl.int64) * width
     count = tl.full((BLOCK,), 1, tl.int32)
     stands = inside
     for place in range(width):
         token = tl.load(tokens + first + place, mask=inside, other=0)
         tl.store(next_ids + first + place, tl.maximum(token, 0), mask=inside)
-        more = stands & (place + 1 < own) & (place + 1 < width)
+        more = stands & (place + 1 < row_count) & (place + 1 < width)
         guess = tl.load(next_tokens + slot * num_next + place + 1, mask=more, other=-1)
         stands = more & (token == guess)
         count += stands.to(tl.int32)
