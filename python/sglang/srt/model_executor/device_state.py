@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -152,9 +153,9 @@ class DeviceState:
             *(TokenSlots(table, table[rows, positions].to(torch.int64)) for table in windows),
         )
 
-    def _slots_by_table(self, locs: torch.Tensor) -> tuple[TokenSlots, ...]:
+    def _slots_by_table(self, locs: Sequence[torch.Tensor] | torch.Tensor) -> tuple[TokenSlots, ...]:
         """locs [tables, T] int64, the slots in every table."""
-        return self._with_own(*map(TokenSlots, self.req_to_token, locs))
+        return self._with_own(*(TokenSlots(self.req_to_token[i], locs[i]) for i in range(self.num_tables)))
 
     def _with_own(self, *token_slots: TokenSlots) -> tuple[TokenSlots, ...]:
         """Adds the slots of the tokens in the caches whose tokens the ranks share out, behind those of all row
@@ -175,7 +176,8 @@ class DeviceState:
         input_ids, positions, window_locs = self.decode_inputs(
             slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
         )
-        token_slots = self._with_own(*map(TokenSlots, self.req_to_token, (out_cache_loc, *window_locs)))
+        windows = (window_locs[i] for i in range(self.num_tables - 1))
+        token_slots = self._slots_by_table((out_cache_loc, *windows))
         rows = DecodeRows(slots, seq_lens, token_slots)
         if step is not None:
             rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist()
