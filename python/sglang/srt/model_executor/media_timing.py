@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -42,7 +43,7 @@ def measured_pace(runner: Runner) -> MediaPace:
     if not decode:
         return MediaPace()
     sizes = [tokens for tokens in PROMPT_TOKENS if tokens <= runner.longest_prompt]
-    prompt = [_milliseconds(lambda tokens=tokens: runner.run_padding(tokens)) for tokens in sizes]
+    prompt = [_milliseconds(partial(runner.run_padding, tokens)) for tokens in sizes]
     layer = _layer_times(runner.media)
     measured = [*prompt, *(() if layer is None else (layer.patch, layer.pair, layer.least))]
     agreed = _longest_each(measured)
