@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import ForwardBatch
@@ -454,7 +454,7 @@ def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)
-    mp.spawn(_rank, (folders, tmp_path), nprocs=2)
+    run_ranks(_rank, (folders, tmp_path), 2)
     for name, folder in folders.items():
         one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
         for layout in [layout for one_name, layout in CUTS if one_name == name]:
