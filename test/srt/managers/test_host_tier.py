@@ -102,6 +102,7 @@ class HostSchedule(Schedule):
         self.seen["loaded"] += tier.counts.loaded_tokens
         self.seen["saved"] += tier.counts.saved_tokens
         self.seen["failed"] += tier.counts.failed_copies
+        self.seen["by layer"] += tier.counts.layered_loads
         tier.reset()
         usage = tier.usage()
         assert usage["free"] == usage["total"]
@@ -120,9 +121,16 @@ def schedules(world: HostWorld, guesses: str, page: int, seeds: range) -> Counte
     return seen
 
 
+def load_layers_sometimes(seed: int = 0) -> Any:
+    """In place of `HostTier._layers_pay`: alike on all ranks, also where requests decode beside the prompt."""
+    rng = random.Random(seed)
+    return lambda *_: rng.random() < 0.5
+
+
 @pytest.fixture(autouse=True)
 def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
+    monkeypatch.setattr(HostTier, "_layers_pay", load_layers_sometimes())
     with short_pauses():
         yield
 
@@ -171,6 +179,7 @@ def test_many_random_schedules(kind: str, policy: str, tmp_path: Path) -> None:
 def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int) -> None:
     """What it is alone is known before the ranks meet."""
     host_tier.LEAST_GAIN = 1
+    HostTier._layers_pay = load_layers_sometimes()
     with short_pauses():
         world = HostWorld(name, folder, ranks, rank, {**OPTIONS, "hicache_write_policy": "write_through"})
         world.grow_tree()

@@ -18,6 +18,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.copy_engine import ThreadedCopies
 from sglang.srt.mem_cache.kv_table import TableUpdate
+from sglang.srt.mem_cache.layer_loads import FIRST, LayerWaits
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.page_pool import page_pools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
@@ -216,7 +217,10 @@ class ModelRunner:
         """Launch a step up to its logits."""
         if self.token_receiver is not None:
             self.token_receiver.take_before(step.slots)
-        graphs = self.graphs
+        graphs, loads = self.graphs, None
+        if step.loads:
+            graphs, loads = None, LayerWaits(step.loads)
+            loads.before(FIRST)  # states that the tables' update copies
         if self.groups.dp.size > 1 and step.groups is None:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
         shape = None if graphs is None else graphs.shape_of(step)
@@ -234,7 +238,10 @@ class ModelRunner:
         if step.groups is not None:
             batch.exchange = self._exchange(step.groups)
             sampled_rows = RowExchange(self.groups, step.groups.padded_sampled(self.groups.attention.size))
+        batch.loads = loads
         hidden = self.model(batch)
+        if loads is not None:
+            loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]
         if step.groups is not None:
             sampled = sampled[: step.groups.num_sampled[self.groups.dp.rank]]

@@ -25,6 +25,15 @@ STAGING_BYTES = 32 << 20
 """Size of a buffer on the device in which pages are gathered."""
 STAGING_BUFFERS = 2
 """One is filled while the other is sent."""
+BUS_RATE = 40e9
+"""Bytes a second of a load, as predicted for PCIe 5.0 x16."""
+MEMORY_OVER_BUS = 36.0
+"""Of the device's memory bandwidth over the bus's, where the former is unknown."""
+STEP_TOKENS = 256
+"""Tokens of a step from which on products, and not the bytes of weights, bound it."""
+PACED_RATE = 16e9
+"""A third of the bus: where all-reduces are a third of a decode step and take twice as long beside a copy, steps take a
+ninth longer at most while one runs. Predicted."""
 SAVE_BYTES = 256 << 20
 """Most bytes of one copy to main memory: loads and the steps' own traffic go between two of them."""
 
@@ -47,10 +56,26 @@ class HostCachePlan:
     """Every rank has the same caches, wholly."""
     processes: int
     """Ranks that share this machine's memory, each with pools of this size."""
+    weight_bytes: int = 0
+    """Of the rank, all of which a step of many tokens reads."""
+    memory_over_bus: float = MEMORY_OVER_BUS
+    """Bytes that the device reads from its memory while one moves over the bus."""
+    paced_rate: float | None = None
+    """Bytes a second that copies move at most while requests decode; None: as many as the bus can."""
 
     @property
     def total_bytes(self) -> int:
         return self.token_bytes + self.window_bytes + self.state_bytes
+
+    def copied_bytes(self, num_tokens: int, with_state: bool) -> float:
+        """Returns the bytes of a copy of so many tokens, on the rank that has most. Windows do not count."""
+        state = self.state_bytes / max(1, self.sizes.checkpoints) if with_state else 0.0
+        return self.token_bytes / self.sizes.tokens * num_tokens + state
+
+    def hidden_bytes(self, num_tokens: int) -> float:
+        """Returns the bytes that move over the bus while a prompt of so many tokens is computed, at least: it reads the
+        weights once, and takes as much longer as it has more than STEP_TOKENS tokens."""
+        return self.weight_bytes / self.memory_over_bus * max(1.0, num_tokens / STEP_TOKENS)
 
     def describe(self) -> dict[str, Any]:
         """Describes it for /server_info."""
