@@ -11,12 +11,24 @@ from sglang.srt.configs.storage_backend import StorageConfig, read_storage_confi
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.caches import CacheGroup
+from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Window
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize, cache_cost
 from sglang.srt.server_args import ServerArgs
 
 GB, GIB = 1000**3, 1024**3
 DEFAULT_RATIO = 2.0
+LARGEST_UNASKED = 4.0
+"""Size of the pools over the GPU's that nobody asked for, at most."""
+UNASKED_FRACTION = 0.5
+"""Share of the free main memory that they take at most: what is page-locked nobody else can have."""
+LEAST_UNASKED = 32 * GIB
+"""Free main memory below which nothing is kept there unasked."""
+PAYS = 0.5
+"""Share of the time to compute a prefix that loading it takes at most, both predicted, to be worth it unasked."""
+PAYING_TOKENS = 4096
+"""Length of the prefix that is compared."""
 LEAST_RATIO = 0.05
 """Main memory for a smaller share of the GPU's cache than this is not worth its copies."""
 SYSTEM_RESERVE = 10 * GIB
@@ -26,7 +38,8 @@ STAGING_BYTES = 32 << 20
 STAGING_BUFFERS = 2
 """One is filled while the other is sent."""
 BUS_RATE = 40e9
-"""Bytes a second of a load, as predicted for PCIe 5.0 x16."""
+"""Bytes a second from main memory to a GPU: three quarters of what a pinned copy reaches over PCIe 5 with 16 lanes, and
+a prediction."""
 MEMORY_OVER_BUS = 36.0
 """Of the device's memory bandwidth over the bus's, where the former is unknown."""
 STEP_TOKENS = 256
@@ -36,6 +49,14 @@ PACED_RATE = 16e9
 ninth longer at most while one runs. Predicted."""
 SAVE_BYTES = 256 << 20
 """Most bytes of one copy to main memory: loads and the steps' own traffic go between two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Bytes of a rank's weights: all of them, and those that a token multiplies, at least."""
+
+    all: int
+    active: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +129,15 @@ def copy_bytes(args: ServerArgs, arch: ArchTraits) -> int:
     return STAGING_BUFFERS * STAGING_BYTES if args.enable_hierarchical_cache and not arch.unified_memory else 0
 
 
+def keeps_unasked(args: ServerArgs, arch: ArchTraits, host_available: int) -> bool:
+    """Returns whether prefixes are kept in main memory where no flag says so: on GPUs with a memory of their own, and
+    where enough main memory is free. `host_available`: as of `plan_host_cache`."""
+    not_served = args.disable_radix_cache or args.dcp_size > 1 or args.attn_dp_size > 1
+    if args.enable_hierarchical_cache or args.disable_hierarchical_cache or not_served:
+        return False
+    return arch.device == "cuda" and not arch.unified_memory and host_available >= LEAST_UNASKED
+
+
 def plan_host_cache(
     args: ServerArgs,
     groups: Sequence[CacheGroup],
@@ -116,10 +146,13 @@ def plan_host_cache(
     host_available: int | None,
     processes: int,
     ranks_share: bool = False,
+    weights: RankBytes | None = None,
+    unasked: bool = False,
 ) -> tuple[HostCachePlan | None, list[str]]:
     """Plans the pools in main memory, and returns notes for the user. `groups`: of the rank that has most.
     `host_available`: free on the machine after everything else is allocated; None: unknown, nothing is checked.
-    `processes`: the ranks on the machine. `ranks_share`: as in the plan.
+    `processes`: the ranks on the machine. `ranks_share`: as in the plan. `weights`: of the rank; None: unknown.
+    `unasked`: no flag asks for it, so that nothing is said where it has no effect.
     Raises UserError for a size that was asked for and does not fit."""
     if not args.enable_hierarchical_cache:
         return None, []
@@ -129,16 +162,22 @@ def plan_host_cache(
             " that a copy in main memory would take from the cache what it gives to it"
         ]
     if device.has_states and not device.checkpoints:
+        if unasked:
+            return None, []
         return None, ["--enable-hierarchical-cache has no effect: no memory is left for copies of states"]
     notes = []
     if arch.device == "cpu":
         notes.append("--enable-hierarchical-cache: the cache of a CPU is in main memory already; copies only cost time")
-    once = _scaled(args, groups, device, 1.0, processes)
-    ratio = _ratio(args, once.total_bytes, host_available, processes)
+    once = replace(_scaled(args, groups, device, 1.0, processes), **_rates(args, arch, weights))
+    if unasked and not _pays(once, weights):
+        return None, []
+    ratio = _ratio(args, once.total_bytes, host_available, processes, unasked)
     if ratio < LEAST_RATIO:
+        if unasked:
+            return None, []
         asked = "" if host_available is None else f" of {host_available / GIB:.2f} GiB"
         return None, [*notes, f"--enable-hierarchical-cache has no effect: too little main memory is free{asked}"]
-    plan = _scaled(args, groups, device, ratio, processes)
+    plan = replace(_scaled(args, groups, device, ratio, processes), **_rates(args, arch, weights))
     if host_available is not None and plan.total_bytes * processes > host_available:
         raise UserError(
             f"the prefix cache in main memory takes {plan.total_bytes / GIB:.2f} GiB for each of {processes} ranks, but"
@@ -148,7 +187,33 @@ def plan_host_cache(
     return replace(plan, ranks_share=ranks_share), notes
 
 
-def _ratio(args: ServerArgs, bytes_at_one: int, available: int | None, processes: int) -> float:
+def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None) -> dict[str, Any]:
+    """Returns the fields of the plan that say what copies cost and hide behind."""
+    adds_up_over_bus = args.tp_size > 1 and "nvlink" not in arch.features
+    return {
+        "weight_bytes": 0 if weights is None else weights.all,
+        "memory_over_bus": arch.bandwidth / BUS_RATE if arch.bandwidth else MEMORY_OVER_BUS,
+        "paced_rate": PACED_RATE if adds_up_over_bus else None,
+    }
+
+
+def active_share(model: ModelDescription) -> float:
+    """Returns the share of the weights that a token multiplies, at least: of mixtures that of the chosen experts."""
+    return min(
+        (layer.ffn.top_k / layer.ffn.num_experts for layer in model.layers if isinstance(layer.ffn, MoE)), default=1.0
+    )
+
+
+def _pays(plan: HostCachePlan, weights: RankBytes | None) -> bool:
+    """Returns whether loading a prefix takes clearly less time than computing it, by the least that the latter can
+    take."""
+    if weights is None:
+        return True
+    computed = replace(plan, weight_bytes=weights.active).hidden_bytes(PAYING_TOKENS)
+    return plan.copied_bytes(PAYING_TOKENS, plan.sizes.has_states) < PAYS * computed
+
+
+def _ratio(args: ServerArgs, bytes_at_one: int, available: int | None, processes: int, unasked: bool = False) -> float:
     """Returns the size of the pools over those of the device."""
     if args.hicache_size:
         return args.hicache_size * GB / max(1, bytes_at_one)
@@ -156,8 +221,9 @@ def _ratio(args: ServerArgs, bytes_at_one: int, available: int | None, processes
         return args.hicache_ratio
     if available is None:
         return DEFAULT_RATIO
-    usable = args.hicache_host_memory_fraction * max(available - SYSTEM_RESERVE, available // 2)
-    return min(DEFAULT_RATIO, usable / processes / max(1, bytes_at_one))
+    fraction = min(args.hicache_host_memory_fraction, UNASKED_FRACTION if unasked else 1.0)
+    usable = fraction * max(available - SYSTEM_RESERVE, available // 2)
+    return min(LARGEST_UNASKED if unasked else DEFAULT_RATIO, usable / processes / max(1, bytes_at_one))
 
 
 def _scaled(
