@@ -3,10 +3,10 @@
     python benchmark/hicache/bench_hicache.py --out results.json [--parts rates,equality,sessions,load]
         [--peer-site DIR | --peer-python PATH | --peer-command COMMAND] [--device cpu --tiny]
 
-Weights of Qwen3-8B's shapes are random; only `equality` uses a trained model, the embedded one. The part `sessions` runs
-upstream's HiCache in the same run, too: with --peer-site (see `benchmark/peers/compare.py`) in this interpreter, with
---peer-python in another one that has it, with --peer-command a server that the command starts, behind which the flags
-of the session are put. Prints progress and tables; --out gets everything.
+Weights of Qwen3-8B's shapes are random; only `equality` uses a trained model, the embedded one. The part
+`sessions` runs upstream's HiCache in the same run, too: with --peer-site (see `benchmark/peers/compare.py`) in this
+interpreter, with --peer-python in another one that has it, with --peer-command as a server that the command starts,
+behind which the flags of the session are put. Prints progress and tables; --out gets everything.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ def sessions_table(sides: dict[str, Any]) -> list[str]:
 
 def others_table(found: dict[str, Any]) -> list[str]:
     """1.1 is allowed: of the gaps while a prefix is loaded, over those while it is on the GPU already."""
-    lines = [
-        "| others' gaps | median ms | p99 ms | most ms | p99 while one returns | over on the GPU | returns: ms (host tokens) |"
-    ]
-    lines.append("|" + "---|" * 7)
+    columns = (
+        "others' gaps, median ms, p99 ms, most ms, p99 while one returns, over on the GPU, returns: ms (host tokens)"
+    )
+    lines = ["| " + columns.replace(", ", " | ") + " |", "|" + "---|" * (1 + columns.count(", "))]
     base = found.get("on the GPU", {}).get("during", {}).get("p99_ms", float("nan"))
     for name, row in found.items():
         every, during = row["all"], row["during"]

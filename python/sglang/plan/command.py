@@ -351,9 +351,9 @@ def reasons(result: Survey) -> list[str]:
             f"a session of {result.load.length:,} tokens that the GPUs have evicted and main memory has"
             f" gets its first token after {1e3 * (best.loaded_seconds + best.predicted.one.seconds):,.0f} ms at least:"
             f" {best.loaded_seconds * 1e3:,.0f} ms to load ({best.loaded_bytes / 1e9:.2f} GB to each GPU) and a step,"
-            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; for each GPU four"
-            f" times its cache, {LARGEST_UNASKED * best.cache / GIB:,.1f} GiB, is kept at its NUMA node unasked, or half"
-            " of what is free there"
+            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; up to"
+            f" {LARGEST_UNASKED * best.cache / GIB:,.1f} GiB of main memory for each GPU, at its NUMA node, keep such"
+            " prefixes (four times its cache, or half of what is free there)"
         )
     alone = result.fastest_alone()
     if alone is not None and alone.one_request_per_second >= CLEARLY * best.one_request_per_second:

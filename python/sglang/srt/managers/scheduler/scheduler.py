@@ -31,13 +31,14 @@ from sglang.srt.managers.scheduler.schedule_policy import (
     leaves_half,
 )
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
+from sglang.srt.managers.scheduler.stale_steps import redo_stale
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.host_tier import MOST_LOADS, Entry, HostTier
+from sglang.srt.mem_cache.host_tier import Entry, HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.hidden_states import MAX_HELD_BYTES, VALUE_BYTES
@@ -100,7 +101,7 @@ class Scheduler:
         self.media = MediaSteps(runner.media, self._least_of_prompt)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
-        self._launching: ScheduleBatch | None = None
+        self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
         self._alone = args.attn_dp_size == 1
         """Steps are not computed together with those of other groups."""
@@ -121,7 +122,7 @@ class Scheduler:
         """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
         if self.host_tier is not None:
             self.host_tier.settle()
-            self._redo_stale()
+            redo_stale(self)
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
@@ -140,14 +141,14 @@ class Scheduler:
     def launch(self, batch: ScheduleBatch) -> None:
         """A mask, of a grammar or of thoughts that must end, depends on every token before it: it is filled while the
         forward pass runs, and sampling waits for it."""
-        self._launching = batch
+        self.launching = batch
         forward = self.runner.forward(batch.step)
         mask = None
         if batch.needs_mask:
             self.settle(set(batch.limited))
             mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
-        self._launching = None
+        self.launching = None
         self.in_flight.append(batch)
 
     def pick(self) -> ScheduleBatch | None:
@@ -412,41 +413,13 @@ class Scheduler:
             self.host_tier.discard(req.cache_keys(req.kv_len), req.namespace)
         self.kv.release(req, keep)
 
-    def _redo_stale(self, batch: ScheduleBatch | None = None) -> None:
-        """Loads have failed behind which steps were launched: what these computed is not used, and their requests go
-        back to the queue as they came. batch: one that is being read back."""
-        assert self.host_tier is not None
-        wrong = self.host_tier.wrong_nodes()
-        if not wrong:
-            return
-        stale = [
-            req
-            for req in self.reqs.values()
-            if req.slot and req.node is not None and not wrong.isdisjoint(self.kv.tree.path(req.node))
-        ]
-        for launched in (*self.in_flight, batch, self._launching):
-            if launched is not None:
-                launched.stale.update(stale)
-        for req in reversed(stale):
-            if req in self.chunked:
-                self.chunked.remove(req)
-            self.running.remove(req)
-            self.runner.sampling_table.clear(req.slot)
-            self.media.end(req)
-            req.drop_guesses()
-            self.kv.release(req, keep=False)
-            req.num_loads, req.num_loaded = MOST_LOADS, 0
-            req.admitted = req.admitted and req.num_retractions > 0
-            self.waiting.appendleft(req)
-        self.host_tier.forget_wrong()
-
     # --- results -----------------------------------------------------------------------------------------------------
 
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
         if self.host_tier is not None and batch.loads:
             self.host_tier.finish(batch.loads)
-            self._redo_stale(batch)
+            redo_stale(self, batch)
         report: list[Req] = []
         sampled, interval = batch.read(self.running), self.args.stream_interval
         for req, token, row in zip(*sampled, strict=True):
@@ -611,7 +584,7 @@ class Scheduler:
             return False
         if self.host_tier is not None:
             self.host_tier.reset()
-            self._redo_stale()
+            redo_stale(self)
         self.kv.reset()
         if self.media.features is not None:
             self.media.features.clear()
