@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,23 +119,27 @@ class HostSchedule(Schedule):
 def schedules(world: HostWorld, guesses: str, page: int, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     world.prepare()
-    for seed in seeds:
-        schedule = HostSchedule(world, guesses, page, seed)
-        schedule.run()
-        seen += schedule.seen
+    with loads_by_layers_sometimes():
+        for seed in seeds:
+            schedule = HostSchedule(world, guesses, page, seed)
+            schedule.run()
+            seen += schedule.seen
     return seen
 
 
-def load_layers_sometimes(seed: int = 0) -> Any:
-    """In place of `HostTier._layers_pay`: alike on all ranks, also where requests decode beside the prompt."""
-    rng = random.Random(seed)
-    return lambda *_: rng.random() < 0.5
+@contextmanager
+def loads_by_layers_sometimes() -> Iterator[None]:
+    """Half of the loads that may, also while requests decode beside the prompt. Alike on all ranks."""
+    rng = random.Random(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTier, "_layers_pay", lambda *_: rng.random() < 0.5)
+        yield
 
 
 @pytest.fixture(autouse=True)
 def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
-    monkeypatch.setattr(HostTier, "_layers_pay", load_layers_sometimes())
+    monkeypatch.setattr(HostTier, "_layers_pay", lambda *_: False)
     with short_pauses():
         yield
 
@@ -183,7 +188,6 @@ def test_many_random_schedules(kind: str, policy: str, tmp_path: Path) -> None:
 def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int) -> None:
     """What it is alone is known before the ranks meet."""
     host_tier.LEAST_GAIN = 1
-    HostTier._layers_pay = load_layers_sometimes()
     with short_pauses():
         world = HostWorld(name, folder, ranks, rank, {**OPTIONS, "hicache_write_policy": "write_through"})
         world.grow_tree()
@@ -417,8 +421,12 @@ def test_what_is_not_a_number_leaves_main_memory(folder: Path) -> None:
     server.check()
 
 
-def test_caches_of_a_draft_travel_with_those_of_its_target(folder: Path) -> None:
+@pytest.mark.parametrize("layers", [False, True])
+def test_caches_of_a_draft_travel_with_those_of_its_target(
+    layers: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A target that drafts for itself is right as long as the draft's keys and values are those of the prefix."""
+    monkeypatch.setattr(HostTier, "_layers_pay", lambda *_: layers)
     draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
     server = Server(folder, speculative_num_steps=3, **draft)
     answer = server.keep_in_main_memory_alone(PROMPT)
@@ -428,7 +436,7 @@ def test_caches_of_a_draft_travel_with_those_of_its_target(folder: Path) -> None
     totals = server.scheduler.stats.drafts.since_start
     proposed, correct = totals.proposed, totals.correct
     assert server.answer("returns", PROMPT) == answer
-    assert server.meta["returns"].host_tokens
+    assert server.meta["returns"].host_tokens and server.tier.counts.layered_loads == layers
     proposed, correct = totals.proposed - proposed, totals.correct - correct
     assert proposed and correct == proposed
 
