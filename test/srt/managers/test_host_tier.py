@@ -77,7 +77,9 @@ class HostWorld(World):
         args, runner = super().runner(page, guesses, ranks)
         if not isinstance(runner.copies, TroubledCopies):
             assert runner.copies is not None
+            share = runner.copies.share
             runner.copies = TroubledCopies(runner.copies.pools, "cpu", seed=self.rank)
+            runner.copies.share = share
         return args, runner
 
 

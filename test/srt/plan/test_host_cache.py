@@ -73,7 +73,7 @@ def test_a_size_is_of_each_rank() -> None:
 def test_a_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match="40.* GiB are free. Use a smaller --hicache-size"):
         plan(40 * GIB, hicache_size=50)
-    with pytest.raises(UserError, match="of 4 ranks"):
+    with pytest.raises(UserError, match="of 4 pools"):
         plan(100 * GIB, processes=4, hicache_ratio=1.0)
 
 
@@ -152,6 +152,7 @@ def test_ranks_share_latents(name: str, share: bool, tmp_path: Path) -> None:
     server = ServerArgs.from_kwargs(model_path=str(tmp_path), **options)
     made = make_plan(server, ModelConfig.from_server_args(server), arch_by_name("cpu"), 8 * GIB, rank=1)
     assert made.host_cache is not None and made.host_cache.ranks_share is share
+    assert made.host_cache.sharers == (2 if share else 1) and made.host_cache.processes == (1 if share else 2)
 
 
 def test_prefixes_are_kept_unasked_on_gpus_with_free_main_memory() -> None:
@@ -192,3 +193,19 @@ def test_copies_of_ranks_that_add_up_over_the_bus_are_paced() -> None:
 
     assert rate("sm_120", tp_size=2) == PACED_RATE
     assert rate("sm_120") is None and rate("h200", tp_size=2) is None
+
+
+def test_ranks_that_share_a_pool_give_as_much_each() -> None:
+    def made(sharers: int, available: int | None = 400 * GIB, **options: Any) -> HostCachePlan:
+        pools = 4 // sharers
+        arch = arch_by_name("sm_120")
+        plan, _ = plan_host_cache(args(**options), GROUPS, DEVICE, arch, available, pools, True, sharers=sharers)
+        assert plan is not None
+        return plan
+
+    for options in ({"hicache_size": 40}, {"hicache_ratio": 0.7}):
+        alone, together = made(1, **options), made(4, **options)
+        assert together.total_bytes * together.processes == pytest.approx(4 * alone.total_bytes, rel=0.01)
+        assert together.sizes.tokens == pytest.approx(4 * alone.sizes.tokens, rel=0.01)
+        assert "that 4 ranks share" in str(together)
+    assert made(4, 100 * GIB).total_bytes <= 0.8 * 90 * GIB

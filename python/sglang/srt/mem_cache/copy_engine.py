@@ -246,6 +246,8 @@ class ThreadedCopies:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.ready = self.device.type != "cuda"
         self.budget = BusBudget()
+        self.share = (0, 1)
+        """Number of this rank and count of the ranks that have the same main memory: each saves a part."""
         self._queue: SimpleQueue[PendingCopy] = SimpleQueue()
         self._num_threads = num_threads
         self._started = False
@@ -317,8 +319,15 @@ class ThreadedCopies:
             copier.load_layers(self.pools, pending.moves, pending.layers)
             return
         for pool, moves in zip(self.pools, pending.moves, strict=True):
-            if len(moves):
-                copier.copy(pool, moves, pending.to_host, self.by_kernel)
+            mine = part_of(moves, *self.share) if pending.to_host else moves
+            if len(mine):
+                copier.copy(pool, mine, pending.to_host, self.by_kernel)
+
+
+def part_of(moves: PageMoves, rank: int, count: int) -> PageMoves:
+    """Returns the moves of one of `count` ranks that share them out: a run of them."""
+    mine = slice(len(moves) * rank // count, len(moves) * (rank + 1) // count)
+    return PageMoves(moves.sources[mine], moves.targets[mine])
 
 
 def page_lock(pools: Sequence[PagePool]) -> None:

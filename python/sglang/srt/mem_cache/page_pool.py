@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,15 @@ from sglang.srt.plan.pool_sizes import PoolSizes
 
 WORDS = {8: torch.int64, 4: torch.int32}
 """Of the kernel, by size. Caches whose parts are no whole words are copied by torch."""
+
+
+Allocate = Callable[[int], torch.Tensor]
+"""Returns so many bytes of main memory, [N] uint8."""
+
+
+def own_memory(num_bytes: int) -> torch.Tensor:
+    """Main memory of this process alone."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +63,14 @@ class PagePool:
         staging_bytes: int = STAGING_BYTES,
         by_kernel: bool | None = None,
         layers: Sequence[int] = (),
+        allocate: Allocate = own_memory,
     ) -> None:
         """parts: [pages, bytes] uint8 each, contiguous views of the caches' tensors. staging_bytes: most bytes of a
         bundle, a multiple of 8. by_kernel: how rows are made; without it by the kernel on a GPU. layers: that of each
         part; without them the pages of all layers are copied before any layer reads them."""
         self.parts = list(parts)
         self.page_bytes = sum(part.shape[1] for part in parts)
-        self.host = torch.empty((num_host_pages, self.page_bytes), dtype=torch.uint8)
+        self.host = allocate(num_host_pages * self.page_bytes).view(num_host_pages, self.page_bytes)
         self.locked = False
         """Whether the device can address main memory."""
         self.word = math.gcd(8, *(n for part in parts for n in (part.shape[1], part.data_ptr())))
@@ -137,7 +147,9 @@ def copy_segments(
             segment.part[pages] = columns[row_ids]
 
 
-def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes) -> list[PagePool]:
+def page_pools(
+    pools: CachePools, sizes: PoolSizes, of_host: PoolSizes, allocate: Allocate = own_memory
+) -> list[PagePool]:
     """Pools in the order of `Transfer.all_moves`: of tokens, of each window, and where there are states, of these."""
     page, num_windows = sizes.page_size, len(sizes.windows)
     device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]
@@ -146,10 +158,10 @@ def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes) -> list[
     for table in range(1 + num_windows):
         tensors = pools.of_table(table)
         parts = [_bytes(tensor, device_pages[table]) for _, tensor in tensors]
-        by_table.append(PagePool(parts, host_pages[table], layers=[layer for layer, _ in tensors]))
+        by_table.append(PagePool(parts, host_pages[table], layers=[layer for layer, _ in tensors], allocate=allocate))
     if sizes.has_states:
         parts = [_bytes(state, sizes.state_rows) for states in pools.states for state in states]
-        by_table.append(PagePool(parts, of_host.checkpoints))
+        by_table.append(PagePool(parts, of_host.checkpoints, allocate=allocate))
     return by_table
 
 

@@ -335,10 +335,10 @@ class RadixCache:
 
     def below(self, node: Node) -> list[Node]:
         """Returns the node and all that hang on it."""
-        found = [node]
-        for one in found:
-            found += one.children.values()
-        return found
+        nodes = [node]
+        for n in nodes:
+            nodes += n.children.values()
+        return nodes
 
     def reset(self) -> None:
         """Frees every cached slot. Only while no request holds a lock."""

@@ -76,7 +76,9 @@ class HostCachePlan:
     ranks_share: bool
     """Every rank has the same caches, wholly."""
     processes: int
-    """Ranks that share this machine's memory, each with pools of this size."""
+    """Pools of this size on this machine: of each rank, or of `sharers` ranks together."""
+    sharers: int = 1
+    """Ranks whose caches are equal, which have one pool together."""
     weight_bytes: int = 0
     """Of the rank, all of which a step of many tokens reads."""
     memory_over_bus: float = MEMORY_OVER_BUS
@@ -116,9 +118,10 @@ class HostCachePlan:
     def __str__(self) -> str:
         """Describes it for people."""
         states = f", {self.sizes.checkpoints:,} states" if self.sizes.has_states else ""
-        ranks = f", {self.total_bytes * self.processes / GIB:.2f} GiB of {self.processes} ranks" * (self.processes > 1)
+        ranks = f", {self.total_bytes * self.processes / GIB:.2f} GiB of {self.processes} pools" * (self.processes > 1)
+        of = "a rank" if self.sharers == 1 else f"that {self.sharers} ranks share"
         return (
-            f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory a rank{ranks};"
+            f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory {of}{ranks};"
             f" copied {'when computed' if self.write_through else 'when a second request uses them'}"
             + (f", and kept by the backend {self.storage.backend}" if self.storage is not None else "")
         )
@@ -148,11 +151,12 @@ def plan_host_cache(
     ranks_share: bool = False,
     weights: RankBytes | None = None,
     unasked: bool = False,
+    sharers: int = 1,
 ) -> tuple[HostCachePlan | None, list[str]]:
     """Plans the pools in main memory, and returns notes for the user. `groups`: of the rank that has most.
     `host_available`: free on the machine after everything else is allocated; None: unknown, nothing is checked.
-    `processes`: the ranks on the machine. `ranks_share`: as in the plan. `weights`: of the rank; None: unknown.
-    `unasked`: no flag asks for it, so that nothing is said where it has no effect.
+    `processes`: the pools on the machine. `ranks_share`: as in the plan. `weights`: of the rank; None: unknown.
+    `unasked`: no flag asks for it, so that nothing is said where it has no effect. `sharers`: as in the plan.
     Raises UserError for a size that was asked for and does not fit."""
     if not args.enable_hierarchical_cache:
         return None, []
@@ -171,7 +175,7 @@ def plan_host_cache(
     once = replace(_scaled(args, groups, device, 1.0, processes), **_rates(args, arch, weights))
     if unasked and not _pays(once, weights):
         return None, []
-    ratio = _ratio(args, once.total_bytes, host_available, processes, unasked)
+    ratio = _ratio(args, once.total_bytes / sharers, host_available, processes * sharers, unasked)
     if ratio < LEAST_RATIO:
         if unasked:
             return None, []
@@ -180,11 +184,11 @@ def plan_host_cache(
     plan = replace(_scaled(args, groups, device, ratio, processes), **_rates(args, arch, weights))
     if host_available is not None and plan.total_bytes * processes > host_available:
         raise UserError(
-            f"the prefix cache in main memory takes {plan.total_bytes / GIB:.2f} GiB for each of {processes} ranks, but"
+            f"the prefix cache in main memory takes {plan.total_bytes / GIB:.2f} GiB for each of {processes} pools, but"
             f" {host_available / GIB:.2f} GiB are free. Use a smaller --hicache-size or --hicache-ratio, or neither:"
             " then it is as large as fits."
         )
-    return replace(plan, ranks_share=ranks_share), notes
+    return replace(plan, ranks_share=ranks_share, sharers=sharers), notes
 
 
 def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None) -> dict[str, Any]:
@@ -213,8 +217,11 @@ def _pays(plan: HostCachePlan, weights: RankBytes | None) -> bool:
     return plan.copied_bytes(PAYING_TOKENS, plan.sizes.has_states) < PAYS * computed
 
 
-def _ratio(args: ServerArgs, bytes_at_one: int, available: int | None, processes: int, unasked: bool = False) -> float:
-    """Returns the size of the pools over those of the device."""
+def _ratio(
+    args: ServerArgs, bytes_at_one: float, available: int | None, processes: int, unasked: bool = False
+) -> float:
+    """Returns the size of the pools over those of the device. `bytes_at_one`: what each rank gives to a pool as large
+    as the device's."""
     if args.hicache_size:
         return args.hicache_size * GB / max(1, bytes_at_one)
     if args.hicache_ratio is not None:

@@ -370,8 +370,11 @@ def _host_cache(
     processes = -(-serving.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - table_bytes * processes)
+    alike = ranks_share and serving.ranks.pp_size == 1 and args.nnodes == 1
+    sharers = serving.ranks.world_size if alike else 1
+    pools = processes // sharers
     return plan_host_cache(
-        args, groups, device, arch, host_bytes, processes, ranks_share, weights=weights, unasked=unasked
+        args, groups, device, arch, host_bytes, pools, ranks_share, weights=weights, unasked=unasked, sharers=sharers
     )
 
 
