@@ -100,7 +100,7 @@ def session_options(args: argparse.Namespace, model: Path, peer: bool) -> dict[s
     scale = 64 if args.tiny else 1
     lengths = [n // scale for n in (16_384, 32_768, 65_536, 131_072)]
     engine = {
-        "max_total_tokens": 133_120 // scale,
+        "max_total_tokens": 133_120 // scale + (512 if args.tiny else 0),
         "max_running_requests": 40,
         "cuda_graph_max_bs": 40,
         "hicache_size": (0.05 if args.tiny else 48 if peer else 52),

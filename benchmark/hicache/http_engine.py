@@ -54,7 +54,11 @@ class HttpEngine:
         request = urllib.request.Request(
             self.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=600) as answer:
+        try:
+            answer = urllib.request.urlopen(request, timeout=600)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"/generate: {error.code} {error.read(2000)!r}") from None
+        with answer:
             for line in answer:
                 text = line.decode().strip()
                 if text.startswith("data:") and text[5:].strip() != "[DONE]":

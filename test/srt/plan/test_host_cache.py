@@ -203,9 +203,11 @@ def test_ranks_that_share_a_pool_give_as_much_each() -> None:
         assert plan is not None
         return plan
 
-    for options in ({"hicache_size": 40}, {"hicache_ratio": 0.7}):
-        alone, together = made(1, **options), made(4, **options)
-        assert together.total_bytes * together.processes == pytest.approx(4 * alone.total_bytes, rel=0.01)
-        assert together.sizes.tokens == pytest.approx(4 * alone.sizes.tokens, rel=0.01)
-        assert "that 4 ranks share" in str(together)
+    alone, together = made(1, hicache_size=40), made(4, hicache_size=40)
+    assert together.total_bytes * together.processes == pytest.approx(4 * alone.total_bytes, rel=0.01)
+    assert together.sizes.tokens == pytest.approx(4 * alone.sizes.tokens, rel=0.01)
+    assert "that 4 ranks share" in str(together)
+    assert made(4, hicache_ratio=0.7).sizes.tokens == made(1, hicache_ratio=0.7).sizes.tokens, (
+        "a ratio is one of tokens"
+    )
     assert made(4, 100 * GIB).total_bytes <= 0.8 * 90 * GIB
