@@ -26,20 +26,20 @@ def shared_tensor(
     """Returns [num_bytes] uint8, of zeros, which is the same memory on all ranks. `first`: whether this rank makes it;
     one does. `agree`: the least of the ranks' values at each position. A collective. Raises SharingFailed on all ranks
     if one of them cannot map it."""
-    made = _make(num_bytes) if first else -1
-    pid, descriptor = agree([os.getpid() if made >= 0 else NOBODY, made if made >= 0 else NOBODY])
+    own = _create(num_bytes) if first else -1
+    pid, descriptor = agree([os.getpid(), own] if own >= 0 else [NOBODY, NOBODY])
     mapped = None
     if descriptor != NOBODY:
-        mapped = _map(made, num_bytes) if first else _open(f"{proc}/{pid}/fd/{descriptor}", num_bytes)
+        mapped = _map(own, num_bytes) if first else _open(f"{proc}/{pid}/fd/{descriptor}", num_bytes)
     (everybody,) = agree([int(mapped is not None)])
-    if made >= 0:
-        os.close(made)
+    if own >= 0:
+        os.close(own)
     if mapped is None or not everybody:
         raise SharingFailed
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _make(num_bytes: int) -> int:
+def _create(num_bytes: int) -> int:
     """Returns the descriptor of a file in memory; -1 if there is none to be had."""
     try:
         descriptor = os.memfd_create("cached-prefixes", os.MFD_CLOEXEC)
