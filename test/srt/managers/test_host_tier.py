@@ -212,7 +212,7 @@ def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("guesses", ["none", "half-right"])
-@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize("layout", SHARED)
 def test_ranks_agree_on_what_was_copied(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.copy_engine import ThreadedCopies
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.layer_loads import FIRST, LayerWaits
 from sglang.srt.mem_cache.memory_pool import CachePools
-from sglang.srt.mem_cache.page_pool import own_memory, page_pools
+from sglang.srt.mem_cache.page_pool import Allocate, own_memory, page_pools
 from sglang.srt.mem_cache.shared_memory import SharingFailed, shared_tensor
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
@@ -123,7 +123,8 @@ class ModelRunner:
 
     def _create_copies(self, host: HostCachePlan) -> ThreadedCopies | None:
         """Creates the pools in main memory, which ranks whose caches are equal have together."""
-        sizes, allocate, share = self.plan.pool_sizes, own_memory, (0, 1)
+        sizes, share = self.plan.pool_sizes, (0, 1)
+        allocate: Allocate = own_memory
         if host.sharers > 1:
             share = (parallel_state.rank(), host.sharers)
             allocate = partial(shared_tensor, first=share[0] == 0, agree=parallel_state.least_each)

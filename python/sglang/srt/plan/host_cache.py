@@ -111,6 +111,7 @@ class HostCachePlan:
             **pools,
             "bytes": self.total_bytes,
             "bytes_of_machine": self.total_bytes * self.processes,
+            **({"ranks_of_a_pool": self.sharers} if self.sharers > 1 else {}),
             "write_policy": "write_through" if self.write_through else "write_through_selective",
             **({"storage": self.storage.describe()} if self.storage is not None else {}),
         }
