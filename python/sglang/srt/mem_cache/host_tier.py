@@ -44,6 +44,8 @@ MOST_LOADS = 3
 """Loads that a request may wait for before it is computed: others may take the memory of what was loaded for it."""
 MOST_OFFERS = 4096
 """Prefixes that wait to be saved; beyond that the oldest is given up."""
+ASK_EVERY = 32
+"""Steps between two questions whether main memory is ready, which all ranks answer; that may take a minute."""
 KERNEL_LOSS = 0.15
 """Predicted: the share of a load's time by which it takes longer by the kernel, layer by layer, than by the copy engine
 in whole pages (0.85 of a pinned copy and about 0.97)."""
@@ -175,6 +177,7 @@ class HostTier:
         self._wrong: list[Transfer] = []
         """Loads that have failed, though steps read what they were to bring."""
         self._loads_layers = False
+        self._launches = 0
         engine.start()
 
     def attach(self, config: StorageConfig, storage: StorageEngine) -> None:
@@ -345,7 +348,8 @@ class HostTier:
     def launch(self, decoding: bool = False) -> None:
         """Starts the copies that were chosen; behind the launch of a step. decoding: requests wait for tokens, so that
         copies are paced where ranks add up over the same bus."""
-        if not self._becomes_ready():
+        self._launches += 1
+        if not self._ready and (self._launches % ASK_EVERY != 1 or not self._becomes_ready()):
             return
         self._engine.pace(self.plan.paced_rate if decoding else None)
         if self._offers and all(copy.req is not None and not copy.by_layer for copy in self._copies):
