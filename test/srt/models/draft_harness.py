@@ -22,7 +22,6 @@ from sglang.srt.plan.model_description import ModelDescription
 
 from .harness import NativePlan, TinyRunner, plan_for
 
-
 MOST_GUESSES = 6
 
 

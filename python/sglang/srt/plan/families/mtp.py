@@ -17,8 +17,9 @@ class MtpForm:
     `counts`: keys that may hold the number of draft layers, of which the first one in the config counts; `patterns`:
     keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
     values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`; `by_stream`,
-    `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `one_stream`: its layers have one residual stream,
-    however many the model has; `dense`: they attend to all tokens where the model's attend to pooled keys. `unread`: names of tensors that are not used.
+    `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `one_stream`: its layers have one residual
+    stream, however many the model has; `dense`: they attend to all tokens where the model's attend to pooled keys.
+    `unread`: names of tensors that are not used.
 
     `depths` > 0: the form is `drafts.description.ByDepth` of so many layers, unless the config says how many; `names`
     and `copies` are then below each layer, and layers have a window. `chained`: as there; `layer_names`: names in these
