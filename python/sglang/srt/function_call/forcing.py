@@ -170,8 +170,8 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         section=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
     ),
 }
-"""Formats whose calls can be forced. There is no form for the arguments of gemma4, gigachat35, hunyuan-opensource, lfm2,
-minicpm5 and pythonic."""
+"""Formats whose calls can be forced. There is no form for the arguments of gemma4, gigachat35, hunyuan-opensource,
+lfm2, minicpm5 and pythonic."""
 
 
 def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> bool:
