@@ -187,7 +187,7 @@ def test_ranks_follow_a_confidence_head_alike(tmp_path: Path) -> None:
     args = draft_of(target, tmp_path / "draft", "DSPARK")
     plain = scheduler_of(server_args(target, chunked_prefill_size=16))
     wanted = [run(plain, GREEDY), run(plain, SAMPLED)]
-    mp.spawn(_told_rank, (args, tmp_path), nprocs=2)
+    run_ranks(_told_rank, (args, tmp_path), 2)
     (first, said, widths, cuts), second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert first == wanted and second == (first, said, widths, cuts)
     assert len(set(widths)) > 2 and cuts > 0
