@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization import agree
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
@@ -398,6 +399,16 @@ class ModelPlanner:
     @property
     def most_gpus(self) -> int:
         return self.arch.gpus_per_machine or MOST_GPUS
+
+    def quantizing(self, scheme: str) -> ModelPlanner | None:
+        """Returns the planner of the model as it is with --quantization SCHEME, as `remedies.Planner`."""
+        if self.model.quantization is not None:
+            return None
+        try:
+            quantization = agree(scheme, None, self.model.model_path)
+        except UserError:
+            return None
+        return replace(self, model=replace(self.model, quantization=quantization), described={}, drafts={})
 
     def context_len(self, args: ServerArgs) -> int:
         return min(self.model.context_len, args.context_length or self.model.context_len)

@@ -457,6 +457,7 @@ class Scheduler:
                 self.depth.observe(widths, counts)
         if self.depth is not None and batch.result is not None and batch.result.confidence is not None:
             self.depth.expect(batch.result.confidence.tolist())
+            self.stats.drafts.confidence_cuts = self.depth.confidence_cuts
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
