@@ -158,9 +158,6 @@ def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
         if getattr(args, name) > 1:
             text = f"--attn-dp-size {groups} does not go with {what} ({flag(name)} {getattr(args, name)}) so far."
             yield {"attn_dp_size", name}, text
-    if args.speculative_algorithm is not None:
-        text = f"--attn-dp-size {groups} does not go with --speculative-algorithm so far: remove one of them."
-        yield {"attn_dp_size", "speculative_algorithm"}, text
     if args.enable_hierarchical_cache:
         text = f"--attn-dp-size {groups} does not go with --enable-hierarchical-cache so far: remove one of them."
         yield {"attn_dp_size", "enable_hierarchical_cache"}, text

@@ -566,6 +566,8 @@ class ServerArgs:
             else:
                 self.attn_dp_size = self.tp_size
         self.enable_dp_attention = self.attn_dp_size > 1
+        if self.enable_dp_attention and self.speculative_algorithm is not None:
+            self.enable_dp_lm_head = True  # a group drafts without the others
         if self.random_seed is None:
             self.random_seed = random.SystemRandom().randrange(1 << 30)
 

@@ -13,7 +13,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -198,6 +198,16 @@ class Groups:
     pp_tokens: Group = ALONE  # what the last stage samples
     dp: Group = ALONE  # requests
     context: Group = ALONE  # tokens
+
+    @property
+    def of_drafts(self) -> Groups:
+        """The groups that the layers of a draft see: what computes for the requests of an attention group alone is
+        shared by the ranks of the group alone."""
+        if self.dp.size == 1:
+            return self
+        own = self.attention
+        dims = Group(own.rank, own.size)
+        return replace(self, tp=own, vocabulary=own, experts=own, ep=ALONE, expert_tp=dims, dp=ALONE)
 
 
 def groups_of(

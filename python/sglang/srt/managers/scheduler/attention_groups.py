@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.grammar_manager import PendingGrammar
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.step import StepInput
+    from sglang.srt.speculative.depth import AdaptiveDepth
 
 
 class _NoTable:
@@ -47,11 +48,12 @@ class _NoTable:
 class _GroupRunner:
     """What the scheduler of one group asks of the runner. Only the ranks of the group have its requests."""
 
-    tokens_per_step, tokens_ahead, next_tokens_read = 1, 0, 0
     media = copies = storage = None
 
     def __init__(self, runner: ModelRunner, is_own: bool) -> None:
         self.plan = runner.plan
+        self.tokens_per_step, self.tokens_ahead = runner.tokens_per_step, runner.tokens_ahead
+        self.next_tokens_read = runner.next_tokens_read
         self.decodes_in_graph = runner.decodes_in_graph
         self.sampling_table: Any = runner.sampling_table if is_own else _NoTable()
         self._runner = runner if is_own else None
@@ -61,26 +63,45 @@ class _GroupRunner:
             self._runner.begin(slot, tokens, position_delta)
 
 
+class _OneDepth:
+    """Has the interface of `AdaptiveDepth` for the schedulers of all groups, whose steps have the same width."""
+
+    def __init__(self, depth: AdaptiveDepth) -> None:
+        self.observe, self.expect = depth.observe, depth.expect
+        self._depth, self._width = depth, 1
+
+    def choose(self, num_requests: int) -> None:
+        """Chooses for the next step, of so many requests in the group that has most."""
+        self._width = self._depth.next_width(num_requests)
+
+    def next_width(self, num_requests: int) -> int:
+        return self._width
+
+
 class AttentionGroups:
     """Has the interface of a `Scheduler`, and a scheduler for each group."""
 
     host_tier = None  # --enable-hierarchical-cache is refused
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
+    def __init__(
+        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
+    ) -> None:
+        """depth: as of a `Scheduler`."""
+        self.depth = None if depth is None else _OneDepth(depth)
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.group = runner.groups.dp.rank
         count = runner.groups.dp.size
         if args.max_queued_requests is not None:
             args = replace(args, max_queued_requests=-(-args.max_queued_requests // count))
         self.schedulers = [
-            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker)  # type: ignore[arg-type]
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth)  # type: ignore[arg-type]
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache
         self.router = ReplicaRouter(args.load_balance_method, count, caches)
         for group, scheduler in enumerate(self.schedulers):
             self.router.set_cache_size(group, scheduler.kv.size)
-        self.stats = StatsLogger(args.decode_log_interval, self.load)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm)
         for scheduler in self.schedulers:
             scheduler.stats = self.stats
 
@@ -88,6 +109,8 @@ class AttentionGroups:
 
     def step(self) -> None:
         """Launch the next batches of all groups as one step, then read back those of the step before."""
+        if self.depth is not None:
+            self.depth.choose(max(len(scheduler.running.now) for scheduler in self.schedulers))
         batches = [None if scheduler.paused else scheduler.pick() for scheduler in self.schedulers]
         if any(batch is not None for batch in batches):
             self.launch(batches)
