@@ -130,7 +130,7 @@ class GraphRunner:
             if size is None or steps.width not in self.sizes.widths:
                 return None
             return StepShape(size * steps.width, size, steps.width)
-        if steps.verify_beside_prompts:
+        if steps.verify_beside_prompts or steps.has_media:
             return None
         decodes = _at_least(self.sizes.mixed_decodes, steps.num_decodes)
         if decodes is None or steps.num_prompts > MAX_PROMPTS:

@@ -134,11 +134,13 @@ class GroupSteps:
         return max(step.width for step in self.steps)
 
     @property
+    def has_media(self) -> bool:
+        return any(step.prompts is not None and step.prompts.media is not None for step in self.steps)
+
+    @property
     def verify_beside_prompts(self) -> bool:
         """True if a group verifies guesses while another computes prompts."""
-        verify = any(
-            step.widths is not None and not idle for step, idle in zip(self.steps, self.idle, strict=True)
-        )
+        verify = any(step.widths is not None and not idle for step, idle in zip(self.steps, self.idle, strict=True))
         return verify and self.has_prompts
 
     @property
