@@ -44,7 +44,7 @@ SMALL_CPU = ("--device", "cpu", "--max-total-tokens", "8192", "--max-running-req
 SLICE = ("--load-format", "dummy", "--max-total-tokens", "600000", "--chunked-prefill-size")
 SLICE = (*SLICE, "8192", "--max-running-requests", "512", "--cuda-graph-max-bs", "256")
 LONG = 65536
-LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 48
+LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
 TOKENS_HELD, FASTER, OF_TWO = 1.9, 1.0, 1.9
 """Wanted: tokens that DCP2 holds beside TP2, decode steps behind long contexts, and replicas beside one."""
 SAME_TOKENS = 0.8

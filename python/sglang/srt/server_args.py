@@ -264,6 +264,9 @@ class ServerArgs:
     dist_init_addr: str | None = option(
         None, PARALLEL, "HOST:PORT of machine 0, at which the ranks of several machines meet.", "--nccl-init-addr"
     )
+    dist_timeout: float = option(
+        60.0, PARALLEL, "Seconds that the machines wait for one another when they start, with --nnodes.", minimum=1
+    )
 
     # --- memory and scheduling
     mem_fraction_static: float | None = option(
