@@ -58,6 +58,7 @@ from sglang.srt.layers.triton_ops import (
     embedding,
     gated_streams,
     gemv,
+    guess_rows,
     hyper_connection,
     index_rope,
     index_store,
@@ -135,6 +136,7 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
             part(*sizes)
 
     once(_decode_inputs)
+    once(_guess_rows)
     once(_ngram_guesses)
     once(_embedding_rows, -(-model.vocab_size // tp_size), model.hidden_size)
     once(_norms, model.hidden_size, model.zero_centred_norms)
@@ -204,6 +206,21 @@ def _decode_inputs() -> None:
         next_tokens = empty(REQUESTS + 1, dtype=torch.int64)
         table = empty(tables, REQUESTS + 1, CONTEXT, dtype=torch.int32)
         decode_inputs.decode_inputs(slots, lens, empty(batch, dtype=torch.int64), next_tokens, table)
+
+
+def _guess_rows() -> None:
+    """Of models without a window and with two."""
+    for tables, batch in itertools.product((1, 3), (1, 100)):
+        slots, lens = empty(batch, dtype=torch.int64), empty(batch, dtype=torch.int32)
+        computed = empty(REQUESTS + 1, dtype=torch.int32)
+        next_tokens = empty(REQUESTS + 1, 4, dtype=torch.int64)
+        table = empty(tables, REQUESTS + 1, CONTEXT, dtype=torch.int32)
+        for width in (1, 4):
+            guess_rows.verify_inputs(slots, lens, computed, next_tokens, table, width)
+            guess_rows.draft_inputs(slots, lens, lens, table, width)
+            rows = empty(batch, width, dtype=torch.int64)
+            guess_rows.settle_guesses(rows, slots, lens, next_tokens, computed)
+    guess_rows.settle_guesses(rows, slots, lens, next_tokens, computed, lens)
 
 
 def _ngram_guesses() -> None:

@@ -325,6 +325,13 @@ def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, .
     )
 
 
+def _guess_rows(op: str) -> tuple[KernelSpec, ...]:
+    return (
+        KernelSpec("triton", f"{_TRITON}.guess_rows:{op}", CP_ASYNC, "triton"),
+        KernelSpec("torch_native", f"sglang.srt.layers.native_guesses:{op}"),
+    )
+
+
 def _indexer(op: str, graph_safe: bool = True) -> tuple[KernelSpec, ...]:
     """Returns the kernels that prepare the indexer's keys and queries; `graph_safe` is that of plain torch."""
     refuse = all_of(_HALF, e4m3_or_16_bits, no_e4m3_conversion)
@@ -556,6 +563,7 @@ ROUTERS = ("softmax", "sigmoid", "sqrtsoftplus", "hash")
 
 TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_inputs": _elementwise("decode_inputs", "decode_inputs"),
+    **{op: _guess_rows(op) for op in ("verify_inputs", "draft_inputs", "settle_guesses")},
     "ngram_guesses": (
         KernelSpec("triton", f"{_TRITON}.ngram:ngram_guesses", CP_ASYNC, "triton"),
         KernelSpec("torch_native", "sglang.srt.layers.native_ngram:ngram_guesses"),

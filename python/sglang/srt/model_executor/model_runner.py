@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.sites import create_attention_sites
-from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.row_exchange import RowExchange, valid_rows
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.page_pool import page_pools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
-from sglang.srt.model_executor.device_state import DeviceState, shape_of
+from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.group_output import GroupOutput
@@ -90,10 +90,10 @@ class ModelRunner:
         self.storage: StorageEngine | None = None
         """Copies of what main memory has to a store, and back; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
-        inputs: DecodeInputsOp = plan.entry("decode_inputs")
+        inputs: dict[str, Any] = {op: plan.entry(op) for op in INPUT_OPS if op in plan.choices}
         attention = create_attention_sites(plan, plan.device)
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
-        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, inputs)
+        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, **inputs)
         self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else self._create_media(create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")

@@ -41,7 +41,7 @@ from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import ngram_needs, tokens_growing, verified_tokens
+from sglang.srt.plan.speculation import guess_needs, tokens_growing, verified_tokens
 from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
@@ -442,7 +442,7 @@ class ModelPlanner:
     def _trial(self, args: ServerArgs) -> Trial:
         model, serving = self.describe(args)
         of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
-        wanted = (*needs_with_draft(of_rank, draft, serving), *ngram_needs(args, serving.dtype))
+        wanted = (*needs_with_draft(of_rank, draft, serving), *guess_needs(args, serving.dtype))
         needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
