@@ -15,6 +15,7 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache import host_tier
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.models.harness import save_tiny
@@ -127,8 +128,9 @@ HOST_MODELS = ("dense", "latents", "selected latents", "windows", "states", "com
 HOST_FLAGS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
 
 
-def _play_again(scheduler: AttentionGroups) -> Outcome:
+def _play_again(scheduler: Scheduler | AttentionGroups) -> Outcome:
     """The schedule; then the same prompts once more, whose prefixes have left the GPU and return from main memory."""
+    assert isinstance(scheduler, AttentionGroups)
     first = play(scheduler)
     for group in scheduler.schedulers:
         group.kv.tree.evict(1000)
@@ -138,14 +140,15 @@ def _play_again(scheduler: AttentionGroups) -> Outcome:
         add(scheduler, request(f"{rid} again", PROMPTS[rid], NEW_TOKENS, ignore_eos=True, temperature=0.0, **params))
     run_to_end(scheduler, collector)
     assert {rid: collector.tokens[f"{rid} again"] for rid in again} == {rid: first.tokens[rid] for rid in again}
-    tiers = [group.host_tier for group in scheduler.schedulers]
+    tiers = [group.host_tier for group in scheduler.schedulers if group.host_tier is not None]
+    assert len(tiers) == len(scheduler.schedulers)
     assert sum(tier.counts.loaded_tokens for tier in tiers) > 0
     assert not any(tier.counts.failed_copies for tier in tiers)
     stats = scheduler.stats.snapshot().host_cache
-    assert stats.load_back_tokens == sum(tier.counts.loaded_tokens for tier in tiers)
-    for group in scheduler.schedulers:
+    assert stats is not None and stats.load_back_tokens == sum(tier.counts.loaded_tokens for tier in tiers)
+    for group, tier in zip(scheduler.schedulers, tiers, strict=True):
         assert_clean(group)
-        group.host_tier.check()
+        tier.check()
     return first
 
 
