@@ -40,7 +40,6 @@ LAYOUTS = {
     "DP2 x EP2": DP2_EP2,
     "TP4 x DP2 x EP2": RankLayout(4, 2, attn_dp_size=2),
     "DP4 x EP4": RankLayout(4, 4, attn_dp_size=4),
-    "TP4 x DP2 x DCP2": RankLayout(4, dcp_size=2, attn_dp_size=2),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
@@ -61,13 +60,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 POOLS = {"compressed": 112}
 """Pools of models with large pages, of which a request has two at least."""
 WITH_STATES = ("states", "delta attention", "scans", "compressed")
-WITH_LATENTS = ("latents", "selected latents", "delta attention")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
 CELLS = {
-    **{
-        layout: WITH_LATENTS if ranks.dcp_size > 1 else tuple(WITH_EXPERTS if ranks.ep_size > 1 else MODELS)
-        for layout, ranks in LAYOUTS.items()
-    },
+    **{layout: tuple(WITH_EXPERTS if ranks.ep_size > 1 else MODELS) for layout, ranks in LAYOUTS.items()},
     "latents": ("latents",),
 }
 """Models of each layout; "latents" are not thorough."""

@@ -47,6 +47,7 @@ def test_flags_name_the_groups(words: str, groups: int, replicas: int) -> None:
     [
         ("--tp 4 --attn-dp-size 3", "--attn-dp-size 3 does not divide --tp-size 4"),
         ("--tp 2 --attn-dp-size 2 --pp-size 2", "does not go with stages"),
+        ("--tp 2 --attn-dp-size 2 --dcp-size 2", "does not go with tokens that ranks share out"),
         ("--tp 2 --attn-dp-size 2 --mm-enable-dp-encoder", "whose groups encode images of their own"),
         (
             "--tp 2 --attn-dp-size 2 --enable-hierarchical-cache --hicache-storage-backend file",
@@ -87,14 +88,6 @@ def test_tables_beside_the_embedding_are_refused(tmp_path: Path) -> None:
     save_tiny("gemma4_small", tmp_path)
     with pytest.raises(UserError, match="tables that are looked up by token beside the embedding"):
         check_layout(plan_for(tmp_path).description, RankLayout(2, attn_dp_size=2))
-
-
-def test_the_ranks_of_a_group_share_out_its_tokens(tmp_path: Path) -> None:
-    save_tiny("deepseek_v3", tmp_path)
-    model = plan_for(tmp_path).description
-    check_layout(model, RankLayout(4, attn_dp_size=2, dcp_size=2))
-    with pytest.raises(UserError, match="does not divide the 1 ranks that share out the tokens of each of the groups"):
-        check_layout(model, RankLayout(2, attn_dp_size=2, dcp_size=2))
 
 
 LAYOUTS = [

@@ -220,20 +220,20 @@ def _group_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]
     asked = f"--attn-dp-size {ranks.attn_dp_size}"
     if ranks.pp_size > 1:
         yield f"{asked}: groups with requests of their own do not go with --pp-size {ranks.pp_size}"
+    if ranks.dcp_size > 1:
+        yield f"{asked}: groups with requests of their own do not share out tokens (--dcp-size {ranks.dcp_size})"
     if model.per_layer_inputs is not None or any(layer.ngrams != ABSENT for layer in model.layers):
         yield f"{asked}: tables that are looked up by token beside the embedding are shared by all ranks"
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     """Yields problems of sharing out the tokens of caches over ranks."""
-    tp_size, dcp_size = ranks.attn_tp_size, ranks.dcp_size
+    tp_size, dcp_size = ranks.tp_size, ranks.dcp_size
     if dcp_size == 1:
         return
     asked = f"--dcp-size {dcp_size}"
     if tp_size % dcp_size:
-        whose = f"--tp-size {tp_size}, whose ranks" if ranks.attn_dp_size == 1 else f"the {tp_size} ranks that"
-        group = "" if ranks.attn_dp_size == 1 else f" of each of the groups of --attn-dp-size {ranks.attn_dp_size}"
-        yield f"{asked} does not divide {whose} share out the tokens{group}"
+        yield f"{asked} does not divide --tp-size {tp_size}, whose ranks share out the tokens"
         return
     mixers = [layer.mixer for layer in model.layers]
     if any(isinstance(mixer, CompressedSparse | PooledSparse | PooledLatent) for mixer in mixers):
