@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sgl_kernel.conftest import PACKAGE, load_file
 from sglang.srt.distributed.custom_all_reduce import (
@@ -91,7 +91,7 @@ def serve(rank: int, ranks: int, folder: str, library: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_and_norms(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None:
     before = set(Path("/dev/shm").glob("all_reduce_on_cpu*"))
-    mp.spawn(serve, (ranks, str(tmp_path), str(cpu_collectives)), nprocs=ranks)
+    run_ranks(serve, (ranks, str(tmp_path), str(cpu_collectives)), ranks)
     assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before
 
 
@@ -110,7 +110,7 @@ def stay_away(rank: int, ranks: int, folder: str, library: str) -> None:
 
 
 def test_a_rank_that_stays_away_is_named(tmp_path: Path, cpu_collectives: Path) -> None:
-    mp.spawn(stay_away, (3, str(tmp_path), str(cpu_collectives)), nprocs=3)
+    run_ranks(stay_away, (3, str(tmp_path), str(cpu_collectives)), 3)
 
 
 def refuse(rank: int, ranks: int, folder: str, library: str, what: str) -> None:
@@ -131,5 +131,5 @@ def refuse(rank: int, ranks: int, folder: str, library: str, what: str) -> None:
 @pytest.mark.parametrize("what", ["allocate", "open"])
 def test_all_ranks_learn_that_memory_cannot_be_shared(what: str, tmp_path: Path, cpu_collectives: Path) -> None:
     before = set(Path("/dev/shm").glob("all_reduce_on_cpu*"))
-    mp.spawn(refuse, (2, str(tmp_path), str(cpu_collectives), what), nprocs=2)
+    run_ranks(refuse, (2, str(tmp_path), str(cpu_collectives), what), 2)
     assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before

@@ -19,8 +19,8 @@ from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, exper
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import band_of
+from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import product_of
-from sglang.srt.kernels.tables import MIXED_ROWS
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
@@ -535,10 +535,10 @@ def _pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) -> None:
 def _pooled_latent(mixer: PooledLatent, tp_size: int, arch: ArchTraits) -> None:
     """The latents' store, the indexer's keys, queries and choice, and attention to tokens of what it selects and to
     those behind."""
-    rank, index, rot = mixer.latent.kv_lora_rank, mixer.indexer, mixer.rope.rot_dim
+    rank, index, rot = mixer.heads.kv_lora_rank, mixer.indexer, mixer.rope.rot_dim
     shape = AttentionShape(mixer.shares(tp_size).padded_heads, 1, rank, rank)
     cache, cos_sin = empty(SLOTS, 1, rank), empty(1, rot, dtype=torch.float32)
-    before = mixer.latent.q_lora_rank
+    before = mixer.heads.q_lora_rank
     for tokens in (1, 100, 300):
         joined, at = empty(tokens, before + rank), empty(tokens, dtype=torch.int64)
         norm.rmsnorm(joined[:, :before], empty(before), 1e-6)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
@@ -244,7 +244,7 @@ def _rank(rank: int, args: ServerArgs, folder: Path, graphs: bool = False) -> No
 def on_ranks(args: ServerArgs, folder: Path, graphs: bool = False) -> list[Outcome]:
     """What each rank knows."""
     count = args.tp_size * args.pp_size
-    mp.spawn(_rank, (args, folder, graphs), nprocs=count)
+    run_ranks(_rank, (args, folder, graphs), count)
     results = [Outcome(**json.loads((folder / f"{rank}.json").read_text())) for rank in range(count)]
     return [msgspec.convert(msgspec.to_builtins(result), Outcome) for result in results]
 
