@@ -223,8 +223,6 @@ def _group_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]
         yield f"{asked}: groups with requests of their own do not share out tokens (--dcp-size {ranks.dcp_size})"
     if model.per_layer_inputs is not None or any(layer.ngrams != ABSENT for layer in model.layers):
         yield f"{asked}: tables that are looked up by token beside the embedding are shared by all ranks"
-    if model.media is not None:
-        yield f"{asked}: images and videos go with one group; --language-model-only serves the text model alone"
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
