@@ -64,15 +64,18 @@ def reference(every: list[torch.Tensor]) -> torch.Tensor:
 class QuantizedRank(Rank):
     """Ways of adding up: each takes and gives [T, H] in 16 bits."""
 
-    def create_reduce(self, workspaces: Workspaces) -> CustomAllReduce:
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        """Of sums in 16 bits, as a server has them."""
         topology = Topology.NVLINK if torch.cuda.get_device_capability()[0] in (9, 10) else Topology.HOST_BRIDGE
-        bands = bands_for(topology, self.ranks)
-        return CustomAllReduce(self.library, workspaces, bands, 20.0, e4m3_bytes=PIECE_BYTES)
+        return bands_for(topology, self.ranks)
+
+    def create_reduce(self, workspaces: Workspaces) -> CustomAllReduce:
+        return CustomAllReduce(self.library, workspaces, self.bands, 20.0, e4m3_bytes=PIECE_BYTES)
 
     def vectors(self) -> int:
         e4m3 = Band(frozenset(), frozenset(), TWO_SHOT_E4M3, PIECE_BYTES, "")
-        exact = Band(frozenset(), frozenset(), "one_shot", LARGEST, "")
-        return data_vectors_for([e4m3, exact], self.ranks, self.library.ROW_VECTORS)
+        return data_vectors_for([*self.bands, e4m3], self.ranks, self.library.ROW_VECTORS)
 
     def sums(self, peers: CustomAllReduce | None) -> QuantizedSums:
         assert self.nccl is not None

@@ -41,7 +41,7 @@ from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.remedies import trial_or_advice
-from sglang.srt.plan.speculation import ngram_needs, speculative_settings
+from sglang.srt.plan.speculation import guess_needs, speculative_settings
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
@@ -149,7 +149,7 @@ def explain(
         return replace(nothing, refused=_refusal(planner, args))
     draft = planner.draft(args, model)
     needs = needs_with_draft(rank_weights(model, serving.ranks), draft, serving)
-    needs += ngram_needs(args, serving.dtype)
+    needs += guess_needs(args, serving.dtype)
     chosen = choose_kernels(args, needs, arch, packages)
     plan, notes, unfit = None, chosen.notes, None
     if arch.device != "cpu":

@@ -34,7 +34,6 @@ RANKS = {
 """By layout, in the order in which the server starts them, and the detokenizer behind them."""
 CASES = [
     ("--tp-size 2 --ep-size 2", "TP1", signal.SIGKILL, True),
-    ("--pp-size 2", "PP0 TP0", signal.SIGKILL, True),
     ("--pp-size 2", "PP1 TP0", signal.SIGKILL, False),
     ("--tp-size 2", "detokenizer", signal.SIGKILL, True),
     ("--tp-size 2", "TP0", signal.SIGSTOP, False),

@@ -316,10 +316,15 @@ def test_a_pause_ends_what_runs_by_default(http: httpx.Client, body: dict[str, A
     assert later.result().json()["meta_info"]["completion_tokens"] == 2
 
 
+@pytest.fixture(scope="module")
+def undisturbed(http: httpx.Client) -> dict[str, Any]:
+    answer: dict[str, Any] = LongRequest(http, "undisturbed", max_new_tokens=1000).result().json()
+    return answer
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_pause_that_keeps_what_runs(http: httpx.Client, mode: str) -> None:
+def test_a_pause_that_keeps_what_runs(http: httpx.Client, undisturbed: dict[str, Any], mode: str) -> None:
     """The result is the same as without it. Only a retraction lets go of the cache."""
-    undisturbed = LongRequest(http, "undisturbed", max_new_tokens=1000).result().json()
     request = LongRequest(http, "disturbed", max_new_tokens=1000)
     assert http.post("/pause_generation", json={"mode": mode}).status_code == 200
     flush = http.post("/flush_cache")

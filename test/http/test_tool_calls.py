@@ -54,6 +54,12 @@ def parsing_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def server_without_parsers() -> Iterator[LiveServer]:
+    with live_server("--served-model-name", MODEL) as running:
+        yield running
+
+
 def connect(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
@@ -294,7 +300,15 @@ def test_separate_reasoning(parsing_server: LiveServer) -> None:
     assert reply.json() == {"reasoning_text": "well", "text": "yes"}
 
 
-@pytest.mark.parametrize("form", ["glm45", "kimi_k2", "deepseekv31", "deepseekv32"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "glm45",
+        "kimi_k2",
+        pytest.param("deepseekv31", marks=pytest.mark.thorough),
+        pytest.param("deepseekv32", marks=pytest.mark.thorough),
+    ],
+)
 def test_formats_of_other_models(form: str) -> None:
     """The model writes the format that its template is told."""
     with live_server("--tool-call-parser", form, "--served-model-name", MODEL) as server, connect(server) as client:
@@ -316,8 +330,8 @@ def test_formats_of_other_models(form: str) -> None:
             assert call.id == f"functions.{call.function.name}:1"
 
 
-def test_without_a_parser_a_call_cannot_be_forced() -> None:
-    with live_server("--served-model-name", MODEL) as server, connect(server) as client:
+def test_without_a_parser_a_call_cannot_be_forced(server_without_parsers: LiveServer) -> None:
+    with connect(server_without_parsers) as client:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
             ask(client, ADD, tools=TOOLS, tool_choice="required")
         answer = ask(client, ADD, tools=TOOLS).choices[0]
@@ -429,13 +443,12 @@ def test_reasoning_that_a_native_request_requires(parsing_server: LiveServer, st
         assert wrong.status_code == 400
 
 
-def test_requiring_reasoning_needs_a_parser() -> None:
-    with live_server() as server:
-        reply = httpx.post(f"{server.url}/generate", json={"text": "a", "require_reasoning": True})
-        assert reply.status_code == 400 and "--reasoning-parser" in reply.json()["error"]["message"]
+def test_requiring_reasoning_needs_a_parser(server_without_parsers: LiveServer) -> None:
+    reply = httpx.post(f"{server_without_parsers.url}/generate", json={"text": "a", "require_reasoning": True})
+    assert reply.status_code == 400 and "--reasoning-parser" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("name", ["kimi", "gpt-oss"])
+@pytest.mark.parametrize("name", ["kimi", pytest.param("gpt-oss", marks=pytest.mark.thorough)])
 def test_marks_of_several_tokens_end_thoughts_too(name: str) -> None:
     """This tokenizer has no tokens of their own for the marks of these formats."""
     begin = {"kimi": "◁think▷", "gpt-oss": "<|channel|>analysis<|message|>"}[name]
@@ -455,8 +468,8 @@ def test_other_names_of_the_thinking_budget(client: openai.OpenAI, name: str) ->
         ask(client, APPLES, extra_body={name: 4, "thinking_budget": 5})
 
 
-def test_a_thinking_budget_needs_a_reasoning_parser() -> None:
-    with live_server("--served-model-name", MODEL) as server, connect(server) as client:
+def test_a_thinking_budget_needs_a_reasoning_parser(server_without_parsers: LiveServer) -> None:
+    with connect(server_without_parsers) as client:
         refused = pytest.raises(openai.BadRequestError, match="thinking_budget needs --reasoning-parser")
         with refused:
             ask(client, APPLES, extra_body={"thinking_budget": 4})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from srt.distributed.test_quantized_sums import reference, shape_of, summand
 
 from sgl_kernel.conftest import PACKAGE, load_file
@@ -94,7 +94,7 @@ def serve(rank: int, ranks: int, folder: str, library: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_and_norms(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None:
     before = set(Path("/dev/shm").glob("all_reduce_on_cpu*"))
-    mp.spawn(serve, (ranks, str(tmp_path), str(cpu_collectives)), nprocs=ranks)
+    run_ranks(serve, (ranks, str(tmp_path), str(cpu_collectives)), ranks)
     assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before
 
 
@@ -134,7 +134,7 @@ def sum_of(every: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_sums_in_e4m3(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None:
-    mp.spawn(serve_in_e4m3, (ranks, str(tmp_path), str(cpu_collectives)), nprocs=ranks)
+    run_ranks(serve_in_e4m3, (ranks, str(tmp_path), str(cpu_collectives)), ranks)
 
 
 def stay_away(rank: int, ranks: int, folder: str, library: str) -> None:
@@ -152,7 +152,7 @@ def stay_away(rank: int, ranks: int, folder: str, library: str) -> None:
 
 
 def test_a_rank_that_stays_away_is_named(tmp_path: Path, cpu_collectives: Path) -> None:
-    mp.spawn(stay_away, (3, str(tmp_path), str(cpu_collectives)), nprocs=3)
+    run_ranks(stay_away, (3, str(tmp_path), str(cpu_collectives)), 3)
 
 
 def refuse(rank: int, ranks: int, folder: str, library: str, what: str) -> None:
@@ -173,5 +173,5 @@ def refuse(rank: int, ranks: int, folder: str, library: str, what: str) -> None:
 @pytest.mark.parametrize("what", ["allocate", "open"])
 def test_all_ranks_learn_that_memory_cannot_be_shared(what: str, tmp_path: Path, cpu_collectives: Path) -> None:
     before = set(Path("/dev/shm").glob("all_reduce_on_cpu*"))
-    mp.spawn(refuse, (2, str(tmp_path), str(cpu_collectives), what), nprocs=2)
+    run_ranks(refuse, (2, str(tmp_path), str(cpu_collectives), what), 2)
     assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before

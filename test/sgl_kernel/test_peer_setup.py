@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sgl_kernel.test_custom_all_reduce import collectives, joined
 from sglang.srt.distributed import peer_setup
@@ -52,4 +52,4 @@ def connect(rank: int, ranks: int, folder: str, library: str) -> None:
 
 @pytest.mark.slow
 def test_links_are_probed_before_they_are_used(tmp_path: Path, cpu_collectives: Path) -> None:
-    mp.spawn(connect, (2, str(tmp_path), str(cpu_collectives)), nprocs=2)
+    run_ranks(connect, (2, str(tmp_path), str(cpu_collectives)), 2)

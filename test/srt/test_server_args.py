@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from sglang.srt.cli_args import Option, build_parser, flag, parse_size
 from sglang.srt.compat import RENAMED_FLAGS
 from sglang.srt.errors import UserError
-from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE, LINEAR
+from sglang.srt.kernels.attention_table import EXTEND_ATTENTION
+from sglang.srt.kernels.tables import FP8_GEMM_BACKENDS, FUSED_MOE, LINEAR
 from sglang.srt.server_args import TABLE, ServerArgs
 from sglang.srt.upstream_interface import ACCEPTED, REFUSED
 

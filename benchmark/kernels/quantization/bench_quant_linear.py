@@ -27,8 +27,8 @@ from timing import copies_for, read_ceiling, time_calls
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name, current_arch
+from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.spec import Need
-from sglang.srt.kernels.tables import SCALED_MM_SCHEMES
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.scaled_mm import ScaledWeight, problem_of, scaled_product, scaled_weight

@@ -182,9 +182,12 @@ Meaning = str | compat.NoEffect | compat.NotImplementedFlag
 class OptionTable:
     """The options of one dataclass: names, aliases, abbreviations, and what to say about any other name."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type, groups: Sequence[str]) -> None:
+        """groups: all groups of its options, in the order in which they are listed."""
         hints = get_type_hints(cls)
-        self.fields = {f.name: (hints[f.name], f) for f in dataclasses.fields(cls) if "option" in f.metadata}
+        options = [f for f in dataclasses.fields(cls) if "option" in f.metadata]
+        options.sort(key=lambda f: groups.index(f.metadata["option"].group))
+        self.fields = {f.name: (hints[f.name], f) for f in options}
         self.names: dict[str, str] = {}
         for name, (_, f) in self.fields.items():
             for spelling in (flag(name), *f.metadata["option"].aliases):

@@ -9,187 +9,28 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang.srt.arguments.groups import EFFECTIVE_IF_NONE, GROUPS, MEDIA, MEMORY, PARALLEL, SPECULATION
+from sglang.srt.arguments.kernels import KernelArgs
+from sglang.srt.arguments.model import ModelArgs
+from sglang.srt.arguments.serving import LoggingArgs, ServingArgs
 from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
-from sglang.srt.compat import FOREIGN_KERNELS
 from sglang.srt.configs.load_balance import BALANCE_METHODS
 from sglang.srt.configs.merge_methods import MERGE_METHODS
-from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
-from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
+from sglang.srt.configs.quantization import SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
 from sglang.srt.configs.storage_backend import BACKENDS, OTHER_BACKENDS, PREFETCH_POLICIES
 from sglang.srt.errors import Problems
 from sglang.srt.flag_checks import contradictions
-from sglang.srt.kernels.spec import KernelSpec
-from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE, SPARSE_ATTENTION
 
-MODEL = "model"
-SERVING = "HTTP server"
-PARALLEL = "parallelism"
-MEMORY = "memory and scheduling"
-KERNELS = "kernels"
-SPECULATION = "speculative decoding"
-MEDIA = "images and video"
-OBSERVE = "logging and metrics"
-
-_EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
-
-
-def _backend(field: str, *choices: str, tables: tuple[KernelSpec, ...] = ()) -> dict[str, tuple[str, ...]]:
-    """Names of kernels: ours, and those of other releases and forks, of which the plan says what serves instead."""
-    ours = tuple(kernel.name for kernel in tables if kernel.not_here is None and not kernel.asked_as)
-    others = {kernel.name for kernel in tables if kernel.name not in ours} | FOREIGN_KERNELS[field]
-    return {"choices": (*choices, *ours), "explained": tuple(sorted(others - {*choices, *ours}))}
-
-
-_ATTENTION = _backend("attention_backend", tables=EXTEND_ATTENTION)
-_SPARSE = _backend("dsa_decode_backend", tables=SPARSE_ATTENTION)
-_EXPERTS = _backend("moe_runner_backend", "auto", tables=FUSED_MOE)
 _DRAFT_QUANTIZATION = (*SPELLINGS, UNQUANTIZED)
 
 
 @dataclass(kw_only=True)
-class ServerArgs:
+class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     """Build it with `from_cli` or `from_kwargs`, which check every value; `check()` does so after a manual change."""
-
-    # --- model
-    model_path: str = option(MISSING, MODEL, "Local directory or Hugging Face id of the model.", "--model")
-    tokenizer_path: str | None = option(None, MODEL, "Where the tokenizer is, if not with the model.")
-    served_model_name: str | None = option(None, MODEL, "Name shown by /v1/models, if not the model path.")
-    revision: str | None = option(None, MODEL, "Branch, tag or commit of a Hugging Face model.")
-    download_dir: str | None = option(None, MODEL, "Where Hugging Face models are stored.")
-    context_length: int | None = option(
-        None, MODEL, "Longest sequence, prompt and output together, if shorter than the model's.", minimum=1, size=True
-    )
-    trust_remote_code: bool = option(False, MODEL, "Allow a tokenizer that brings its own Python code.")
-    dtype: str = option(
-        "auto", MODEL, "Type of weights and activations.", choices=("auto", "bfloat16", "float16", "float32")
-    )
-    load_format: str = option(
-        "auto",
-        MODEL,
-        "auto and safetensors read the checkpoint, dummy fills random weights.",
-        choices=("auto", "safetensors", "dummy"),
-    )
-    json_model_override_args: str = option(
-        "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
-    )
-    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts only, and refuse to generate.")
-    skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
-    quantization: str | None = option(
-        None,
-        MODEL,
-        "Quantization of the weights; detected. fp8 quantizes 16-bit weights, too.",
-        choices=tuple(SPELLINGS),
-        metavar="FORMAT",
-    )
-    flashinfer_mxfp4_moe_precision: str = option(
-        "default",
-        MODEL,
-        "Activations of MXFP4 experts: fp8 is MXFP8, bf16 keeps 16 bits, default is as the checkpoint says.",
-        choices=("default", *EXPERT_PRECISIONS),
-    )
-    mamba_ssm_dtype: str | None = option(
-        None,
-        MODEL,
-        "Type of the states of recurrent layers. None: what the model's config says.",
-        choices=("float32", "bfloat16", "float16"),
-    )
-    max_mamba_cache_size: int | None = option(
-        None,
-        MEMORY,
-        "States of recurrent layers altogether: one a running request, the others are kept at the ends of prefixes.",
-        minimum=1,
-    )
-    mamba_full_memory_ratio: float | None = option(
-        None,
-        MEMORY,
-        "Memory of these states over that of the KV cache; above 0. None: states for conversations of 4,096 tokens.",
-    )
-    cpu_offload_gb: float = option(
-        0.0, MODEL, "Weights stay in GPU memory: a model that fits starts with a warning.", minimum=0
-    )
-    ple_offload_embedding: bool = option(
-        False,
-        MEMORY,
-        "Keep tables of n-grams (Qwen3.8-Flash-Next) in pinned host memory. By default only if GPUs have no room.",
-    )
-    no_ple_offload_embedding: bool = option(False, MEMORY, "Keep tables of n-grams in GPU memory in any case.")
-    kv_cache_dtype: str = option(
-        "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
-    )
-    device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
-    random_seed: int | None = option(
-        None,
-        MODEL,
-        "Seed of unseeded requests and of dummy weights; random if not given.",
-        minimum=0,
-        maximum=2**63 - 1,
-    )
-
-    # --- HTTP server
-    host: str = option("127.0.0.1", SERVING, "Address to listen on; 0.0.0.0 for all.")
-    port: int = option(30000, SERVING, "Port to listen on.", minimum=1, maximum=65535)
-    api_key: str | None = option(
-        None, SERVING, "Require `Authorization: Bearer KEY`, but for `/`, `/page/`, `/health`, `/ready` and `/metrics`."
-    )
-    allowed_origins: list[str] | None = option(
-        None,
-        SERVING,
-        "Web pages that may use a server without a key, besides those of this machine: `https://HOST:PORT`; `*`: all.",
-    )
-    chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
-    default_chat_template_kwargs: str = option(
-        "{}",
-        SERVING,
-        "JSON object of template variables that requests leave out, such as enable_thinking.",
-        json=True,
-        metavar="JSON",
-    )
-    tool_call_parser: str | None = option(
-        None,
-        SERVING,
-        "Format of the model's tool calls; auto: as its chat template shows. Without it calls stay in the text.",
-        choices=TOOL_CALL_PARSERS,
-    )
-    reasoning_parser: str | None = option(
-        None,
-        SERVING,
-        "Format of the model's reasoning; auto: as its chat template shows. Without it thoughts stay in the text.",
-        choices=REASONING_PARSERS,
-    )
-    constrained_thinking_share: float = option(
-        0.5,
-        SERVING,
-        "Share of an output that thoughts may take before an answer in a given format, unless the request has a budget "
-        "for them; 1: no limit, 0: no thoughts.",
-        minimum=0,
-        maximum=1,
-    )
-    allow_auto_truncate: bool = option(
-        False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing."
-    )
-    incremental_streaming_output: bool = option(False, SERVING, "/generate streams new text only, not all text so far.")
-    sampling_defaults: str = option(
-        "model",
-        SERVING,
-        "Defaults of requests: the model's generation_config.json, or OpenAI's (temperature 1, top_p 1).",
-        choices=("model", "openai"),
-    )
-    preferred_sampling_params: str | None = option(
-        None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
-    )
-    enable_streaming_session: bool = option(
-        False, SERVING, "Sessions with `streaming`: each request goes on from the last one that ended well."
-    )
-    enable_return_hidden_states: bool = option(
-        False, SERVING, "/generate returns final hidden states to requests with `return_hidden_states`."
-    )
-    dry_run: bool = option(False, SERVING, "Check flags, config, layout and memory, print the plan, and start nothing.")
-    skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
-    watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)
 
     # --- parallelism
     tp_size: int = option(1, PARALLEL, "GPUs that share every layer.", "--tp", "--tensor-parallel-size", minimum=1)
@@ -267,7 +108,7 @@ class ServerArgs:
         choices=("off", "prefill", "all"),
     )
     quantized_all_reduce_min_bytes: int | None = option(
-        None, PARALLEL, f"Least bytes of a sum that is sent so. {_EFFECTIVE_IF_NONE}", minimum=0, size=True
+        None, PARALLEL, f"Least bytes of a sum that is sent so. {EFFECTIVE_IF_NONE}", minimum=0, size=True
     )
     nnodes: int = option(1, PARALLEL, "Machines that the ranks of this server run on.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine. Machine 0 answers clients.", minimum=0)
@@ -277,23 +118,23 @@ class ServerArgs:
 
     # --- memory and scheduling
     mem_fraction_static: float | None = option(
-        None, MEMORY, f"Share of GPU memory for weights and KV cache, above 0 and below 1. {_EFFECTIVE_IF_NONE}"
+        None, MEMORY, f"Share of GPU memory for weights and KV cache, above 0 and below 1. {EFFECTIVE_IF_NONE}"
     )
-    max_running_requests: int | None = option(None, MEMORY, f"Requests in one batch. {_EFFECTIVE_IF_NONE}", minimum=1)
+    max_running_requests: int | None = option(None, MEMORY, f"Requests in one batch. {EFFECTIVE_IF_NONE}", minimum=1)
     max_queued_requests: int | None = option(
         None, MEMORY, "Waiting requests beyond which new ones get a 503.", minimum=1
     )
     max_total_tokens: int | None = option(
-        None, MEMORY, f"Tokens in the KV cache. {_EFFECTIVE_IF_NONE}", minimum=1, size=True
+        None, MEMORY, f"Tokens in the KV cache. {EFFECTIVE_IF_NONE}", minimum=1, size=True
     )
     chunked_prefill_size: int | None = option(
         None,
         MEMORY,
-        f"Prompt tokens computed in one step; -1: whole prompts. {_EFFECTIVE_IF_NONE}",
+        f"Prompt tokens computed in one step; -1: whole prompts. {EFFECTIVE_IF_NONE}",
         minimum=-1,
         size=True,
     )
-    page_size: int | None = option(None, MEMORY, f"Tokens in a KV cache page. {_EFFECTIVE_IF_NONE}", minimum=1)
+    page_size: int | None = option(None, MEMORY, f"Tokens in a KV cache page. {EFFECTIVE_IF_NONE}", minimum=1)
     max_prefill_tokens: int = option(16384, MEMORY, "Prompt tokens of all requests in one step.", minimum=1, size=True)
     schedule_policy: str = option(
         "fcfs", MEMORY, "Order of waiting requests.", choices=("fcfs", "lpm", "random", "dfs-weight", "lof")
@@ -362,56 +203,6 @@ class ServerArgs:
         None, MEMORY, "Settings of the store and of look-ups: JSON, or @ and the path of a JSON, YAML or TOML file."
     )
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
-
-    # --- kernels
-    disable_shared_experts_fusion: bool = option(
-        False, KERNELS, "Compute the shared expert apart instead of as one more of the routed ones."
-    )
-    attention_backend: str | None = option(None, KERNELS, f"Kernels of attention. {_EFFECTIVE_IF_NONE}", **_ATTENTION)
-    prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
-    decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
-    dsa_prefill_backend: str | None = option(
-        None,
-        KERNELS,
-        "Kernel of attention to what an indexer selects, unless --dsa-decode-backend names one for both.",
-        "--nsa-prefill-backend",
-        **_SPARSE,
-    )
-    dsa_decode_backend: str | None = option(
-        None,
-        KERNELS,
-        f"Kernel of attention to what an indexer selects. {_EFFECTIVE_IF_NONE}",
-        "--nsa-decode-backend",
-        **_SPARSE,
-    )
-    moe_runner_backend: str = option(
-        "auto",
-        KERNELS,
-        "Kernel of the experts.",
-        "--moe-backend",
-        **_EXPERTS,
-    )
-    fp8_gemm_backend: str = option(
-        "auto",
-        KERNELS,
-        "Kernel of linear layers with FP8 weights.",
-        "--fp8-gemm-runner-backend",
-        **_backend("fp8_gemm_backend", "auto", *FP8_GEMM_BACKENDS),
-    )
-    sampling_backend: str | None = option(
-        None, KERNELS, "Accepted, but there is one implementation.", **_backend("sampling_backend", "pytorch")
-    )
-    strict_backends: bool = option(
-        False, KERNELS, "Refuse to start where a named kernel cannot serve, instead of taking the next one."
-    )
-    grammar_backend: str | None = option(
-        None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
-    )
-    cuda_graph_max_bs: int | None = option(
-        None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1
-    )
-    cuda_graph_bs: list[int] | None = option(None, KERNELS, "Decode batch sizes to capture.", minimum=1)
-    disable_cuda_graph: bool = option(False, KERNELS, "Launch every kernel from the host.")
 
     # --- speculative decoding
     speculative_algorithm: str | None = option(
@@ -533,33 +324,6 @@ class ServerArgs:
         None, MEDIA, "Directory of which `file://` URLs are read; none are if not given.", metavar="DIRECTORY"
     )
 
-    # --- logging and metrics
-    log_level: str = option(
-        "info", OBSERVE, "Level of our messages.", choices=("debug", "info", "warning", "error", "critical")
-    )
-    log_level_http: str | None = option(
-        None,
-        OBSERVE,
-        "Level of the HTTP server's messages; as --log-level if not given.",
-        choices=("debug", "info", "warning", "error", "critical"),
-    )
-    log_requests: bool = option(False, OBSERVE, "Log every request.")
-    log_requests_level: int = option(
-        2,
-        OBSERVE,
-        "0: ids and counts, 1: and parameters, 2: and the beginnings of texts without credentials, 3: all texts.",
-        minimum=0,
-        maximum=3,
-    )
-    decode_log_interval: int = option(40, OBSERVE, "Decode steps between two log lines.", minimum=1)
-    enable_metrics: bool = option(False, OBSERVE, "Serve Prometheus metrics at /metrics.")
-    enable_trace: bool = option(False, OBSERVE, "Send OpenTelemetry traces of requests (needs the extra `trace`).")
-    otlp_traces_endpoint: str = option(
-        "localhost:4317", OBSERVE, "Collector of the traces: HOST:PORT over gRPC, or http(s)://HOST:PORT/v1/traces."
-    )
-    otlp_service_name: str = option("sglang", OBSERVE, "Name of this service in the traces.")
-    enable_cache_report: bool = option(False, OBSERVE, "Say in `usage` how many prompt tokens were cached.")
-
     @property
     def steps_ahead(self) -> int:
         """The most steps that are launched before the results of the first of them are read."""
@@ -631,7 +395,7 @@ class ServerArgs:
         return asdict(self) | {"api_key": None if self.api_key is None else "set"}
 
 
-TABLE = OptionTable(ServerArgs)
+TABLE = OptionTable(ServerArgs, GROUPS)
 
 
 def _find_problems(args: ServerArgs, problems: Problems) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import flashinfer_fusion
 from sglang.srt.distributed.parallel_state import Group
@@ -114,4 +114,4 @@ def fuse(rank: int, ranks: int, folder: str) -> None:
 
 
 def test_two_ranks_add_up_and_norm_in_one_call(tmp_path: Path) -> None:
-    mp.spawn(fuse, (2, str(tmp_path)), nprocs=2)
+    run_ranks(fuse, (2, str(tmp_path)), 2)

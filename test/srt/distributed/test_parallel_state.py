@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import Group, groups_of
@@ -73,7 +73,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
 
 def test_collectives(tmp_path: Path) -> None:
-    mp.spawn(_rank, (2, str(tmp_path)), nprocs=2)
+    run_ranks(_rank, (2, str(tmp_path)), 2)
 
 
 def _listening_rank(rank: int, size: int, folder: str) -> None:
@@ -88,7 +88,7 @@ def _listening_rank(rank: int, size: int, folder: str) -> None:
 
 def test_ranks_listen_on_no_address_that_others_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    mp.spawn(_listening_rank, (2, str(tmp_path)), nprocs=2)
+    run_ranks(_listening_rank, (2, str(tmp_path)), 2)
 
 
 def _nccl_rank(rank: int, size: int, folder: str) -> None:
@@ -113,7 +113,7 @@ def _nccl_rank(rank: int, size: int, folder: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_collectives_in_a_cuda_graph(tmp_path: Path) -> None:
-    mp.spawn(_nccl_rank, (2, str(tmp_path)), nprocs=2)
+    run_ranks(_nccl_rank, (2, str(tmp_path)), 2)
 
 
 def test_one_rank_creates_no_group_and_copies_nothing() -> None:
@@ -189,7 +189,7 @@ def _steps_one_behind_the_other(pp: Group, tokens: Group) -> None:
 
 
 def test_what_is_handed_from_stage_to_stage(tmp_path: Path) -> None:
-    mp.spawn(_stage_rank, (str(tmp_path),), nprocs=3)
+    run_ranks(_stage_rank, (str(tmp_path),), 3)
 
 
 def test_runs_that_do_not_divide_cover_everything_once() -> None:

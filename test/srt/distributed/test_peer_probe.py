@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import peer_links, peer_probe
 from sglang.srt.distributed.peer_checks import Finding, check
@@ -93,7 +93,7 @@ def probe(rank: int, ranks: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_processes_that_die_or_hang_are_named_and_do_not_hang_the_server(tmp_path: Path) -> None:
-    mp.spawn(probe, (2, str(tmp_path)), nprocs=2)
+    run_ranks(probe, (2, str(tmp_path)), 2)
 
 
 def test_a_pair_is_told_once() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed.quantized_sums import GROUP, WIRE, QuantizedSums, TorchCodec, error_bound
 
@@ -103,13 +103,13 @@ def serve(rank: int, ranks: int, folder: str, rounds: int) -> None:
 
 
 def test_errors_stay_within_the_bound(tmp_path: Path) -> None:
-    mp.spawn(serve, (2, str(tmp_path), 100), nprocs=2)
+    run_ranks(serve, (2, str(tmp_path), 100), 2)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_errors_of_many_sums_stay_within_the_bound(ranks: int, tmp_path: Path) -> None:
-    mp.spawn(serve, (ranks, str(tmp_path), 10_000), nprocs=ranks)
+    run_ranks(serve, (ranks, str(tmp_path), 10_000), ranks)
 
 
 def test_the_bound_is_not_loose() -> None:

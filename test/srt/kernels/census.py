@@ -19,8 +19,8 @@ from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, exper
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import band_of
+from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import product_of
-from sglang.srt.kernels.tables import MIXED_ROWS
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
@@ -58,6 +58,7 @@ from sglang.srt.layers.triton_ops import (
     embedding,
     gated_streams,
     gemv,
+    guess_rows,
     hyper_connection,
     index_rope,
     index_store,
@@ -136,6 +137,7 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
             part(*sizes)
 
     once(_decode_inputs)
+    once(_guess_rows)
     once(_ngram_guesses)
     once(_embedding_rows, -(-model.vocab_size // tp_size), model.hidden_size)
     once(_norms, model.hidden_size, model.zero_centred_norms)
@@ -221,6 +223,21 @@ def _decode_inputs() -> None:
         next_tokens = empty(REQUESTS + 1, dtype=torch.int64)
         table = empty(tables, REQUESTS + 1, CONTEXT, dtype=torch.int32)
         decode_inputs.decode_inputs(slots, lens, empty(batch, dtype=torch.int64), next_tokens, table)
+
+
+def _guess_rows() -> None:
+    """Of models without a window and with two."""
+    for tables, batch in itertools.product((1, 3), (1, 100)):
+        slots, lens = empty(batch, dtype=torch.int64), empty(batch, dtype=torch.int32)
+        computed = empty(REQUESTS + 1, dtype=torch.int32)
+        next_tokens = empty(REQUESTS + 1, 4, dtype=torch.int64)
+        table = empty(tables, REQUESTS + 1, CONTEXT, dtype=torch.int32)
+        for width in (1, 4):
+            guess_rows.verify_inputs(slots, lens, computed, next_tokens, table, width)
+            guess_rows.draft_inputs(slots, lens, lens, table, width)
+            rows = empty(batch, width, dtype=torch.int64)
+            guess_rows.settle_guesses(rows, slots, lens, next_tokens, computed)
+    guess_rows.settle_guesses(rows, slots, lens, next_tokens, computed, lens)
 
 
 def _ngram_guesses() -> None:
@@ -535,10 +552,10 @@ def _pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) -> None:
 def _pooled_latent(mixer: PooledLatent, tp_size: int, arch: ArchTraits) -> None:
     """The latents' store, the indexer's keys, queries and choice, and attention to tokens of what it selects and to
     those behind."""
-    rank, index, rot = mixer.latent.kv_lora_rank, mixer.indexer, mixer.rope.rot_dim
+    rank, index, rot = mixer.heads.kv_lora_rank, mixer.indexer, mixer.rope.rot_dim
     shape = AttentionShape(mixer.shares(tp_size).padded_heads, 1, rank, rank)
     cache, cos_sin = empty(SLOTS, 1, rank), empty(1, rot, dtype=torch.float32)
-    before = mixer.latent.q_lora_rank
+    before = mixer.heads.q_lora_rank
     for tokens in (1, 100, 300):
         joined, at = empty(tokens, before + rank), empty(tokens, dtype=torch.int64)
         norm.rmsnorm(joined[:, :before], empty(before), 1e-6)

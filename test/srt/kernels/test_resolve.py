@@ -12,10 +12,11 @@ import pytest
 import sglang
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.conditions import GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
-from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS, TABLES
+from sglang.srt.kernels.tables import ATTENTION_BACKENDS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.triton_ops import gemv
 

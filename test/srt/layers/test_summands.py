@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers import native_ops
@@ -101,7 +101,7 @@ def compare(rank: int, ranks: int, folder: str) -> None:
 
 
 def test_sums_that_wait_give_the_same_stream(tmp_path: Path) -> None:
-    mp.spawn(compare, (2, str(tmp_path)), nprocs=2)
+    run_ranks(compare, (2, str(tmp_path)), 2)
 
 
 def test_one_rank_has_nothing_to_leave() -> None:

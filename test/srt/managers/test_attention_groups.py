@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
@@ -87,7 +87,7 @@ def check(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
             save_tiny(tiny, Path(folders[name]), **changes)
     alone = {name: outcome(folder, ONE_RANK, 0, None) for name, folder in folders.items()}
     flags = {"chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
-    mp.spawn(_rank, (ranks, folders, tmp_path, flags), nprocs=ranks.world_size)
+    run_ranks(_rank, (ranks, folders, tmp_path, flags), ranks.world_size)
     for name, one in alone.items():
         for graphs in (False, True):
             files = [tmp_path / f"{name}.{graphs}.{rank}.json" for rank in range(ranks.world_size)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import native_ops
@@ -92,4 +92,4 @@ def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, p
 @pytest.mark.parametrize("layout", SHARED)
 def test_several_ranks(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    mp.spawn(_rank, (name, tmp_path, SHARED[layout], guesses, 4, 10), nprocs=SHARED[layout].world_size)
+    run_ranks(_rank, (name, tmp_path, SHARED[layout], guesses, 4, 10), SHARED[layout].world_size)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.front.native_output import request_info
@@ -186,7 +186,7 @@ SHARED = {"TP2": RankLayout(2), "PP2": RankLayout(pp_size=2), "TP2 x PP2": RankL
 
 def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path)
-    mp.spawn(_rank, ("deepseek_v3", tmp_path, SHARED["TP2"], "none", 1, 3), nprocs=2)
+    run_ranks(_rank, ("deepseek_v3", tmp_path, SHARED["TP2"], "none", 1, 3), 2)
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", SHARED)
 def test_ranks_agree_on_what_was_copied(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    mp.spawn(_rank, (name, tmp_path, SHARED[layout], guesses, 4, 10), nprocs=SHARED[layout].world_size)
+    run_ranks(_rank, (name, tmp_path, SHARED[layout], guesses, 4, 10), SHARED[layout].world_size)
 
 
 # --- one thing at a time ----------------------------------------------------------------------------------------------

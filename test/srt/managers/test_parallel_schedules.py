@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
@@ -189,7 +189,7 @@ def test_ranks_give_the_tokens_of_one_process(
 ) -> None:
     ranks, names = LAYOUTS[layout]
     folders = {name: models[name][0] for name in names}
-    mp.spawn(_rank, (ranks, folders, tmp_path, {}), nprocs=ranks.world_size)
+    run_ranks(_rank, (ranks, folders, tmp_path, {}), ranks.world_size)
     for name in names:
         one = models[name][1]
         every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
@@ -218,7 +218,7 @@ def test_guesses_change_no_token_of_several_ranks(
 ) -> None:
     ranks, names = GUESSING[layout]
     known = {name: models[name][1].tokens for name in names}
-    mp.spawn(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path, known), nprocs=ranks.world_size)
+    run_ranks(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path, known), ranks.world_size)
     for name in names:
         one = models[name][1]
         every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
@@ -87,7 +87,7 @@ def run(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], folde
         folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
         if tiny:
             save_tiny(tiny, Path(folders[name]), **changes)
-    mp.spawn(_rank, (ranks, folders, folder, modes), nprocs=ranks.world_size)
+    run_ranks(_rank, (ranks, folders, folder, modes), ranks.world_size)
     results = {}
     for name in names:
         for mode in modes:

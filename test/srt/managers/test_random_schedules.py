@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -281,7 +281,7 @@ def _stage(rank: int, name: str, folder: Path, guesses: list[str], pages: tuple[
 @pytest.mark.parametrize("name", ["qwen3_5"])
 def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    mp.spawn(_stage, (name, tmp_path, ["half-right"], (4,), 1), nprocs=2)
+    run_ranks(_stage, (name, tmp_path, ["half-right"], (4,), 1), 2)
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_many_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    mp.spawn(_stage, (name, tmp_path, list(GUESSES), PAGES, 4), nprocs=2)
+    run_ranks(_stage, (name, tmp_path, list(GUESSES), PAGES, 4), 2)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
@@ -99,7 +99,7 @@ def test_ranks_that_share_out_tokens_give_the_tokens_of_one_process(name: str, t
     one = outcome(folder, ONE_RANK, 0, None, **alike)
     assert one.num_retracted > 0 and one.num_cached > 0 and one.finishes["aborted"] == "abort"
     known = one.tokens if case.guesses else None
-    mp.spawn(_rank, (case, folder, tmp_path, known), nprocs=case.ranks.world_size)
+    run_ranks(_rank, (case, folder, tmp_path, known), case.ranks.world_size)
     for i in range(2):
         every = [json.loads((tmp_path / f"{i}.{rank}.json").read_text()) for rank in range(case.ranks.world_size)]
         for rank, got in enumerate(Outcome(**one_rank) for one_rank in every):

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.front.native_output import request_info
@@ -212,7 +212,7 @@ def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, p
 @pytest.mark.thorough
 def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
-    mp.spawn(_rank, ("qwen3", tmp_path, RankLayout(2), "none", 4, 2), nprocs=2)
+    run_ranks(_rank, ("qwen3", tmp_path, RankLayout(2), "none", 4, 2), 2)
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", SHARED)
 def test_ranks_agree_on_what_was_read(layout: str, name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    mp.spawn(_rank, (name, tmp_path, SHARED[layout], "half-right", 4, 10), nprocs=SHARED[layout].world_size)
+    run_ranks(_rank, (name, tmp_path, SHARED[layout], "half-right", 4, 10), SHARED[layout].world_size)
 
 
 # --- one thing at a time ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -60,5 +60,5 @@ def test_backends_of_several_ranks(layout: str, every: bool, models: dict[str, P
     for family, folder in models.items():
         args = server_args(folder)
         expected[family] = play(create_runner(args), args)
-    mp.spawn(_rank, (layout, every, models, expected, tmp_path), nprocs=2)
+    run_ranks(_rank, (layout, every, models, expected, tmp_path), 2)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[], []]

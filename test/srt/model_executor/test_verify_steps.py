@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
+from sglang.srt.layers import native_guesses
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -21,7 +22,6 @@ from sglang.srt.model_executor.canary import check_runner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import accept
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
@@ -36,7 +36,7 @@ def test_accept() -> None:
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 9, 3, 4], [-1, 2, 3, 4], [1, 2, 3, 4]])
     drafts = torch.tensor([[1, 2, 3], [1, 5, 3], [1, 2, 3], [0, 2, 3], [1, 2, 3]])
     widths = torch.tensor([4, 4, 4, 4, 2], dtype=torch.int32)
-    assert accept(tokens, drafts, widths).tolist() == [4, 2, 2, 1, 2]
+    assert native_guesses.accepted(tokens, drafts, widths).tolist() == [4, 2, 2, 1, 2]
 
 
 def server_args(folder: Path, **options: Any) -> ServerArgs:

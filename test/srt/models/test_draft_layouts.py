@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -114,7 +114,7 @@ def test_ranks_agree_with_one_rank(tmp_path: Path) -> None:
     }
     with_experts = {name: pair for name, pair in pairs.items() if pair[2] is None}
     for ranks, names in ((RankLayout(2), pairs), (RankLayout(2, 2), with_experts)):
-        mp.spawn(_rank, (ranks, tmp_path, names), nprocs=2)
+        run_ranks(_rank, (ranks, tmp_path, names), 2)
         for name in names:
             for rank in range(2):
                 got = torch.load(tmp_path / f"{name}{rank}.pt")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
@@ -161,7 +161,7 @@ def test_a_published_form_computes_what_it_stands_for(name: str, tmp_path: Path)
 def test_two_ranks_share_a_published_form(name: str, tmp_path: Path) -> None:
     publish(FORMS[name], tmp_path)
     with_draft_layer(tmp_path / "quantized")
-    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    run_ranks(_rank, (2, tmp_path), 2)
     want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)

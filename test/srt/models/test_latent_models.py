@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.distributed import parallel_state
@@ -199,7 +199,7 @@ def test_two_ranks_share_out_the_heads(tmp_path: Path) -> None:
     for form in SPLIT:
         (tmp_path / form).mkdir()
         save_quantized("deepseek_v3_wide", FORMS[form], tmp_path / form)
-    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    run_ranks(_rank, (2, tmp_path), 2)
     for form in SPLIT:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
         for rank in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import ForwardBatch
@@ -20,8 +20,9 @@ from sglang.srt.managers.scheduler.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
-from sglang.srt.model_executor import media_features
+from sglang.srt.model_executor import media_pace
 from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.model_executor.media_pace import MediaPace
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -232,7 +233,7 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
     events.clear()
     add(scheduler, media_request("seen", three_images(), qwen3_vl.folder, 4))
     run_to_end(scheduler, collector)
-    assert events[:7] == ["encode", "step", "encode", "step", "encode", "step", "prompt"]
+    assert events[:10] == ["step", "encode", "step"] * 3 + ["prompt"], "the patches of each travel for a step"
     assert collector.tokens["seen"] == greedy(qwen3_vl.model, three_images(), collector.tokens["seen"])
 
 
@@ -244,7 +245,7 @@ _SLICED = ("qwen3_vl", "gemma4", "kimi_k25")
 )
 def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
-    monkeypatch.setattr(media_features, "PATCH_LAYERS_BESIDE", 20)
+    monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
     model = save_seeing(name, tmp_path)
     scheduler, collector, events = seeing_scheduler(tmp_path), Collector(), []
     features, launch = scheduler.media.features, scheduler.launch
@@ -263,22 +264,58 @@ def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytes
     run_to_end(scheduler, collector)
     layers, first = features.description.tower.num_layers, 64
     slices = -(-first * layers // 20)
-    assert events[: 2 * slices] == ["slice", "step"] * slices
+    assert events[: 2 * slices + 1] == ["step"] + ["slice", "step"] * slices, "the patches travel for a step"
     assert events.count("slice") == slices + -(-24 * layers // 20)
     for rid, prompt in prompts.items():
         assert collector.tokens[rid] == greedy(model, prompt, collector.tokens[rid]), rid
     assert_clean(scheduler)
 
 
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4", "qwen3_5"])
+def test_chunks_with_images_are_short_beside_others(
+    name: str, page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All images of a step together; one that is not cut goes whole, and text is not held back."""
+    model = save_seeing(name, tmp_path)
+    scheduler, collector, taken = seeing_scheduler(tmp_path, page_size=page), Collector(), []
+    features, launch = scheduler.media.features, scheduler.launch
+    assert features is not None
+    monkeypatch.setattr(media_pace, "LEAST_TOKENS", 2)
+    features.pace = MediaPace(None, {1: 1.0}, {8: 1.0, 16: 2.0})
+
+    def launched(batch: ScheduleBatch) -> None:
+        prompts = batch.step.prompts
+        if prompts is not None and prompts.media is not None and batch.step.num_decodes:
+            taken.append(int(prompts.extend_lens.sum()))
+        launch(batch)
+
+    monkeypatch.setattr(scheduler, "launch", launched)
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 90, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        scheduler.step()
+    prompts = {"seen": three_images(), "video": a_video(name), "wide": Prompt().image((1, 8, 10), 5).text(30, 1)}
+    for rid, prompt in prompts.items():
+        add(scheduler, media_request(rid, prompt, tmp_path, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    for rid, prompt in prompts.items():
+        assert collector.tokens[rid] == greedy(model, prompt, collector.tokens[rid]), rid
+    whole = 20 if name in BOTH_WAYS else 0
+    limit = max(page, features.pace.prompt_tokens(1) or 0, whole)
+    assert len(taken) > 3 and max(taken) <= limit
+    assert_clean(scheduler)
+
+
 def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or when nothing decodes any more: then all that is left is computed at once."""
-    monkeypatch.setattr(media_features, "PATCH_LAYERS_BESIDE", 20)
+    monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
     scheduler, collector = seeing_scheduler(qwen3_vl.folder), Collector()
     features = scheduler.media.features
     assert features is not None
     add(scheduler, request("text", Prompt().text(6, 1).ids, 8, temperature=0.0, ignore_eos=True))
     scheduler.step()
     add(scheduler, media_request("gone", Prompt().image((1, 12, 14), 5).text(2, 1), qwen3_vl.folder, 4))
+    scheduler.step()
     scheduler.step()
     assert features.under_way
     scheduler.abort(AbortReq(["gone"]))
@@ -417,7 +454,7 @@ def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)
-    mp.spawn(_rank, (folders, tmp_path), nprocs=2)
+    run_ranks(_rank, (folders, tmp_path), 2)
     for name, folder in folders.items():
         one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
         for layout in [layout for one_name, layout in CUTS if one_name == name]:
@@ -432,8 +469,8 @@ def test_a_request_that_ends_early_needs_no_features(qwen3_vl: Seeing, monkeypat
     add(scheduler, request("text", Prompt().text(6, 1).ids, 30, temperature=0.0, ignore_eos=True))
     scheduler.step()
     add(scheduler, media_request("seen", three_images(), qwen3_vl.folder, 4))
-    scheduler.step()
-    scheduler.step()
+    for _ in range(4):
+        scheduler.step()
     features = scheduler.media.features
     assert features is not None and encoded(scheduler) == 2
     assert any(entry.users for entry in features._entries.values())

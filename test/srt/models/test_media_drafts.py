@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import EmbeddingRows, ExtendRows, ForwardBatch
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.models.draft_parts import DraftParts
 from sglang.srt.speculative.draft_chain import following_rows
 from srt.managers.fake_runner import Collector, add, assert_clean, run_to_end
@@ -95,36 +98,87 @@ _AT_ONCE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [pytest.param(*cell, marks=[pytest.mark.thorough] * (cell not in _AT_ONCE)) for cell in CELLS]
-)
-def test_answers_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
-    draft, folder = KINDS[kind], tmp_path / "target"
-    model = save_seeing(family, folder)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tp_size": 2},
+    "TP2, shared": {"tp_size": 2, "mm_enable_dp_encoder": True},
+    "PP2": {"pp_size": 2},
+}
+NO_STAGES = ("gemma4_per_layer",)
+"""Those with layers that attend to keys and values of earlier ones."""
+
+
+def options_of(family: str, kind: str, folder: Path, draft_folder: Path) -> dict[str, Any]:
+    """Writes the draft, and returns the options of a server that uses it. folder: of the model."""
+    draft = KINDS[kind]
     options: dict[str, Any] = {"speculative_algorithm": draft.algorithm, "speculative_num_draft_tokens": 4}
     if draft.inside is not None:
         draft.inside[family](folder)
     if draft.make is not None:
-        options["speculative_draft_model_path"] = str(draft.make(tmp_path / "draft"))
-    scheduler, collector = seeing_scheduler(folder, chunked_prefill_size=24, **options), Collector()
-    prompts = {
+        options["speculative_draft_model_path"] = str(draft.make(draft_folder))
+    return options
+
+
+def prompts_of(family: str) -> dict[str, Prompt]:
+    video = Prompt().text(4, 7).image((3, 4, 4), 30, pooled=POOLED_FRAMES.get(family, 1))
+    return {
         "image": Prompt().text(5, 1).image((1, 4, 6), 1).text(4, 2),
-        "video": Prompt()
-        .text(4, 7)
-        .image((3, 4, 4), 30, pooled=POOLED_FRAMES.get(family, 1))
-        .text(5, 8)
-        .image((1, 4, 4), 31)
-        .text(3, 9),
+        "video": video.text(5, 8).image((1, 4, 4), 31).text(3, 9),
         "first": Prompt().image((1, 8, 2), 2).text(3, 4),
     }
-    for rid, prompt in prompts.items():
+
+
+def answers(scheduler: Scheduler, family: str, folder: Path) -> dict[str, list[int]]:
+    collector = Collector()
+    for rid, prompt in prompts_of(family).items():
         add(scheduler, media_request(rid, prompt, folder, NEW_TOKENS))
     run_to_end(scheduler, collector)
-    for rid, prompt in prompts.items():
-        output = collector.tokens[rid]
-        assert len(output) == NEW_TOKENS and output == greedy(model, prompt, output), rid
     assert scheduler.stats.drafts.num_steps > 0
     assert_clean(scheduler)
+    return collector.tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [pytest.param(*cell, marks=[pytest.mark.thorough] * (cell not in _AT_ONCE)) for cell in CELLS]
+)
+def test_answers_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    model = save_seeing(family, folder)
+    options = options_of(family, kind, folder, tmp_path / "draft")
+    outputs = answers(seeing_scheduler(folder, chunked_prefill_size=24, **options), family, folder)
+    for rid, prompt in prompts_of(family).items():
+        assert len(outputs[rid]) == NEW_TOKENS and outputs[rid] == greedy(model, prompt, outputs[rid]), rid
+
+
+def _rank(rank: int, family: str, folder: Path, options: dict[str, dict[str, Any]], out: Path) -> None:
+    torch.set_num_threads(1)
+    for number, (kind, of_draft) in enumerate(options.items()):
+        for layout, of_layout in LAYOUTS.items():
+            if layout == "PP2" and family in NO_STAGES:
+                continue
+            chosen = {"chunked_prefill_size": 24, **of_draft, **of_layout}
+            scheduler = seeing_scheduler(folder, None, rank, f"file://{out}/{number}{layout}", **chosen)
+            torch.save(answers(scheduler, family, folder), out / f"{kind}, {layout}, rank {rank}.pt")
+            parallel_state.shutdown()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", list(SEEING))
+def test_drafts_of_two_ranks(family: str, tmp_path: Path) -> None:
+    """Every kind of draft in every layout, the encoder's heads or its images shared out, or the model in stages."""
+    folder, out = tmp_path / "target", tmp_path / "out"
+    out.mkdir()
+    model = save_seeing(family, folder)
+    options = {
+        kind: options_of(family, kind, folder, tmp_path / f"draft{number}")
+        for number, kind in enumerate(kind for of_family, kind in CELLS if of_family == family)
+    }
+    mp.spawn(_rank, (family, folder, options, out), nprocs=2)
+    files = sorted(out.glob("*.pt"))
+    assert len(files) == 2 * len(options) * (2 if family in NO_STAGES else 3)
+    for file in files:
+        outputs = torch.load(file)
+        for rid, prompt in prompts_of(family).items():
+            assert len(outputs[rid]) == NEW_TOKENS and outputs[rid] == greedy(model, prompt, outputs[rid]), file.stem
 
 
 def a_step(embedding: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:

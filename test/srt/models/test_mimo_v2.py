@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.quantization import detect
@@ -113,7 +113,7 @@ def test_ranks_whose_keys_end_within_blocks_hold_them_in_the_models_type(size: i
     full, window = (layer.mixer for layer in plan_for(tmp_path / "quantized").description.layers[:2])
     assert isinstance(full, GQA) and isinstance(window, GQA) and full.scale_rows == window.scale_rows == 128
     assert full.widened(size) and window.widened(size) == (size == 4)
-    mp.spawn(_rank, (size, tmp_path), nprocs=size)
+    run_ranks(_rank, (size, tmp_path), size)
     want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
     for rank in range(size):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)

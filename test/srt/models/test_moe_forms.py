@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.distributed import parallel_state
@@ -121,7 +121,7 @@ def _rank(rank: int, folder: Path, forms: tuple[str, ...]) -> None:
 def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
     forms = ("compressed_int4_g32", "modelopt_nvfp4", "compressed_fp8_channel", "gptq_g32")
     references = {form: save_quantized("qwen3_moe_wide", FORMS[form], tmp_path / form) for form in forms}
-    mp.spawn(_rank, (tmp_path, forms), nprocs=2)
+    run_ranks(_rank, (tmp_path, forms), 2)
     for form, reference in references.items():
         want = wanted(reference)
         for rank in range(2):

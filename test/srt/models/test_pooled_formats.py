@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.distributed import parallel_state
@@ -130,7 +130,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
 def test_two_ranks_share_the_table(tmp_path: Path) -> None:
     publish(replace(FORMS["NVFP4"]), tmp_path)
     in_fp8(tmp_path)
-    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    run_ranks(_rank, (2, tmp_path), 2)
     want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -198,7 +198,7 @@ def test_ranks_hold_parts_of_weights_and_scales(size: int, tmp_path: Path) -> No
     for form in SPLIT:
         (tmp_path / form).mkdir()
         save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path / form)
-    mp.spawn(_rank, (size, tmp_path), nprocs=size)
+    run_ranks(_rank, (size, tmp_path), size)
     for form in SPLIT:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
         for rank in range(size):
@@ -228,7 +228,7 @@ def test_ranks_hold_parts_of_experts_with_zero_points(tmp_path: Path) -> None:
     for form in ZERO_POINT_FORMS:
         (tmp_path / form).mkdir()
         save_quantized("qwen3_moe_wide", ZERO_POINT_FORMS[form], tmp_path / form)
-    mp.spawn(_rank_of_experts, (tmp_path,), nprocs=2)
+    run_ranks(_rank_of_experts, (tmp_path,), 2)
     for form in ZERO_POINT_FORMS:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
         files = [

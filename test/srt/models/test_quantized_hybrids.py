@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.distributed import parallel_state
@@ -256,7 +256,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
 
 def test_two_ranks_share_heads_experts_and_the_quantized_vocabulary(tmp_path: Path) -> None:
     publish(replace(PUBLISHED["Qwen3.6-35B-A3B-NVFP4"], model="qwen3_5_moe_wide"), tmp_path)
-    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    run_ranks(_rank, (2, tmp_path), 2)
     want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)

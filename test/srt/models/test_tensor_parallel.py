@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
@@ -80,7 +80,7 @@ def test_ranks_agree_with_one_rank(
     folder, wanted = models
     for name in names:
         (tmp_path / name).symlink_to(folder / name)
-    mp.spawn(_rank, (ranks, tmp_path, names), nprocs=ranks.tp_size)
+    run_ranks(_rank, (ranks, tmp_path, names), ranks.tp_size)
     for name in names:
         for rank in range(ranks.tp_size):
             got = torch.load(tmp_path / f"{name}{rank}.pt")

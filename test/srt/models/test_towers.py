@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import Group, Groups
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
-from sglang.srt.model_loader.loader import load_tower
+from sglang.srt.model_loader.loader import load_checkpoint, load_tower
 from sglang.srt.models.vision import encoder
+from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.patch_places import Grid, clips, cubic, parts_of_clips
+from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
 from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
 from sglang.srt.plan.memory import media_bytes
+from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.ranks import ONE_RANK
 from srt.managers.fake_runner import Collector, add, run_to_end
 
@@ -175,6 +180,65 @@ def test_an_encoder_that_ranks_share(name: str, tmp_path: Path) -> None:
     assert all(torch.count_nonzero(part.abs().sum(1)) < 13 for part in parts), "nobody computes all"
     for mine, wanted in zip(got, tower.encode(pixels, grids), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Threads(Group):
+    """Ranks that are threads of this process."""
+
+    barrier = threading.Barrier(2)
+    given: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.given[self.rank] = x
+        self.barrier.wait(30)
+        total = self.given[0] + self.given[1]
+        self.barrier.wait(30)
+        return total
+
+
+def rank_tower(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> VisionEncoder[Any]:
+    plan = create_plan(args_of(folder))
+    assert plan.description.media is not None
+    monkeypatch.setattr(encoder, "groups", lambda: Groups(tp=Threads(rank, 2)))
+    with torch.inference_mode():
+        tower = create_encoder(plan, plan.description.media.tower.shared_by(2))
+        load_checkpoint(tower, str(folder))
+    return tower
+
+
+@pytest.mark.parametrize("name", list(SEEING))
+def test_an_encoder_whose_heads_and_widths_ranks_share(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of published layouts, for every batch: each rank has the features of one that has all."""
+    save_seeing(name, tmp_path)
+    alone, ranks = tower_of(tmp_path), [rank_tower(tmp_path, rank, monkeypatch) for rank in range(2)]
+    sizes = [sum(param.tensor.numel() for param in tower.params.values()) for tower in (alone, *ranks)]
+    assert sizes[1] == sizes[2] == ranks[0].tower.num_weights() < 0.75 * sizes[0]
+    for grids in BATCHES.values():
+        pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(5))
+        with ThreadPoolExecutor(2) as threads:
+            got = list(threads.map(lambda tower, args=(pixels, grids): tower.encode(*args), ranks))
+        for items in got:
+            torch.testing.assert_close(items, alone.encode(pixels, grids), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_an_encoder_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    """Each has all of it: where the number does not divide heads, with stages, and where the ranks share out images."""
+    save_seeing("qwen3_vl", tmp_path)
+    media = create_plan(args_of(tmp_path)).description.media
+    assert media is not None
+    assert media.tower.shared_by(3) is media.tower and media.tower.shared_by(2).rank_heads == 1
+    assert media.tower.shared_by(1).num_weights() == media.tower.num_weights()
+
+    def ranks_of(**options: Any) -> int:
+        args = args_of(tmp_path, **options)
+        described = describe_served_model(args, ModelConfig.from_server_args(args)).media
+        assert described is not None
+        return described.tower.ranks
+
+    assert ranks_of(tp_size=2) == 2
+    assert ranks_of(tp_size=2, pp_size=2) == ranks_of(tp_size=2, mm_enable_dp_encoder=True) == 1
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt import environ
 from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
 from sglang.srt.errors import UserError
-from sglang.srt.plan.speculation import ngram_bytes, ngram_needs, speculative_settings
+from sglang.srt.plan.speculation import guess_needs, ngram_bytes, speculative_settings
 from sglang.srt.server_args import ServerArgs
 
 
@@ -179,6 +179,9 @@ def test_tables_of_ngram_drafts_are_planned() -> None:
     words = "--model m --speculative-algorithm NGRAM --speculative-ngram-external-corpus-max-tokens 1k"
     args = ServerArgs.from_cli(words.split())
     assert ngram_bytes(args, 7, 100) == 4 * (8 * 100 + 2 * 1000)
-    assert [need.op for need in ngram_needs(args, "bfloat16")] == ["ngram_guesses"]
+    verified = ["verify_inputs", "settle_guesses"]
+    assert [need.op for need in guess_needs(args, "bfloat16")] == [*verified, "ngram_guesses"]
     other = ServerArgs.from_cli("--model m --speculative-algorithm NEXTN".split())
-    assert ngram_bytes(other, 7, 100) == 0 and not ngram_needs(other, "bfloat16")
+    assert ngram_bytes(other, 7, 100) == 0
+    assert [need.op for need in guess_needs(other, "bfloat16")] == [*verified, "draft_inputs"]
+    assert not guess_needs(ServerArgs.from_cli(["--model", "m"]), "bfloat16")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.speculative import AdaptiveSettings
@@ -125,7 +125,7 @@ def test_two_ranks_give_the_tokens_of_one(kind: str, layout: str, tmp_path: Path
     target = tmp_path / "target"
     save_tiny("qwen3_windows", target)
     plain = run(scheduler_of(server_args(target, chunked_prefill_size=16)), GREEDY)
-    mp.spawn(_rank, (draft_of(target, tmp_path / "draft", kind), layout, tmp_path), nprocs=2)
+    run_ranks(_rank, (draft_of(target, tmp_path / "draft", kind), layout, tmp_path), 2)
     for rank in range(2):
         assert torch.load(tmp_path / f"{layout}{rank}.pt") == [plain, plain], f"rank {rank}"
 

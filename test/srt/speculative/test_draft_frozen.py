@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
+from rank_processes import run_ranks
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
@@ -176,7 +176,7 @@ def test_two_ranks_give_the_tokens_of_one(layout: str, tmp_path: Path) -> None:
     save_tiny("gemma4", tmp_path / "target", layer_types=kinds, num_hidden_layers=8)
     save_assistant(tmp_path / "draft", **GROUPS)
     plain = run(scheduler_of(server_args(tmp_path / "target", chunked_prefill_size=16)), GREEDY)
-    mp.spawn(_rank, (with_drafts(tmp_path / "target", tmp_path / "draft"), layout, tmp_path), nprocs=2)
+    run_ranks(_rank, (with_drafts(tmp_path / "target", tmp_path / "draft"), layout, tmp_path), 2)
     for rank in range(2):
         assert torch.load(tmp_path / f"{layout}{rank}.pt") == [plain], f"rank {rank}"
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -259,7 +259,7 @@ def test_drafts_change_nothing(drafter: str, model: str, layout: str, tmp_path: 
     ranks = LAYOUTS[layout]
     args = server_args(target, options | ranks)
     if ranks:
-        mp.spawn(_rank, (args, tmp_path), nprocs=2)
+        run_ranks(_rank, (args, tmp_path), 2)
         results = [Outcome(**json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(2)]
         results = [msgspec.convert(msgspec.to_builtins(result), Outcome) for result in results]
     else:

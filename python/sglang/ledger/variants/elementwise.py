@@ -16,6 +16,7 @@ from sglang.srt.layers.triton_ops import (
     decode_inputs,
     embedding,
     gemv,
+    guess_rows,
     latent_store,
     ngram,
     norm,
@@ -27,6 +28,9 @@ from sglang.srt.layers.triton_ops import (
 
 OPS = (
     "decode_inputs",
+    "verify_inputs",
+    "draft_inputs",
+    "settle_guesses",
     "ngram_guesses",
     "embedding_rows",
     "rmsnorm",
@@ -86,6 +90,9 @@ SPLITS = 128
 _LOGITS_COUNTS = frozenset({"vocab_size", "mask_stride"})
 FORM_RULES = {
     "decode_inputs.decode_inputs_kernel": FormRule(at_most=frozenset({"WINDOWS"})),
+    "guess_rows.verify_inputs_kernel": FormRule(at_most=frozenset({"TABLES"})),
+    "guess_rows.draft_inputs_kernel": FormRule(at_most=frozenset({"TABLES"})),
+    "guess_rows.settle_guesses_kernel": FormRule(at_most=frozenset({"FORCED"})),
     "ngram.longest_match_kernel": FormRule(free=frozenset({"SPLITS"})),
     "ngram.corpus_match_kernel": FormRule(at_most=frozenset({"LONGEST"})),
     "ngram.copy_guesses_kernel": FormRule(at_most=frozenset({"SPLITS", "CORPUS"})),
@@ -147,6 +154,29 @@ def _decode_inputs() -> Iterator[Variant]:
     types |= dict.fromkeys(("num_reqs", "num_rows", "context_len", "window_stride"), "i32")
     kernel, constants = decode_inputs.decode_inputs_kernel, {"WINDOWS": 2}
     yield describe("decode_inputs", "all", kernel, types, constants, decode_inputs.LAUNCH, ("window_stride",))
+
+
+def _verify_inputs() -> Iterator[Variant]:
+    yield _guess_rows("verify_inputs", guess_rows.verify_inputs_kernel, {"TABLES": 3})
+
+
+def _draft_inputs() -> Iterator[Variant]:
+    yield _guess_rows("draft_inputs", guess_rows.draft_inputs_kernel, {"TABLES": 3})
+
+
+def _settle_guesses() -> Iterator[Variant]:
+    yield _guess_rows("settle_guesses", guess_rows.settle_guesses_kernel, {"FORCED": True})
+
+
+def _guess_rows(op: str, kernel: Any, constants: dict[str, Any]) -> Variant:
+    indices = ("slots", "tokens", "next_tokens", "input_ids", "rows", "positions", "locs", "draft_slots", "next_ids")
+    lengths = ("lens", "widths", "first", "ends", "forced", "counts", "new_lens", "prefix_lens", "seq_lens")
+    sizes = ("num_tokens", "num_reqs", "width", "num_rows", "context_len", "num_next", "loc_stride")
+    types = dict.fromkeys((*indices, "last_rows", "last"), "*i64") | dict.fromkeys(sizes, "i32")
+    types |= dict.fromkeys((*lengths, "req_to_token", "start_loc"), "*i32")
+    taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    strides = tuple({"loc_stride"} & taken.keys())
+    return describe(op, "all", kernel, taken, constants, guess_rows.LAUNCH, strides)
 
 
 def _ngram_guesses() -> Iterator[Variant]:
@@ -366,6 +396,9 @@ def _gemv() -> Iterator[Variant]:
 
 _VARIANTS = {
     "decode_inputs": _decode_inputs,
+    "verify_inputs": _verify_inputs,
+    "draft_inputs": _draft_inputs,
+    "settle_guesses": _settle_guesses,
     "ngram_guesses": _ngram_guesses,
     "embedding_rows": _embedding_rows,
     "rmsnorm": lambda: _norms("rmsnorm"),

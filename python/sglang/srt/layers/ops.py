@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.attention.selection import EntryRows, Selection
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
+    from sglang.srt.layers.native_guesses import DraftInputs, SettledGuesses, VerifyInputs
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
     from sglang.srt.layers.quantization.quantized_rows import Rows
     from sglang.srt.plan.plan import Plan
@@ -38,6 +39,36 @@ class DecodeInputsOp(Protocol):
         next_tokens: torch.Tensor,
         req_to_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class VerifyInputsOp(Protocol):
+    def __call__(
+        self,
+        slots: torch.Tensor,
+        widths: torch.Tensor,
+        lens: torch.Tensor,
+        next_tokens: torch.Tensor,
+        req_to_token: torch.Tensor,
+        width: int,
+    ) -> VerifyInputs: ...
+
+
+class DraftInputsOp(Protocol):
+    def __call__(
+        self, slots: torch.Tensor, first: torch.Tensor, ends: torch.Tensor, req_to_token: torch.Tensor, width: int
+    ) -> DraftInputs: ...
+
+
+class SettleGuessesOp(Protocol):
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        widths: torch.Tensor,
+        next_tokens: torch.Tensor,
+        lens: torch.Tensor,
+        forced: torch.Tensor | None = None,
+    ) -> SettledGuesses: ...
 
 
 class NgramGuessesOp(Protocol):
@@ -420,6 +451,9 @@ class FusedMoEOp(Protocol):
 
 OPS: Mapping[str, type] = {
     "decode_inputs": DecodeInputsOp,
+    "verify_inputs": VerifyInputsOp,
+    "draft_inputs": DraftInputsOp,
+    "settle_guesses": SettleGuessesOp,
     "ngram_guesses": NgramGuessesOp,
     "embedding_rows": EmbeddingRowsOp,
     "rmsnorm": RMSNormOp,

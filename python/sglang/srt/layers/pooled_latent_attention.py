@@ -46,7 +46,7 @@ class PooledLatentAttention(LatentHeads):
     """[T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: PooledLatent, site: Site) -> None:
-        super().__init__(scope, spec.latent, site)
+        super().__init__(scope, spec.heads, site)
         self.eps = site.model.norm_eps
         self.cache = scope.cache(site.layer_id, "latent")
         self.indexer = RunIndexer(scope, spec, site)

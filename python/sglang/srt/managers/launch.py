@@ -147,7 +147,9 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
     description = describe_served_model(args, model)  # before any process is started
     if args.preferred_sampling_params is not None:
         check_server_defaults(args, model)
-    media = served_media(args, model) if description.media is not None else None
+    media = None
+    if description.media is not None:
+        media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype))
     if media is not None and args.nnodes > 1:
         raise UserError("images are served on one machine only; pass --language-model-only with --nnodes.")
     return EngineHandle(args, model, media)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -9,17 +10,21 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import ALONE, Group
-from sglang.srt.layers import native_ops
+from sglang.srt.layers import native_guesses, native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
-from sglang.srt.layers.ops import DecodeInputsOp
+from sglang.srt.layers.native_guesses import DraftInputs
+from sglang.srt.layers.ops import DecodeInputsOp, DraftInputsOp, SettleGuessesOp, VerifyInputsOp
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses, ImageRuns, TokenSlots, requests_of_tokens
 from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
+
+INPUT_OPS = ("decode_inputs", "verify_inputs", "draft_inputs", "settle_guesses")
+"""Ops of the tables that are fields of DeviceState."""
 
 
 class StepShape(NamedTuple):
@@ -51,6 +56,9 @@ class DeviceState:
     tokens_per_step: int = 1
     """k, tokens that a request that is decoded brings to a step at most: the last one sampled, and guesses."""
     decode_inputs: DecodeInputsOp = native_ops.decode_inputs
+    verify_inputs: VerifyInputsOp = native_guesses.verify_inputs
+    draft_inputs: DraftInputsOp = native_guesses.draft_inputs
+    settle_guesses: SettleGuessesOp = native_guesses.settle_guesses
     position_deltas: torch.Tensor | None = None
     """[max_reqs + 1] int64, by how much the positions that turn heads differ from the index of a request's tokens,
     behind its images. None: no image makes them differ."""
@@ -145,6 +153,10 @@ class DeviceState:
             *(TokenSlots(table, table[rows, positions].to(torch.int64)) for table in windows),
         )
 
+    def _slots_by_table(self, locs: Sequence[torch.Tensor] | torch.Tensor) -> tuple[TokenSlots, ...]:
+        """locs [tables, T] int64, the slots in every table."""
+        return self._with_own(*(TokenSlots(self.req_to_token[i], locs[i]) for i in range(self.num_tables)))
+
     def _with_own(self, *token_slots: TokenSlots) -> tuple[TokenSlots, ...]:
         """Adds the slots of the tokens in the caches whose tokens the ranks share out, behind those of all row
         tables."""
@@ -164,8 +176,8 @@ class DeviceState:
         input_ids, positions, window_locs = self.decode_inputs(
             slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
         )
-        locs = (out_cache_loc, *(window_locs[i] for i in range(self.num_tables - 1)))
-        token_slots = self._with_own(*(TokenSlots(self.req_to_token[i], loc) for i, loc in enumerate(locs)))
+        windows = (window_locs[i] for i in range(self.num_tables - 1))
+        token_slots = self._slots_by_table((out_cache_loc, *windows))
         rows = DecodeRows(slots, seq_lens, token_slots)
         if step is not None:
             rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist()
@@ -194,10 +206,9 @@ class DeviceState:
         self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, in_graph: bool
     ) -> ForwardBatch:
         """Builds a batch for a drafter, as `speculative.drafter.BuildBatch` describes."""
-        inside = positions < ends
-        slots, positions = torch.where(inside, slots, 0), torch.where(inside, positions, 0)
-        bounds = None if in_graph else np.full(len(ids), self.sizes.context_len, np.int32)
-        batch = self._single_rows(ids, slots, positions, bounds)
+        inputs = self.draft_inputs(slots, positions, ends, self.req_to_token, 1)
+        batch = self._drafting(ids, inputs, in_graph)
+        batch.turned_by = self._turned_by(inputs.positions, inputs.rows)
         batch.metadata = self.attention.metadata(batch, in_graph)
         return batch
 
@@ -205,20 +216,18 @@ class DeviceState:
         self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor, in_graph: bool
     ) -> ForwardBatch:
         """Builds a batch for a drafter, as `speculative.drafter.BuildBlock` describes."""
-        size = ids.shape[1]
-        positions = lens.to(torch.int64)[:, None] + torch.arange(size, device=ids.device)
-        inside = positions < ends[:, None]
-        rows = torch.where(inside, slots[:, None], 0).flatten()
-        positions = torch.where(inside, positions, 0).flatten()
-        token_slots = self._token_slots(self.req_to_token[0][rows, positions].to(torch.int64), rows, positions)
-        seq_lens = torch.minimum(lens + size, ends).clamp(min=1).to(torch.int32)
-        decode = DecodeRows(torch.where(lens < ends, slots, 0), seq_lens, token_slots)
-        if not in_graph:
-            exact = self.attention.decode_plans_on_host
-            decode.seq_lens_cpu = seq_lens.tolist() if exact else [self.sizes.context_len] * len(slots)
-        batch = ForwardBatch(ids.flatten(), positions, token_slots, decode=decode)
+        batch = self._drafting(ids, self.draft_inputs(slots, lens, ends, self.req_to_token, ids.shape[1]), in_graph)
         batch.metadata = self.attention.metadata(batch, in_graph, in_blocks=True)
         return batch
+
+    def _drafting(self, ids: torch.Tensor, inputs: DraftInputs, in_graph: bool) -> ForwardBatch:
+        """Rows of requests that a draft computes further positions of: ids [R] or [R, W]."""
+        token_slots = self._slots_by_table(inputs.locs)
+        decode = DecodeRows(inputs.slots, inputs.seq_lens, token_slots)
+        if not in_graph:
+            exact = self.attention.decode_plans_on_host
+            decode.seq_lens_cpu = decode.seq_lens.tolist() if exact else [self.sizes.context_len] * len(decode)
+        return ForwardBatch(ids.flatten(), inputs.positions, token_slots, decode=decode)
 
     def query_batch(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, in_graph: bool) -> ForwardBatch:
         """Builds a batch for a drafter, as `speculative.drafter.BuildQueries` describes."""
@@ -305,31 +314,26 @@ class DeviceState:
     def _verify_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """The next k tokens of each request, T = D k. Rows from a request's width on are padding (cache slot 0, which
         is no request's)."""
-        width, table = shape.width, self.req_to_token[0]
+        width = shape.width
         slots, widths = arrays["decode_slots"][: shape.num_decodes], arrays["widths"][: shape.num_decodes]
-        prefix_lens = self.lens[slots]
-        row = torch.arange(width, device=slots.device)
-        inside = row < widths[:, None]
-        positions = torch.where(inside, prefix_lens[:, None] + row, 0)
-        rows = torch.where(inside, slots[:, None], 0)
-        out_cache_loc = table[rows, positions].flatten().to(torch.int64)
-        positions = positions.flatten()
-        token_slots = self._token_slots(out_cache_loc, rows.flatten(), positions)
+        inputs = self.verify_inputs(slots, widths, self.lens, self.next_tokens, self.req_to_token, width)
+        token_slots = self._slots_by_table(inputs.locs)
         extend = ExtendRows(
             slots,
-            prefix_lens + width,
-            prefix_lens,
-            torch.arange(len(slots) + 1, device=slots.device, dtype=torch.int32) * width,
+            inputs.seq_lens,
+            inputs.prefix_lens,
+            inputs.start_loc,
             token_slots,
             [width] * len(slots),
             [1] * len(slots),
-            guesses=Guesses(width, (prefix_lens + widths).clamp(min=1)),
+            guesses=Guesses(width, inputs.ends),
         )
         if step is not None and self.attention.extend_plans_on_host:
-            extend.prefix_lens_cpu, extend.seq_lens_cpu = prefix_lens.tolist(), extend.seq_lens.tolist()
-        input_ids = self.next_tokens[slots, :width].flatten()
-        turned_by = self._turned_by(positions, rows.flatten())
-        return ForwardBatch(input_ids, positions, token_slots, extend=extend, state_records=[], turned_by=turned_by)
+            extend.prefix_lens_cpu, extend.seq_lens_cpu = extend.prefix_lens.tolist(), extend.seq_lens.tolist()
+        turned_by = self._turned_by(inputs.positions, inputs.rows)
+        return ForwardBatch(
+            inputs.input_ids, inputs.positions, token_slots, extend=extend, state_records=[], turned_by=turned_by
+        )
 
 
 def _image_runs(extend: ExtendRows, arrays: DeviceArrays, runs: MediaRuns, num_decodes: int) -> ImageRuns:

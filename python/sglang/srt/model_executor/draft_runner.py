@@ -6,13 +6,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.step import ModelOutput, Settled
 from sglang.srt.sampling.sampling_table import SamplingTable
-from sglang.srt.speculative.drafter import Drafter, DraftStep, accept, simulated_counts
+from sglang.srt.speculative.drafter import Drafter, DraftStep, simulated_counts
 
 
 class DraftRunner:
@@ -34,9 +35,9 @@ class DraftRunner:
             step, counts = self._decodes(shape, output, tokens, in_graph)
             num_guesses = shape.width - 1
         state = self.state
-        guesses = torch.zeros((len(counts), state.tokens_per_step - 1), dtype=torch.int64, device=tokens.device)
-        proposed = self.drafter.propose(step, num_guesses)
-        guesses[:, : proposed.shape[1]] = proposed
+        guesses = self.drafter.propose(step, num_guesses)
+        missing = state.tokens_per_step - 1 - guesses.shape[1]
+        guesses = F.pad(guesses, (0, missing)) if missing else guesses
         state.next_tokens[step.slots] = torch.cat((step.tokens[:, None], guesses), dim=1)
         state.next_tokens[:1].zero_()
         return Settled(counts, guesses, step.confidence)
@@ -47,25 +48,22 @@ class DraftRunner:
         """Settles the requests that decode, each with `width` rows."""
         state, arrays = self.state, output.arrays
         slots, widths = arrays["decode_slots"][: shape.num_decodes], arrays["widths"][: shape.num_decodes]
-        sampled = tokens.view(shape.num_decodes, shape.width).clamp(min=0)
-        counts = accept(tokens.view_as(sampled), state.next_tokens[slots, 1 : shape.width], widths)
+        forced = None
         if self._simulated_length:
-            counts = simulated_counts(self._simulated_length, state.lens[slots], widths)
-        row = torch.arange(shape.num_decodes, device=tokens.device)
-        lens = state.lens[slots] + counts
-        state.lens[slots] = lens
-        state.lens[:1].zero_()  # of the rows of padding
+            forced = simulated_counts(self._simulated_length, state.lens[slots], widths)
+        rows = tokens.view(shape.num_decodes, shape.width)
+        settled = state.settle_guesses(rows, slots, widths, state.next_tokens, state.lens, forced)
         step = self._step(
             output,
-            next_ids=sampled.flatten(),
-            last_rows=row * shape.width + counts - 1,
+            next_ids=settled.next_ids,
+            last_rows=settled.last_rows,
             slots=slots,
-            lens=lens,
-            tokens=sampled[row, counts.long() - 1],
+            lens=settled.lens,
+            tokens=settled.tokens,
             ends=arrays["ends"][: shape.num_decodes],
             in_graph=in_graph,
         )
-        return step, counts
+        return step, settled.counts
 
     def _prompts(
         self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool

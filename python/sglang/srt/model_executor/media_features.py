@@ -6,7 +6,6 @@ stages of a pipeline that have no encoder.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from sglang.srt.plan.media import PATCH_LAYERS_BESIDE, MediaDescription
+from sglang.srt.model_executor.media_pace import MediaPace
+from sglang.srt.model_executor.patch_uploads import PatchReader, PatchUploads
+from sglang.srt.models.vision.encoder import PatchPart
+from sglang.srt.models.vision.patch_places import Grid, num_patches
+from sglang.srt.plan.media import MediaDescription
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 
@@ -24,7 +27,7 @@ from sglang.srt.utils.media_item import MediaItem
 class MediaEncoder(Protocol):
     """Makes features of patches."""
 
-    def encode(self, pixels: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """pixels [P, values of a patch], on the device or not, of items one after the other, whose grids are frames,
         rows, columns of patches. Returns of each item [tokens, hidden * (1 + deepstack levels)]."""
 
@@ -33,9 +36,13 @@ class MediaEncoder(Protocol):
 class LayeredEncoder(MediaEncoder, Protocol):
     """An encoder that can stop behind every layer."""
 
-    def encoding(
-        self, pixels: torch.Tensor, grids: Sequence[tuple[int, int, int]]
-    ) -> Generator[int, None, list[torch.Tensor]]:
+    def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
+        """The clips of all items, by the parts in which they are computed."""
+
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        """What the layers need of the places of the patches of a part, computed on the host. Any thread may call it."""
+
+    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid]) -> Generator[int, None, list[torch.Tensor]]:
         """Yields how many patches a layer has computed, and returns what `encode` does."""
 
 
@@ -49,7 +56,7 @@ class _Entry:
 @dataclass(slots=True)
 class _UnderWay:
     """An encoder step in slices. `work`: patches times layers, of which `done` are computed in `slices_done` of
-    `slices`; `layers` None: nothing is computed before the last slice."""
+    `slices`; `layers` None: nothing is computed before the last slice, which reads the patches itself."""
 
     items: Sequence[MediaItem]
     work: int
@@ -80,6 +87,12 @@ class MediaFeatures:
         self.description, self.width, self.dtype, self.budget = description, width, dtype, budget
         self.device, self.encoder, self.directory, self._agreed = device, encoder, directory, agreed
         self._sliced = sliced
+        self.pace = MediaPace()
+        self._uploads: PatchUploads | None = None
+        if isinstance(encoder, LayeredEncoder):
+            tower = description.tower
+            pixel_dtype = getattr(torch, tower.pixel_dtype(str(dtype).removeprefix("torch.")))
+            self._uploads = PatchUploads(tower.patch_values, pixel_dtype, device)
         self._under_way: _UnderWay | None = None
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         """The least recently used first."""
@@ -119,11 +132,12 @@ class MediaFeatures:
         """Whether an encoder step has begun and not ended."""
         return self._under_way is not None
 
-    def begin(self, items: Sequence[MediaItem]) -> None:
-        """Begins an encoder step over items that are not there; `advance` computes it."""
-        work = sum(math.prod(item.grid) for item in items) * self.description.tower.num_layers
-        slices = -(-work // PATCH_LAYERS_BESIDE) if self._sliced else 1
-        self._under_way = _UnderWay(items, work, slices, self._layers_of(items) if slices > 1 else None)
+    def begin(self, items: Sequence[MediaItem], num_decodes: int = 0) -> None:
+        """Begins an encoder step over items that are not there, beside so many requests that decode: their patches are
+        sent to the device. `advance` computes it."""
+        tower, grids = self.description.tower, [item.grid for item in items]
+        slices = self.pace.slices(grids, tower.pooled_frames, tower.num_layers, num_decodes) if self._sliced else 1
+        self._under_way = _UnderWay(items, num_patches(grids) * tower.num_layers, slices, self._layers_of(items))
 
     @torch.inference_mode()
     def advance(self, whole: bool) -> None:
@@ -166,10 +180,13 @@ class MediaFeatures:
     def _layers_of(self, items: Sequence[MediaItem]) -> Generator[int, None, list[torch.Tensor]] | None:
         """Returns the computation of the items, which stops behind every layer; None where it cannot, or pixels are
         gone."""
-        if not isinstance(self.encoder, LayeredEncoder):
+        if self._uploads is None or not isinstance(self.encoder, LayeredEncoder):
             return None
-        patches = self._patches(items)
-        return None if patches is None else self.encoder.encoding(patches, [item.grid for item in items])
+        reader, grids = self._reader(items), [item.grid for item in items]
+        if not self._agreed(reader is not None) or reader is None:
+            return None
+        parts = self._uploads.send(reader, self.encoder.parts(grids), self.encoder.places)
+        return self.encoder.encoding(parts, grids)
 
     def _continued(
         self, step: _UnderWay, layers: Generator[int, None, list[torch.Tensor]], last: bool
@@ -183,21 +200,25 @@ class MediaFeatures:
             return features
         return None
 
-    def _patches(self, items: Sequence[MediaItem]) -> torch.Tensor | None:
-        """Returns the patches of the items in host memory; None where pixels of one are gone."""
+    def _reader(self, items: Sequence[MediaItem]) -> PatchReader | None:
+        """Returns the patches of the items, which may be unlinked from then on; None where pixels of one are gone."""
         assert self.directory is not None
         try:
-            pixels = [np.asarray(shared_array.read(self.directory, item.pixels)) for item in items]
+            files = [shared_array.opened(self.directory, item.pixels) for item in items]
         except FileNotFoundError:
             return None
-        return torch.from_numpy(np.concatenate(pixels))
+        return PatchReader(files, [item.pixels for item in items])
 
     def _computed(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor | None]:
         """A rank that reads the pixels later than others may find them gone, when the request has ended: then the
         next request that brings the item computes it."""
         if self.encoder is None:
             return [None] * len(items)
-        patches = self._patches(items)
-        if not self._agreed(patches is not None) or patches is None:
+        reader, grids = self._reader(items), [item.grid for item in items]
+        if not self._agreed(reader is not None) or reader is None:
             return [None] * len(items) if len(items) == 1 else [self._computed([item])[0] for item in items]
-        return self.encoder.encode(patches, [item.grid for item in items])
+        tower = self.description.tower
+        dtype = getattr(torch, items[0].pixels.dtype)
+        values = torch.empty(num_patches(grids), tower.patch_values, dtype=dtype)
+        reader.fill(values.view(-1))
+        return self.encoder.encode(values, grids)

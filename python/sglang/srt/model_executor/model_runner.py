@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.sites import create_attention_sites
-from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.row_exchange import RowExchange, valid_rows
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
@@ -21,12 +21,16 @@ from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.page_pool import page_pools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
-from sglang.srt.model_executor.device_state import DeviceState, shape_of
+from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
+<<<<<<< HEAD
 from sglang.srt.model_executor.quantized_sums import quantize_sums
+=======
+from sglang.srt.model_executor.media_timing import measured_pace
+>>>>>>> main
 from sglang.srt.model_executor.step import (
     GroupSteps,
     LaunchedForward,
@@ -92,10 +96,10 @@ class ModelRunner:
         self.storage: StorageEngine | None = None
         """Copies of what main memory has to a store, and back; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
-        inputs: DecodeInputsOp = plan.entry("decode_inputs")
+        inputs: dict[str, Any] = {op: plan.entry(op) for op in INPUT_OPS if op in plan.choices}
         attention = create_attention_sites(plan, plan.device)
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
-        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, inputs)
+        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, **inputs)
         self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else self._create_media(create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
@@ -119,6 +123,9 @@ class ModelRunner:
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_prompts()
+        if plan.device == "cuda" and self.media is not None:
+            self.media.pace = measured_pace(self)
+            logger.info("Images beside requests that decode: %s", self.media.pace.describe())
 
     def _create_media(self, create_encoder: CreateEncoder) -> MediaFeatures | None:
         """Creates the cache of features, and the table of positions where images make these others than indices."""
@@ -133,7 +140,8 @@ class ModelRunner:
         encoder = create_encoder(self.plan) if model.encodes_media else None
         dtype = getattr(torch, self.plan.dtype)
         shared = self.plan.shares_encoder
-        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if shared else bool
+        together = shared or model.media.tower.ranks > 1
+        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if together else bool
         state.features = MediaFeatures(
             model.media, width, dtype, FEATURE_BYTES, self.device, encoder, agreed=agreed, sliced=not shared
         )
@@ -199,14 +207,23 @@ class ModelRunner:
 
     def _warm_up_prompts(self) -> None:
         """Compile what prompts too long for a graph need, with and without a cached prefix, on the padding slots."""
-        num = 16
+        for prefix in (0, 1):
+            self.run_padding(16, prefix)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that `run_padding` takes at most."""
+        chunk = self.plan.chunked_prefill_size
+        return min(self.plan.context_len - 1, chunk if chunk > 0 else self.plan.max_prefill_tokens)
+
+    def run_padding(self, num: int, prefix: int = 0) -> None:
+        """Computes a prompt of so many tokens, behind `prefix` cached ones, on the padding slots, kernel by kernel."""
+        lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
+        prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero, next_ids=zero)
+        step = StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)
+        step.reserved_lens = np.zeros(1, np.int32) if self.state.guesses else None
         with self.without_graphs():
-            for prefix in (0, 1):
-                lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
-                prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero, next_ids=zero)
-                step = StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)
-                step.reserved_lens = np.zeros(1, np.int32) if self.state.guesses else None
-                self.run(step).wait()
+            self.run(step).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def run(self, step: StepInput) -> StepResult:

@@ -12,8 +12,7 @@ from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
+from sglang.srt.plan.pooled_selection import PooledSelection
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.server_args import ServerArgs
 
@@ -126,7 +125,7 @@ def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int)
     mixers = {layer.mixer for layer in model.layers}
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
-    chosen = MLA | CompressedSparse | PooledSparse | PooledLatent
+    chosen = MLA | CompressedSparse | PooledSelection
     if any(isinstance(mixer, chosen) or _chooses_blocks(mixer) for mixer in mixers):
         limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))

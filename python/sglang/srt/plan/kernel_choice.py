@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from sglang.srt.environ import envs
 from sglang.srt.flag_checks import ONE_SAMPLER, OUR_SAMPLING
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel
-from sglang.srt.kernels.tables import SCALED_MM_SCHEMES, TABLES
+from sglang.srt.kernels.tables import TABLES
 from sglang.srt.server_args import ServerArgs
 
 INSTALL = {

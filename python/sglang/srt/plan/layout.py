@@ -14,8 +14,7 @@ from sglang.srt.plan.layer_spec import ABSENT, FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
+from sglang.srt.plan.pooled_selection import PooledSelection
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import Node, RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
@@ -137,7 +136,7 @@ def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
     """Describes the heads that the busiest rank has where they do not divide; None: all ranks have as many."""
     for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
-        if isinstance(mixer, GQA | MLA | PooledSparse | PooledLatent):
+        if isinstance(mixer, GQA | MLA | PooledSelection):
             shares = mixer.shares(tp_size)
             most, heads = shares.padded_heads, mixer.num_heads
             if most * tp_size != heads:
@@ -238,7 +237,7 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
         yield f"{asked} does not divide --tp-size {tp_size}, whose ranks share out the tokens"
         return
     mixers = [layer.mixer for layer in model.layers]
-    if any(isinstance(mixer, CompressedSparse | PooledSparse | PooledLatent) for mixer in mixers):
+    if any(isinstance(mixer, CompressedSparse | PooledSelection) for mixer in mixers):
         yield f"{asked}: entries that stand for several tokens are whole on every rank"
     elif not any(isinstance(mixer, GQA | MLA) and mixer.token_ranks(tp_size, dcp_size) > 1 for mixer in mixers):
         heads = max((mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA)), default=0)
@@ -253,7 +252,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
     those of recurrent layers are not."""
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
-    elif isinstance(mixer, GQA | MLA | PooledSparse | PooledLatent):
+    elif isinstance(mixer, GQA | MLA | PooledSelection):
         yield from _head_problems(model, layer, mixer, tp_size)
     elif isinstance(mixer, GatedDelta) and (mixer.key_heads % tp_size or mixer.value_heads % tp_size):
         yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
@@ -266,7 +265,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
 
 
 def _head_problems(
-    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSparse | PooledLatent, tp_size: int
+    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSelection, tp_size: int
 ) -> Iterator[str]:
     shares = mixer.shares(tp_size)
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:

@@ -48,9 +48,11 @@ class MediaDescription:
 
 PATCHES_A_STEP = 1 << 14
 """Limit for the patches of an encoder step of several items; requests that decode wait for one."""
+PATCH_BUFFERS = 2
+"""So many parts of an encoder step, each of at most PATCHES_A_STEP, have their patches on the device."""
 PATCH_LAYERS_BESIDE = 1 << 15
-"""Patches times layers of an encoder that one step takes while requests decode: an image of 1024 x 1024 pixels takes
-four such steps, each of which adds some milliseconds to a decode step."""
+"""Patches times layers of an encoder that one slice takes while requests decode, where no times are measured:
+`model_executor.media_pace`."""
 FEATURE_BYTES = 1 << 29
 """Budget for the features of images and videos that a server keeps."""
 

@@ -15,7 +15,7 @@ from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import Mixer
-from sglang.srt.plan.media import FEATURE_BYTES, PATCHES_A_STEP
+from sglang.srt.plan.media import FEATURE_BYTES, PATCH_BUFFERS, PATCHES_A_STEP
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
@@ -131,8 +131,12 @@ class MemoryPlan:
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
-_PIXEL_BYTES = 4
-"""Patches come to the device in float32."""
+def patch_buffer_bytes(model: ModelDescription, dtype: str) -> int:
+    """Returns the bytes of the buffers on the device in which patches arrive; as many are pinned in host memory."""
+    if model.media is None or not model.encodes_media:
+        return 0
+    tower = model.media.tower
+    return PATCH_BUFFERS * PATCHES_A_STEP * tower.patch_values * KV_DTYPE_BYTES[tower.pixel_dtype(dtype)]
 
 
 def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
@@ -141,10 +145,8 @@ def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: Ran
     """
     if model.media is None:
         return 0
-    encoding = pixels = 0
-    if model.encodes_media:
-        encoding = PATCHES_A_STEP * model.media.tower.activation_size()
-        pixels = PATCHES_A_STEP * model.media.tower.patch_values * _PIXEL_BYTES
+    encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
+    pixels = patch_buffer_bytes(model, dtype)
     windows = [
         site.shape for site in attention_sites(model, ranks.attn_tp_size) if site.window and model.media.both_ways
     ]
@@ -316,7 +318,8 @@ def fixed_memory(
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, heads),
-        media=media_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        media=media_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
+        + (patch_buffer_bytes(model, dtype) if arch.unified_memory else 0),
         copies=sizes.copy_bytes,
     )
 

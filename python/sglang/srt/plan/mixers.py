@@ -78,7 +78,9 @@ class GQA:
     head_gate: bool = False
     sinks: bool = False
     logit_cap: float = 0.0
-    among_recurrent: str = ""  # the trait of models whose other layers have a recurrent state: kernels.tables.HYBRIDS
+    among_recurrent: str = (
+        ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
+    )
     value_norm: bool = False
     value_scale: float = 1.0
     values_from_keys: bool = False

@@ -26,8 +26,7 @@ from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.per_layer import PerLayerEmbedding
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
+from sglang.srt.plan.pooled_selection import PooledSelection
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -144,7 +143,7 @@ class ModelDescription:
     def caches_in_fp8(self) -> bool:
         """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits, and so do keys
         and values, or latents, that are selected by blocks."""
-        return not any(isinstance(layer.mixer, CompressedSparse | PooledSparse | PooledLatent) for layer in self.layers)
+        return not any(isinstance(layer.mixer, CompressedSparse | PooledSelection) for layer in self.layers)
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here."""

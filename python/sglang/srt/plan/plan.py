@@ -13,11 +13,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
+from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
-from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
+from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
@@ -42,7 +43,7 @@ from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import ngram_needs, tokens_growing, verified_tokens
+from sglang.srt.plan.speculation import guess_needs, tokens_growing, verified_tokens
 from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
@@ -454,7 +455,7 @@ class ModelPlanner:
     def _trial(self, args: ServerArgs) -> Trial:
         model, serving = self.describe(args)
         of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
-        wanted = (*needs_with_draft(of_rank, draft, serving), *ngram_needs(args, serving.dtype))
+        wanted = (*needs_with_draft(of_rank, draft, serving), *guess_needs(args, serving.dtype))
         needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
@@ -477,7 +478,10 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 
 def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
     description = describe_model(model.hf_config, model.quantization, apart, source)
-    return replace(description, media=None if args.language_model_only else describe_media(model.media_config))
+    media = None if args.language_model_only else describe_media(model.media_config)
+    if media is not None and args.pp_size == 1 and not args.mm_enable_dp_encoder:
+        media = replace(media, tower=media.tower.shared_by(args.tp_size))
+    return replace(description, media=media)
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:

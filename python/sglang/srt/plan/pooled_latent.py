@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec, unrotated
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.kv_spec import refuse_fp4
 from sglang.srt.plan.layer_spec import (
-    PER_REQUEST,
     CacheSpec,
-    CacheTensor,
     Elements,
     Matrix,
     Serving,
@@ -21,50 +18,25 @@ from sglang.srt.plan.layer_spec import (
     latent_cache,
     uneven_sizes,
 )
-from sglang.srt.plan.mixers import MLA, HeadDims, Indexer
-from sglang.srt.plan.ranks import HeadShares
+from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.pooled_selection import PooledSelection
 
 
 @dataclass(frozen=True, slots=True)
-class PooledLatent:
-    """Latent attention without rotary dims (`latent`) over the `indexer.top_k` runs of `block` tokens that the indexer
-    scores highest, and over the tokens behind the last whole run, always.
+class PooledLatent(PooledSelection[MLA]):
+    """Latent attention without rotary dims over selected runs of tokens.
 
     The indexer's key of a run is the sum of its tokens' keys, each normed, with the softmax of gates that hidden states
-    make, channel by channel, plus a bias for each place in a run. Runs are those of positions: 0 to block - 1, and so
-    on; pages hold whole runs. Prompts are absorbed as decoding is.
+    make, channel by channel, plus a bias for each place in a run. Prompts are absorbed as decoding is.
     """
-
-    latent: MLA
-    indexer: Indexer
-    block: int
-
-    @property
-    def num_heads(self) -> int:
-        return self.latent.num_heads
-
-    @property
-    def value_dim(self) -> int:
-        return self.latent.value_dim
 
     @property
     def rope(self) -> RopeSpec:
         """Nothing rotates; kernels that norm keys take the table of such."""
         return unrotated(self.indexer.head_dim // 2)
 
-    @property
-    def budget(self) -> int:
-        """Tokens in the runs that are selected at most."""
-        return self.indexer.top_k * self.block
-
-    def shares(self, tp_size: int) -> HeadShares:
-        return self.latent.shares(tp_size)
-
-    def head_dims(self) -> Iterator[HeadDims]:
-        return self.latent.head_dims()
-
     def needs(self, serving: Serving) -> Iterator[Need]:
-        index, rank, rotary = self.indexer, self.latent.kv_lora_rank, self.rope.rot_dim
+        index, rank, rotary = self.indexer, self.heads.kv_lora_rank, self.rope.rot_dim
         dims, heads = (rank, rank), (self.shares(serving.attn_tp_size).padded_heads, 1)
         yield serving.need("shared_kv_norm_rope_store", dims, uneven_sizes(rank, rotary), heads, rotary)
         yield Need("index_norm_rope", q_dtype=serving.dtype, heads=(index.num_heads, 1))
@@ -79,21 +51,14 @@ class PooledLatent:
         """Returns the caches of latents, of one key a run, and of the keys and gates of a request's last tokens, of
         which the next run's is made."""
         refuse_fp4(serving.kv_dtype, "latents (MLA) are keys and values of all heads, and have 16 bits an element")
-        rank, dim = self.latent.kv_lora_rank, self.indexer.head_dim
-        rows = CacheTensor("rows", (self.block, 2, dim), "float32")
-        pending = CacheSpec("index_pending", (rows,), lifetime=PER_REQUEST)
-        latent = latent_cache("latent", rank, rank, serving.kv_dtype)
-        return (latent, self.indexer.cache(serving, Fraction(1, self.block)), pending)
-
-    def attention_shape(self, tp_size: int) -> None:
-        """Returns None: what a token sees is chosen token by token, so no backend plans it for a step."""
-        return None
+        rank = self.heads.kv_lora_rank
+        return (latent_cache("latent", rank, rank, serving.kv_dtype), *self.index_caches(serving))
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
         return (
-            *self.latent.weights(hidden_size, tp_size),
-            Matrix("attn.index_q", ("",), index_heads * dim, self.latent.q_lora_rank),
+            *self.heads.weights(hidden_size, tp_size),
+            Matrix("attn.index_q", ("",), index_heads * dim, self.heads.q_lora_rank),
             Matrix("attn.index_k", ("",), dim, hidden_size),
             Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False),
             Matrix("attn.index_pool", ("",), dim, hidden_size, quantized=False),
@@ -103,7 +68,7 @@ class PooledLatent:
     def activation_elements(self, tp_size: int) -> int:
         """Returns the elements of queries in both forms, latents that attention returns and outputs, beside those of
         the indexer and the slots of what it selects, of 32 bits each."""
-        latent, heads = self.latent, self.shares(tp_size).padded_heads
+        latent, heads = self.heads, self.shares(tp_size).padded_heads
         absorbed = heads * (2 * latent.kv_lora_rank + latent.qk_dim + latent.v_dim)
         index = (2 * self.indexer.num_heads + 8) * self.indexer.head_dim
         return absorbed + latent.kv_lora_rank + latent.q_lora_rank + index + 2 * (self.budget + self.indexer.top_k)

@@ -4,60 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import (
-    PER_REQUEST,
     CacheSpec,
-    CacheTensor,
     Elements,
     Matrix,
     Serving,
     Weights,
     uneven_sizes,
 )
-from sglang.srt.plan.mixers import GQA, HeadDims, Indexer
-from sglang.srt.plan.ranks import HeadShares
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.pooled_selection import PooledSelection
 
 
 @dataclass(frozen=True, slots=True)
-class PooledSparse:
-    """Grouped-query attention (`heads`) over the `indexer.top_k` blocks of `block` tokens that the indexer scores
-    highest, and over the tokens behind the last whole block, always.
+class PooledSparse(PooledSelection[GQA]):
+    """Grouped-query attention over selected runs of tokens, which are called blocks here.
 
     The indexer's key of a block is the mean of its tokens' keys, normed, then rotated at the position of the block's
-    first token. Its scores are sums over heads of ReLU, without weights of heads. Blocks are those of positions: 0 to
-    block - 1, and so on; pages hold whole blocks.
+    first token. Its scores are sums over heads of ReLU, without weights of heads.
     """
-
-    heads: GQA
-    indexer: Indexer
-    block: int
-
-    @property
-    def num_heads(self) -> int:
-        return self.heads.num_heads
-
-    @property
-    def value_dim(self) -> int:
-        return self.heads.value_dim
 
     @property
     def rope(self) -> RopeSpec | None:
         return self.heads.rope
-
-    @property
-    def budget(self) -> int:
-        """Tokens in the blocks that are selected at most."""
-        return self.indexer.top_k * self.block
-
-    def shares(self, tp_size: int) -> HeadShares:
-        return self.heads.shares(tp_size)
-
-    def head_dims(self) -> Iterator[HeadDims]:
-        return self.heads.head_dims()
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         of_heads = {need.op: need for need in self.heads.needs(serving)}
@@ -77,14 +49,7 @@ class PooledSparse:
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         """Returns the caches of keys and values, of one key a block, and of the keys of a request's last tokens, of
         which the next block's is made."""
-        dim = self.indexer.head_dim
-        rows = CacheTensor("rows", (self.block, 2, dim), "float32")
-        pending = CacheSpec("index_pending", (rows,), lifetime=PER_REQUEST)
-        return (*self.heads.caches(serving), self.indexer.cache(serving, Fraction(1, self.block)), pending)
-
-    def attention_shape(self, tp_size: int) -> None:
-        """Returns None: what a token sees is chosen token by token, so no backend plans it for a step."""
-        return None
+        return (*self.heads.caches(serving), *self.index_caches(serving))
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         dim = self.indexer.head_dim

@@ -117,9 +117,12 @@ def _adaptive(args: ServerArgs) -> AdaptiveSettings | None:
     return AdaptiveSettings.from_json(values, source)
 
 
-def ngram_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
-    """Returns the need of the op that looks guesses up, where drafts are looked up."""
-    return (Need("ngram_guesses", q_dtype=dtype),) if args.speculative_algorithm == NGRAM else ()
+def guess_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
+    """Returns the needs of steps that verify guesses, and of what makes these but for the layers of a draft."""
+    if args.speculative_algorithm is None:
+        return ()
+    source = "ngram_guesses" if args.speculative_algorithm == NGRAM else "draft_inputs"
+    return tuple(Need(op, q_dtype=dtype) for op in ("verify_inputs", "settle_guesses", source))
 
 
 def ngram_bytes(args: ServerArgs, max_requests: int, context_len: int) -> int:

@@ -57,7 +57,7 @@ class DraftChain:
         guesses: list[torch.Tensor] = []
         last = step.tokens
         for i in range(num_guesses):
-            position = step.lens.to(torch.int64) + i
+            position = step.lens + i
             if not shifted or i:
                 row = position - 1 if shifted else position
                 state = model(step.build_batch(last, step.slots, row, step.ends), state if shifted else None)

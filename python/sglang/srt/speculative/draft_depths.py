@@ -51,7 +51,7 @@ class DraftDepths:
         state = self._compute_rows(step)
         if not num_guesses:
             return step.tokens.new_empty((len(step.tokens), 0))
-        lens = step.lens.to(torch.int64)
+        lens = step.lens
         guesses = [self._draw(step, 0, state[step.last_rows], lens + 1)]
         known = lens - self.first[step.slots]
         features = [tails[step.slots] for tails in self.tails]

@@ -44,7 +44,7 @@ class DraftFrozen:
             batch.input_ids = last
             state = model(batch, features)
             # What a request has no token for is no number in a row of padding: token 0 instead.
-            last = step.draw(model.logits(state), step.slots, step.lens.to(torch.int64) + i + 1).clamp(min=0)
+            last = step.draw(model.logits(state), step.slots, step.lens + i + 1).clamp(min=0)
             guesses.append(last)
             features = model.next_features(state)
         return torch.stack(guesses, 1)

@@ -32,7 +32,7 @@ class BuildBatch(Protocol):
     def __call__(
         self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor
     ) -> ForwardBatch:
-        """Makes the batch. ids, slots, positions [R] int64; ends [R] int32. Rows at positions that have no cache slot
+        """Makes the batch. ids, slots [R] int64; positions, ends [R] int32. Rows at positions that have no cache slot
         (`ends` and behind) become padding."""
 
 
@@ -129,23 +129,9 @@ class DrafterElsewhere:
         raise AssertionError("the last stage drafts")
 
 
-def accept(tokens: torch.Tensor, guesses: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Returns how many of the sampled tokens [R, k] stand, [R] int32: the first, and each one whose predecessor was
-    guessed.
-
-    guesses [R, k - 1]; widths [R] int32: of a request's k rows, only the first `widths` are its own.
-
-    >>> accept(torch.tensor([[5, 6, 7]]), torch.tensor([[5, 9]]), torch.tensor([3]))
-    tensor([2], dtype=torch.int32)
-    """
-    row = torch.arange(1, tokens.shape[1], device=tokens.device)
-    right = (tokens[:, :-1] == guesses) & (row < widths[:, None])
-    return right.cumprod(dim=1).sum(dim=1, dtype=torch.int32) + 1
-
-
 def simulated_counts(length: float, lens: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Returns counts [R] int32 for measurements, as `accept` does, of `length` tokens on average as far as `widths`
-    allow. Requests at other positions (lens [R] int32) get the whole number below or above.
+    """Returns counts [R] int32 for measurements in place of those of `settle_guesses`: `length` tokens on average as
+    far as `widths` allow. Requests at other positions (lens [R] int32) get the whole number below or above.
 
     >>> simulated_counts(2.0, torch.tensor([7, 8]), torch.tensor([4, 1]))
     tensor([2, 1], dtype=torch.int32)

@@ -11,15 +11,17 @@ import os
 import re
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 if TYPE_CHECKING:
     import numpy as np  # messages are read without it
 
-DTYPES = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4, "int64": 8}
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int32": 4, "int64": 8}
 """Bytes of a value by type."""
+_HELD_AS = {"bfloat16": "int16"}
+"""Types that numpy lacks, and what holds their bits."""
 MAX_BYTES = 1 << 33
 MAX_DIMS = 8
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -37,12 +39,15 @@ class SharedArrayError(ValueError):
     """A message's description of an array is wrong, or does not fit its file."""
 
 
-def write(directory: Path, array: np.ndarray, prefix: str = "array") -> SharedArray:
-    """Writes a new file with mode 0600, whose name begins with `prefix`. Raises SharedArrayError for a type or size
-    that is not shared, OSError for a full disk; then no file stays."""
+def write(directory: Path, array: np.ndarray, prefix: str = "array", dtype: str | None = None) -> SharedArray:
+    """Writes a new file with mode 0600, whose name begins with `prefix`. dtype: of the values, where the array holds
+    their bits alone. Raises SharedArrayError for a type or size that is not shared, OSError for a full disk; then no
+    file stays."""
     import numpy as np
 
-    shared = SharedArray(f"{prefix}-{uuid.uuid4().hex}", list(array.shape), array.dtype.name)
+    shared = SharedArray(f"{prefix}-{uuid.uuid4().hex}", list(array.shape), dtype or array.dtype.name)
+    if array.dtype.itemsize != DTYPES.get(shared.dtype, array.dtype.itemsize):
+        raise SharedArrayError(f"values of {array.dtype.name} do not hold those of {shared.dtype}")
     path = _checked(directory, shared)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -55,20 +60,26 @@ def write(directory: Path, array: np.ndarray, prefix: str = "array") -> SharedAr
 
 
 def read(directory: Path, shared: SharedArray) -> np.ndarray:
-    """Maps the file, without a copy, for reading only: it may be unlinked meanwhile. Raises SharedArrayError, and
-    FileNotFoundError for one that is gone."""
+    """Maps the file, without a copy, for reading only: it may be unlinked meanwhile. Of a type that numpy lacks it has
+    the bits. Raises SharedArrayError, and FileNotFoundError for one that is gone."""
     import numpy as np
 
-    path = _checked(directory, shared)
-    dtype, count = np.dtype(shared.dtype), math.prod(shared.shape)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != count * dtype.itemsize:
-            raise SharedArrayError(f"the shared array {shared.name} has {size} bytes, not those of {shared.shape}")
-        if count == 0:
+    with opened(directory, shared) as file:
+        dtype = np.dtype(_HELD_AS.get(shared.dtype, shared.dtype))
+        if math.prod(shared.shape) == 0:
             return np.empty(shared.shape, dtype)
         return np.memmap(file, dtype, "r", shape=tuple(shared.shape))
+
+
+def opened(directory: Path, shared: SharedArray) -> BinaryIO:
+    """Opens the file, which may be unlinked meanwhile, at its first byte; nothing is read ahead. Raises as `read`."""
+    descriptor = os.open(_checked(directory, shared), os.O_RDONLY | os.O_NOFOLLOW)
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    size = os.fstat(descriptor).st_size
+    if size != num_bytes(shared):
+        file.close()
+        raise SharedArrayError(f"the shared array {shared.name} has {size} bytes, not those of {shared.shape}")
+    return file
 
 
 def num_bytes(shared: SharedArray) -> int:

@@ -9,9 +9,9 @@ from sglang.ledger.rules import spill_budget
 from sglang.ledger.variants.quantized import variants
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.conditions import widened
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need
-from sglang.srt.kernels.tables import widened
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 ON_SM120 = {

@@ -55,10 +55,36 @@ class TritonAttnBackend:
         return self._extend[key]
 
 
-class TritonDecode:
-    """Implements DecodeBuilder. How the tokens of the requests are shared out over the GPU lies in a workspace, which
-    the device refills from `seq_lens`: the refill is part of a captured graph, so that a replay needs no work on the
-    host."""
+class _SplitContexts:
+    """How the cached tokens of requests are shared out over the GPU. It lies in a workspace, which the device refills
+    from the requests' lengths: the refill is part of a captured graph, so that a replay needs no work on the host."""
+
+    def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str, max_rows: int) -> None:
+        self.shape, self.max_rows = shape, max_rows
+        self.ladder = plan.ladder(plan.attention_op("decode_attention", shape))
+        self.tile = self.ladder.tile
+        self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
+        self.device = device
+
+    def sizes(self) -> tuple[int, int, int, int, int, Tile, torch.device | str, int]:
+        """Returns what sizes a workspace."""
+        shape = self.shape
+        heads = (shape.num_heads, shape.num_kv_heads, shape.v_head_dim)
+        return (self.max_rows, *heads, self.num_sms, self.tile, self.device, self.context_len)
+
+    def allocate(self) -> None:
+        """Makes new workspaces, for `max_rows` and `tile`."""
+        raise NotImplementedError
+
+    def step_down(self, tile: Tile, fill: Callable[[], DecodeWorkspace]) -> None:
+        """Changes to another tile for good: workspaces depend on it. fill: fills this step's and returns it."""
+        self.tile = tile
+        self.allocate()
+        fill().part_lse.zero_()  # q is there already: what lies between the plan and the kernel that reads it
+
+
+class TritonDecode(_SplitContexts):
+    """Implements DecodeBuilder."""
 
     plans_on_host = False
     in_graphs = True
@@ -67,50 +93,32 @@ class TritonDecode:
         self, plan: Plan, shape: AttentionShape, device: torch.device | str, max_rows: int, parts: bool = False
     ) -> None:
         """parts: rows may have no tokens, and `attend_part` takes the place of `attend`."""
-        self.shape, self.parts = shape, parts
-        self.ladder = plan.ladder(plan.attention_op("decode_attention", shape))
-        self.tile = self.ladder.tile
-        self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
-        self.device = device
-        self.allocate(max_rows)
+        super().__init__(plan, shape, device, max_rows)
+        self.parts = parts
+        self.allocate()
 
-    def allocate(self, max_batch: int) -> None:
-        shape = self.shape
-        self.workspace = DecodeWorkspace.allocate(
-            max_batch,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.v_head_dim,
-            self.num_sms,
-            self.tile,
-            self.device,
-            self.context_len,
-        )
+    def allocate(self) -> None:
+        self.workspace = DecodeWorkspace.allocate(*self.sizes())
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
-        if batch_sizes[-1] > self.workspace.max_batch:
-            self.allocate(batch_sizes[-1])
+        if batch_sizes[-1] > self.max_rows:
+            self.max_rows = batch_sizes[-1]
+            self.allocate()
 
     def build(self, rows: DecodeRows) -> TritonDecodeMetadata:
         self.plan(rows.seq_lens)
         return TritonDecodeMetadata(self, rows)
 
-    def plan(self, seq_lens: torch.Tensor) -> None:
+    def plan(self, seq_lens: torch.Tensor) -> DecodeWorkspace:
         plan_decode(seq_lens, self.workspace, self.tile)
         if self.parts:
             keep_all_pieces(self.workspace)
+        return self.workspace
 
     build_in_graph = build
 
     def refresh(self, rows: DecodeRows) -> None:
         raise AssertionError("nothing is planned on the host")
-
-    def step_down(self, tile: Tile, seq_lens: torch.Tensor) -> None:
-        """Decode with another tile from now on: the work is cut by the tile."""
-        self.tile = tile
-        self.allocate(self.workspace.max_batch)
-        self.plan(seq_lens)
-        self.workspace.part_lse.zero_()  # q is there already: what lies between the plan and the kernel that reads it
 
 
 @dataclass(slots=True)
@@ -130,7 +138,7 @@ class TritonDecodeMetadata:
     ) -> None:
         builder, rows = self.builder, self.rows
         if tile is not builder.tile:
-            builder.step_down(tile, rows.seq_lens)
+            builder.step_down(tile, lambda: builder.plan(rows.seq_lens))
         sinks = layer.sinks if lse is None else None
         _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, sinks=sinks, lse=lse)
 
@@ -167,43 +175,26 @@ def _decode(
     )
 
 
-class TritonGuesses:
+class TritonGuesses(_SplitContexts):
     """Makes the metadata of guesses, whose keys and values are in the cache: as decoding reads it, with the keys of a
     long context split between programs, where the kernel of prompts would read them in one."""
 
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
-        self.shape, self.most = shape, plan.verified_tokens
-        self.ladder = plan.ladder(plan.attention_op("decode_attention", shape))
-        self.tile = self.ladder.tile
-        self.max_rows = max(plan.max_running_requests, *plan.cuda_graph_bs, 1)
-        self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
-        self.device = device
+        super().__init__(plan, shape, device, max(plan.max_running_requests, *plan.cuda_graph_bs, 1))
+        self.most = plan.verified_tokens
         self.allocate()
 
     def allocate(self) -> None:
-        self.workspaces = DecodeWorkspace.for_guesses(
-            self.most,
-            self.max_rows,
-            self.shape.num_heads,
-            self.shape.num_kv_heads,
-            self.shape.v_head_dim,
-            self.num_sms,
-            self.tile,
-            self.device,
-            self.context_len,
-        )
+        self.workspaces = DecodeWorkspace.for_guesses(self.most, *self.sizes())
 
     def build(self, rows: ExtendRows, guesses: Guesses) -> TritonGuessMetadata:
-        plan_decode(guesses.ends, self.workspaces[guesses.width], self.tile)
+        self.plan(guesses)
         return TritonGuessMetadata(self, rows, guesses)
 
-    def step_down(self, tile: Tile, guesses: Guesses) -> None:
-        """As `TritonDecode.step_down`."""
-        self.tile = tile
-        self.allocate()
+    def plan(self, guesses: Guesses) -> DecodeWorkspace:
         workspace = self.workspaces[guesses.width]
-        plan_decode(guesses.ends, workspace, tile)
-        workspace.part_lse.zero_()
+        plan_decode(guesses.ends, workspace, self.tile)
+        return workspace
 
 
 @dataclass(slots=True)
@@ -222,7 +213,7 @@ class TritonGuessMetadata:
     def _launch(self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         builder, rows, guesses = self.builder, self.rows, self.guesses
         if tile is not builder.tile:
-            builder.step_down(tile, guesses)
+            builder.step_down(tile, lambda: builder.plan(guesses))
         workspace, lens = builder.workspaces[guesses.width], rows.prefix_lens
         _decode(tile, workspace, q, layer, out, rows, guesses.ends, sinks=layer.sinks, prefix_lens=lens)
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import Bands, band_of
+from sglang.srt.kernels.conditions import SCALED_MM_ROWS
 from sglang.srt.kernels.spec import Need
-from sglang.srt.kernels.tables import SCALED_MM_ROWS
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of

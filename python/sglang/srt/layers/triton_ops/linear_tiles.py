@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from sglang.srt.configs.quant_scheme import ALIGNED, SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import ANY, Band, Bands, OpBands, Shape, most_tokens
+from sglang.srt.kernels.conditions import SCALED_MM_ROWS
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Need, Tile
-from sglang.srt.kernels.tables import SCALED_MM_ROWS
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile, pair_cut
 
 ScaledTile = dict[str, int]

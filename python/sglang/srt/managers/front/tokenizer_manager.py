@@ -144,8 +144,7 @@ class TokenizerManager:
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
-            tokens, files = served_media.tokens, served_media.files
-            self.media = MediaLoader(args, tokens, files, ports[0].shared_arrays, self.encode)
+            self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.encode)
         encode = None if tokenizer is None else self.encode
         self.preparer = RequestPreparer(args, model_config, encode, self.media)
         self._sequences: dict[str, _Sequence] = {}

@@ -1,8 +1,10 @@
 """Encoder steps: which images are encoded before which chunk of a prompt.
 
 One request at a time has its images encoded, a budget of patches in a step. While requests decode, a step is computed
-in slices of some layers; a decode step comes behind each, and between the last one and the chunk. So they do not wait
-for a large image. A step that has begun is ended before another, whoever waits for it.
+in slices of some layers, the first of them behind the decode step during which its patches travel to the device; a
+decode step comes behind each slice, and between the last one and the chunk. Chunks with images are so short, too, that
+requests that decode do not wait for a large image (`model_executor.media_pace`). A step that has begun is ended before
+another, whoever waits for it.
 """
 
 from __future__ import annotations
@@ -27,9 +29,14 @@ class MediaRefused(ValueError):
 class MediaSteps:
     """`features` None: the model, or this server, reads text only."""
 
-    def __init__(self, features: MediaFeatures | None, most_at_once: Callable[[], int]) -> None:
-        """most_at_once: tokens of one prompt that a step computes at least, if there are as many."""
-        self.features, self.most_at_once = features, most_at_once
+    def __init__(self, features: MediaFeatures | None, most_at_once: Callable[[], int], page_size: int = 1) -> None:
+        """most_at_once: tokens of one prompt that a step computes at least, if there are as many. page_size: chunks end
+        with whole pages."""
+        self.features, self.most_at_once, self._page = features, most_at_once, page_size
+        self._num_decodes = 0
+        self._tokens: int | None = None
+        """Of prompts with images that the step which is chosen may take; None: as many as there are."""
+        self._tokens_left: int | None = None
         self._was_busy = False
         """True if an encoder step comes before the step that is chosen, and requests wait for it."""
         self._in_step: dict[bytes, int] = {}
@@ -60,17 +67,22 @@ class MediaSteps:
             )
         return media
 
-    def begin(self) -> None:
-        """A step is chosen."""
+    def begin(self, num_decodes: int) -> None:
+        """A step is chosen, for which so many requests that decode would wait."""
         self._was_busy = False
         self._in_step = {}
+        self._num_decodes = num_decodes
+        if self.features is not None:
+            self._tokens = self.features.pace.prompt_tokens(num_decodes) if num_decodes else None
+            self._tokens_left = self._tokens
 
-    def ready(self, req: Req, begin: int, count: int, decoding: bool) -> int:
-        """Returns how many of `count` tokens from `begin` may be computed now; 0: their images are being encoded.
-        decoding: whether requests would wait for it."""
+    def ready(self, req: Req, begin: int, count: int) -> int:
+        """Returns how many of `count` tokens from `begin` may be computed now; 0: their images are being encoded, or
+        the step is long enough."""
         if req.media is None or self.features is None:
             return count
-        count = req.media.whole_end(begin, begin + count) - begin
+        decoding = self._num_decodes > 0
+        count = self._short_enough(req.media, begin, req.media.whole_end(begin, begin + count) - begin)
         items = self._fitting(req.media, begin, begin + count)
         further = [rows.item for rows in req.media.needed(begin, begin + count)[len(items) :]]
         end = req.media.first_token(further[0], begin) if further else begin + count
@@ -82,11 +94,18 @@ class MediaSteps:
                 return 0
             self._was_busy = decoding
             if not self.features.under_way:
-                self.features.begin(missing[: _leading(missing)])
+                self.features.begin(missing[: _leading(missing)], self._num_decodes)
+                if decoding:
+                    return 0  # the patches travel while others decode
             self.features.advance(whole=not decoding)
             self.features.pin(missing, req.rid)
             missing = [item for item in missing if item not in self.features]
-        return 0 if waits else req.media.whole_end(begin, end) - begin
+        if waits:
+            return 0
+        count = req.media.whole_end(begin, end) - begin
+        if self._tokens_left is not None:
+            self._tokens_left -= count
+        return count
 
     def computed(self, req: Req) -> None:
         """The step that computes the first `kv_len` tokens of a request is launched: what only they need may go."""
@@ -97,6 +116,20 @@ class MediaSteps:
         """The request has ended, or goes back to the queue."""
         if req.media is not None and self.features is not None:
             self.features.unpin(req.media.items, req.rid)
+
+    def _short_enough(self, media: PromptMedia, begin: int, count: int) -> int:
+        """Returns how many of the tokens of a chunk with images the step takes. One that may not be cut goes whole, if
+        it is the first."""
+        if self._tokens_left is None or count <= self._tokens_left or not media.needed(begin, begin + count):
+            return count
+        untouched = self._tokens_left == self._tokens
+        fewer = max(self._page * untouched, self._tokens_left // self._page * self._page)
+        if fewer <= 0:
+            return 0
+        end = media.whole_end(begin, begin + min(fewer, count))
+        if end == begin and untouched:
+            end = media.run_end(begin)
+        return end - begin
 
     def _fitting(self, media: PromptMedia, begin: int, end: int) -> list[MediaItem]:
         """Returns the leading items of a chunk whose features fit the budget, with those that the step takes already.

@@ -125,6 +125,10 @@ class PromptMedia:
         cut = (start for item in self.items for start, stop in item.spans if start < end < stop)
         return max(next(cut, end), begin)
 
+    def run_end(self, token: int) -> int:
+        """Returns where the run of placeholders ends that has this token."""
+        return next(stop for item in self.items for start, stop in item.spans if start <= token < stop)
+
     def first_token(self, item: MediaItem, begin: int) -> int:
         """Returns the first placeholder of the item from `begin` on."""
         return next(max(start, begin) for start, end in item.spans if end > begin)

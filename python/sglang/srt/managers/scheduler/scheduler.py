@@ -97,7 +97,7 @@ class Scheduler:
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media, self._least_of_prompt)
+        self.media = MediaSteps(runner.media, self._least_of_prompt, self.plan.page_size)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -225,11 +225,10 @@ class Scheduler:
         """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
         and hold a lock on their cached prefix."""
         chosen: list[tuple[Req, int]] = []
-        decoding = len(self.running) > 0
-        self.media.begin()
+        self.media.begin(len(self.running))
         for req in self.chunked:
             take = budget.take(req, req.kv_len)
-            take = self.media.ready(req, req.kv_len, take, decoding)
+            take = self.media.ready(req, req.kv_len, take)
             if not take:
                 return chosen
             chosen.append((req, take))
@@ -252,7 +251,7 @@ class Scheduler:
             if not take:
                 self.kv.unlock(prefix.node)
                 break
-            take = self.media.ready(req, prefix.length, take, decoding)
+            take = self.media.ready(req, prefix.length, take)
             if not take:
                 self.kv.unlock(prefix.node)
                 continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -11,10 +12,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed.parallel_state import ALONE, groups
 from sglang.srt.layers.parameter import Init, Param, Part
 from sglang.srt.models.vision.patch_places import Grid, clips, num_patches, parts_of_clips, rows_and_columns
 from sglang.srt.plan.media import PATCHES_A_STEP
-from sglang.srt.plan.towers.tower import Tower
+from sglang.srt.plan.towers.tower import Cut, Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
@@ -24,16 +26,29 @@ Turn = Callable[[torch.Tensor], torch.Tensor]
 """Rotates queries or keys [P, heads, head_dim] by the places of their patches."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
 Result = TypeVar("Result")
+Places = Mapping[str, torch.Tensor]
+"""Tensors of `VisionEncoder.places`, on the device."""
 Layers = Generator[int, None, Result]
 """A computation that stops behind every layer and says how many patches it has computed."""
 
 
+@dataclass(frozen=True, slots=True)
+class PatchPart:
+    """Clips that are computed together, on the device: `pixels` [P, values of a patch] and their `places`."""
+
+    grids: Sequence[Grid]
+    pixels: torch.Tensor
+    places: Places
+
+
 class VisionEncoder(ABC, Generic[AnyTower]):
-    """Every rank has all of it and encodes by itself. Implements Loadable and MediaEncoder."""
+    """The ranks share out its heads and widths, as `tower.ranks` says, or each has all of it and encodes by itself.
+    Implements Loadable and LayeredEncoder."""
 
     base_prefix = ""
 
     def __init__(self, plan: Plan, tower: AnyTower) -> None:
+        self.group = groups().tp if tower.ranks > 1 else ALONE
         self.tower, self.device, self.dtype = tower, plan.device, getattr(torch, plan.dtype)
         self.finish: list[Callable[[], None]] = []
         self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
@@ -46,8 +61,10 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         init = Init.NORMAL
         if name.endswith(".bias") or "norm" in name:
             init = Init.ZEROS if name.endswith(".bias") else Init.ONES
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return Param(name, tensor, {PartKey(): Part(self._stored(name, shape))}, init)
+        tensor = torch.empty(self.tower.rank_shape(name, shape), dtype=self.dtype, device=self.device)
+        stored, pieces = self._stored(name, shape), self.tower.pieces(name, shape, self.group.rank)
+        parts = {PartKey(piece=i): Part(stored, source, dest) for i, (source, dest) in enumerate(pieces)}
+        return Param(name, tensor, parts, init)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A patch is a vector here; checkpoints have the weight of a convolution of as many values."""
@@ -60,34 +77,55 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """pixels [P, values of a patch] of items one after the other. Returns of each item [tokens, out_size * (1 +
-        deepstack levels)]."""
-        return whole(self.encoding(pixels, grids))
+        """pixels [P, values of a patch] of items one after the other, in host memory or on the device. Returns of each
+        item [tokens, out_size * (1 + deepstack levels)]."""
+        return whole(self.encoding(self.sent(pixels, grids), grids))
 
-    def encoding(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
-        """Computes what `encode` does layer by layer: yields how many patches a layer has computed, behind each one,
-        and returns the features. Clips see themselves alone, so a long video is computed in parts, and no more of its
-        pixels than those of a part are on the device. Each item's features have memory of their own: one may go
+    def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
+        """Returns the clips of all items in order, by the parts in which they are computed: clips see themselves
+        alone, so a long video has several, and no more of its pixels than those of two need be on the device."""
+        return list(parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP))
+
+    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
+        """Computes what `encode` does of the `parts` of the items layer by layer: yields how many patches a layer has
+        computed, behind each one, and returns the features. Each item's features have memory of their own: one may go
         without the others."""
         shapes = [(self.tower.num_tokens(grid), self.tower.features_size) for grid in grids]
         features = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        to_fill, first = list(features), 0
-        for part in parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP):
-            last = first + num_patches(part)
-            rows = yield from self._encoded(pixels[first:last].to(self.device, non_blocking=True), part)
-            to_fill, first = _filled(to_fill, rows), last
+        to_fill = list(features)
+        for part in parts:
+            to_fill = _filled(to_fill, (yield from self._encoded(part)))
         return features
 
+    def sent(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Iterator[PatchPart]:
+        """Yields the parts of patches that `encode` takes."""
+        first = 0
+        for part in self.parts(grids):
+            last = first + num_patches(part)
+            places = {name: self._on_device(array) for name, array in self.places(part).items()}
+            yield PatchPart(part, pixels[first:last].to(self.device, non_blocking=True), places)
+            first = last
+
     @abstractmethod
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        """Returns what the layers need of the places of the patches of these clips, computed on the host. Any thread
+        may call it."""
+
+    @abstractmethod
+    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
         """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `pooled_frames` frames; yields behind
         every layer."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        bias = self.params.get(f"{name}.bias")
-        return F.linear(x, self._weight(name, "weight"), None if bias is None else bias.tensor)
+        """Where the ranks share out its inputs, x has those of this one, and their outputs are added up."""
+        bias, cut = self.params.get(f"{name}.bias"), self.tower.cut_of(f"{name}.weight")
+        if bias is None or (cut is Cut.COLUMNS and self.group.rank > 0):
+            out = F.linear(x, self._weight(name, "weight"))
+        else:
+            out = F.linear(x, self._weight(name, "weight"), bias.tensor)
+        return self.group.all_reduce(out) if cut is Cut.COLUMNS else out
 
     def _gated(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """A feed-forward block whose gate is a SiLU."""
@@ -106,8 +144,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return self.params[f"{name}.{leaf}"].tensor
 
     def _attended(self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        """qkv [P, 3 * hidden]. Otherwise as `_attend`."""
-        q, k, v = qkv.view(-1, 3, self.tower.num_heads, self.tower.head_dim).unbind(1)
+        """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attend`."""
+        q, k, v = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim).unbind(1)
         return self._attend(turn(q), turn(k), v.contiguous(), starts)
 
     def _attend(
@@ -125,14 +163,14 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     # --- places -------------------------------------------------------------------------------------------------------
 
-    def _interpolated(self, table: torch.Tensor, index: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-        """table [positions, hidden]; index, weights [P, neighbours]. Returns [P, hidden].
+    def _interpolated(self, table: torch.Tensor, places: Places) -> torch.Tensor:
+        """table [positions, hidden]; `index` and `weights` of the places [P, neighbours]. Returns [P, hidden].
 
         One neighbour at a time: the rows of all of them at once would be larger than what the layers hold."""
-        places, shares = self._on_device(index), self._on_device(weights)
+        index, weights = places["index"], places["weights"]
         total = torch.zeros((len(index), table.shape[1]), dtype=torch.float32, device=table.device)
         for neighbour in range(index.shape[1]):
-            total.addcmul_(table[places[:, neighbour]].float(), shares[:, neighbour, None])
+            total.addcmul_(table[index[:, neighbour]].float(), weights[:, neighbour, None])
         return total.to(self.dtype)
 
     def _angles(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
@@ -142,22 +180,28 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         rows, columns = rows_and_columns(grids, merge)
         return rows[:, None].astype(np.float32) * frequencies, columns[:, None].astype(np.float32) * frequencies
 
-    def _cos_sin(self, angles: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """angles [P, N]. Returns cosines and sines, [P, 1, N] float32: one for all heads."""
-        return self._on_device(np.cos(angles))[:, None], self._on_device(np.sin(angles))[:, None]
-
-    def _halves(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _halves(self, grids: Sequence[Grid], merge: int, theta: float) -> dict[str, np.ndarray]:
         """Returns the cosines and sines of `_turn` for every patch: half of the pairs turn by the row, the others by
         the column."""
-        return self._cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
+        return cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
 
-    def _turn(self, cos: torch.Tensor, sin: torch.Tensor) -> Turn:
+    def _turn(self, places: Places) -> Turn:
         """Pairs are a dim of the first half of a head and one of the second; with cosines and sines of several parts of
         a head [P, 1, parts, N], of the halves of each part."""
-        return partial(_halves_turned, cos=cos, sin=sin)
+        return partial(_halves_turned, cos=places["cos"], sin=places["sin"])
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def cos_sin(angles: np.ndarray) -> dict[str, np.ndarray]:
+    """angles [P, ...] -> cosines and sines [P, 1, ...] float32: one for all heads."""
+    return {"cos": np.cos(angles)[:, None], "sin": np.sin(angles)[:, None]}
+
+
+def interpolation(neighbours: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+    """Names what `_interpolated` takes: the index and the weights of the neighbours of every patch."""
+    return dict(zip(("index", "weights"), neighbours, strict=True))
 
 
 def whole(layers: Layers[Result]) -> Result:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_
+from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, cos_sin, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, rows_and_columns, squares
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 
@@ -18,18 +19,24 @@ _ROW_BY_ROW = 1
 class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
     """Patches come row by row, with values from 0 to 1."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
-        tower, (prefix, projector) = self.tower, self.tower.prefixes
-        x = self._linear(prefix + "patch_embedder.input_proj", (2 * pixels - 1).to(self.dtype))
-        rows, columns = map(self._on_device, rows_and_columns(grids, _ROW_BY_ROW))
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        rows, columns = rows_and_columns(grids, _ROW_BY_ROW)
+        by_row, by_column = self._angles(grids, _ROW_BY_ROW, self.tower.theta)
+        # The first half of a head turns by the column, the second by the row: [P, 2, head_dim / 4].
+        turned = cos_sin(np.stack((by_column, by_row), axis=1))
+        order = squares(grids, self.tower.merge)
+        return turned | {"rows": rows, "columns": columns, "squares": order, "starts": frame_starts(grids)}
+
+    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+        tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
+        x = self._linear(prefix + "patch_embedder.input_proj", (2 * part.pixels - 1).to(self.dtype))
         of_column, of_row = self._weight(prefix + "patch_embedder", "position_embedding_table")
-        x = x + of_column[columns] + of_row[rows]
-        turn = self._turn(*self._by_half(grids))
-        starts = self._on_device(frame_starts(grids))
+        x = x + of_column[places["columns"]] + of_row[places["rows"]]
+        turn, starts = self._turn(places), places["starts"]
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}encoder.layers.{i}.", x, turn, starts)
             yield len(x)
-        pooled = x[self._on_device(squares(grids, tower.merge))].unflatten(0, (-1, tower.merge**2)).float().mean(1)
+        pooled = x[places["squares"]].unflatten(0, (-1, tower.merge**2)).float().mean(1)
         pooled = pooled * tower.hidden_size**0.5
         if tower.standardized:
             shift, scale = (self._weight(prefix.removesuffix("."), f"std_{name}") for name in ("bias", "scale"))
@@ -48,7 +55,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         return x.add_(self._rms_norm(name + "post_feedforward_layernorm", down, eps))
 
     def _attention(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        heads, eps = (self.tower.num_heads, self.tower.head_dim), self.tower.norm_eps
+        heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
         q, k = turn(self._rms_norm(name + "q_norm", q, eps)), turn(self._rms_norm(name + "k_norm", k, eps))
         v = F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
@@ -62,10 +69,3 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         return self._linear(name + ".linear", x).clamp(
             self._weight(name, "output_min"), self._weight(name, "output_max")
         )
-
-    def _by_half(self, grids: Sequence[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosines and sines [P, 1, 2, head_dim / 4]: of the column for the first half of a head, of the row for
-        the second."""
-        rows, columns = (self._cos_sin(part) for part in self._angles(grids, _ROW_BY_ROW, self.tower.theta))
-        cos, sin = (torch.stack(parts, dim=2) for parts in zip(columns, rows, strict=True))
-        return cos, sin

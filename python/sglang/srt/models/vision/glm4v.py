@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder
+from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, interpolation
 from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts
 from sglang.srt.plan.towers.glm4v import ROTARY_THETA, Glm4vTower
 
@@ -18,14 +19,18 @@ _LAYER_NORM_EPS = 1e-5
 class Glm4vEncoder(VisionEncoder[Glm4vTower]):
     """Patches come in squares of the merge, one after the other."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        positions = interpolation(cubic(grids, self.tower.merge, self.tower.side))
+        turned = self._halves(grids, self.tower.merge, ROTARY_THETA)
+        return positions | turned | {"starts": frame_starts(grids)}
+
+    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
-        x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
+        x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
         positions = self._weight(prefix + "embeddings.position_embedding", "weight")
-        x = x + self._interpolated(positions, *cubic(grids, tower.merge, tower.side))
-        turn = self._turn(*self._halves(grids, tower.merge, ROTARY_THETA))
-        starts = self._on_device(frame_starts(grids))
+        x = x + self._interpolated(positions, part.places)
+        turn, starts = self._turn(part.places), part.places["starts"]
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}blocks.{i}.", x, turn, starts)
             yield len(x)

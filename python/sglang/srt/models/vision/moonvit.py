@@ -12,7 +12,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_, write_turned
+from sglang.srt.models.vision.encoder import (
+    Layers,
+    PatchPart,
+    Turn,
+    VisionEncoder,
+    cos_sin,
+    gelu_,
+    interpolation,
+    write_turned,
+)
 from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, squares
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
@@ -23,22 +32,27 @@ _ROW_BY_ROW = 1
 class MoonViTEncoder(VisionEncoder[MoonViTTower]):
     """Patches come row by row."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
-        tower, (prefix, projector) = self.tower, self.tower.prefixes
-        x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
-        positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
-        x = x + self._interpolated(positions, *cubic(grids, _ROW_BY_ROW, tower.side))
-        if any(frames > 1 for frames, _, _ in grids):
-            x = x + self._times()[self._on_device(frame_numbers(grids))]
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        positions = interpolation(cubic(grids, _ROW_BY_ROW, self.tower.side))
         rows, columns = self._angles(grids, _ROW_BY_ROW, ROTARY_THETA)
-        cos, sin = self._cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
-        turn = partial(_turned, cos=cos, sin=sin)
-        starts = self._on_device(clip_starts(grids))
+        turned = cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
+        order = {"squares": squares(grids, self.tower.merge), "starts": clip_starts(grids)}
+        frames = {"frames": frame_numbers(grids)} if any(frames > 1 for frames, _, _ in grids) else {}
+        return positions | turned | order | frames
+
+    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+        tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
+        x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
+        positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
+        x = x + self._interpolated(positions, places)
+        if "frames" in places:
+            x = x + self._times()[places["frames"]]
+        turn, starts = partial(_turned, cos=places["cos"], sin=places["sin"]), places["starts"]
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}encoder.blocks.{i}.", x, turn, starts)
             yield len(x)
         x = self._norm(prefix + "encoder.final_layernorm", x, tower.norm_eps)
-        x = _pooled(x[self._on_device(squares(grids, tower.merge))], grids)
+        x = _pooled(x[places["squares"]], part.grids)
         x = self._norm(projector + "pre_norm", x, tower.projector_eps)
         x = self._linear(projector + "proj.0", x.view(-1, tower.hidden_size * tower.merge**2))
         return self._linear(projector + "proj.2", gelu_(x))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_
+from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, windows
 from sglang.srt.plan.towers.qwen2_5_vl import NORM_EPS, ROTARY_THETA, Qwen2_5VLTower
 
@@ -14,16 +16,21 @@ from sglang.srt.plan.towers.qwen2_5_vl import NORM_EPS, ROTARY_THETA, Qwen2_5VLT
 class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
     """Patches come in squares of the merge, one after the other, and are put in the order of the windows."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
-        tower, prefix = self.tower, self.tower.prefixes[0]
-        order, starts = windows(grids, tower.merge, tower.window)
-        by_window, window_starts = self._on_device(order), self._on_device(starts)
-        by_frame = self._on_device(frame_starts(grids))
-        x = self._linear(prefix + "patch_embed.proj", self._squares(pixels.to(self.dtype), by_window))
-        cos, sin = (self._squares(part, by_window) for part in self._halves(grids, tower.merge, ROTARY_THETA))
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        order, starts = windows(grids, self.tower.merge, self.tower.window)
+        turned = self._halves(grids, self.tower.merge, ROTARY_THETA)
+        turned = {name: self._squares(array, order) for name, array in turned.items()}
+        return turned | {"order": order, "window_starts": starts, "starts": frame_starts(grids)}
+
+    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+        tower, prefix, places = self.tower, self.tower.prefixes[0], part.places
+        by_window = places["order"]
+        pixels = part.pixels.to(self.dtype)
+        x = self._linear(prefix + "patch_embed.proj", self._squares(pixels, by_window))
+        turn = self._turn(places)
         for i in range(tower.num_layers):
-            seen = by_frame if i in tower.full_layers else window_starts
-            x = self._block(f"{prefix}blocks.{i}.", x, self._turn(cos, sin), seen)
+            seen = places["starts" if i in tower.full_layers else "window_starts"]
+            x = self._block(f"{prefix}blocks.{i}.", x, turn, seen)
             yield len(x)
         x = self._rms_norm(prefix + "merger.ln_q", x, NORM_EPS).view(-1, tower.hidden_size * tower.merge**2)
         x = self._linear(prefix + "merger.mlp.2", gelu_(self._linear(prefix + "merger.mlp.0", x)))
@@ -37,6 +44,7 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
         del qkv
         return x.add_(self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, NORM_EPS)))
 
-    def _squares(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """x [P, ...], whose squares of the merge are put in the order [P / merge^2]."""
-        return x.unflatten(0, (-1, self.tower.merge**2))[order].flatten(0, 1)
+    def _squares(self, x: Any, order: Any) -> Any:
+        """An array or a tensor x [P, ...], whose squares of the merge are put in the order [P / merge^2]."""
+        squares = x.reshape(-1, self.tower.merge**2, *x.shape[1:])[order]
+        return squares.reshape(x.shape)

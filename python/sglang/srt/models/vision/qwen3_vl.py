@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Layers, Turn, VisionEncoder, gelu_
+from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, gelu_, interpolation
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated
 from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 
@@ -14,13 +15,16 @@ from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
     """Patches come in squares of the merge, one after the other."""
 
-    def _encoded(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Layers[torch.Tensor]:
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        positions = interpolation(interpolated(grids, self.tower.merge, self.tower.side))
+        turned = self._halves(grids, self.tower.merge, ROTARY_THETA)
+        return positions | turned | {"starts": frame_starts(grids)}
+
+    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
-        places = interpolated(grids, tower.merge, tower.side)
-        x = self._linear(prefix + "patch_embed.proj", pixels.to(self.dtype))
-        x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), *places)
-        turn = self._turn(*self._halves(grids, tower.merge, ROTARY_THETA))
-        starts = self._on_device(frame_starts(grids))
+        x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
+        x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), part.places)
+        turn, starts = self._turn(part.places), part.places["starts"]
         features = []
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}blocks.{i}.", x, turn, starts)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.rope import rope_parameters
 from sglang.srt.errors import UserError
-from sglang.srt.plan.towers.tower import NamedShape, Tower, only, whole_quarters
+from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, only, whole_quarters
 
 _THETA = 100.0
 _TOWER, _PROJECTOR = "model.vision_tower.", "model.embed_vision."
@@ -28,7 +28,17 @@ class Gemma4Tower(Tower):
     norm_eps: float
     bounded: bool
     standardized: bool
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        ".q_proj.linear": Cut.ROWS,
+        ".k_proj.linear": Cut.ROWS,
+        ".v_proj.linear": Cut.ROWS,
+        ".o_proj.linear": Cut.COLUMNS,
+        ".gate_proj.linear": Cut.ROWS,
+        ".up_proj.linear": Cut.ROWS,
+        ".down_proj.linear": Cut.COLUMNS,
+    }
     prefixes: ClassVar[tuple[str, ...]] = (_TOWER, _PROJECTOR)
+    computes_with_pixels: ClassVar[bool] = True
 
     def shapes(self) -> Iterator[NamedShape]:
         hidden, wide = self.hidden_size, self.intermediate_size

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.tower import (
+    Cut,
     NamedShape,
     Tower,
     gated_shapes,
@@ -31,6 +32,13 @@ class Glm4vTower(Tower):
     side: int
     norm_eps: float
     qkv_bias: bool
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        ".attn.qkv": Cut.HEADS,
+        ".attn.proj": Cut.COLUMNS,
+        ".gate_proj": Cut.ROWS,
+        ".up_proj": Cut.ROWS,
+        ".down_proj": Cut.COLUMNS,
+    }
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
 
     def shapes(self) -> Iterator[NamedShape]:

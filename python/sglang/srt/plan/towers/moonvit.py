@@ -5,13 +5,13 @@ Published configs write `vt_hidden_size` and the like; those that transformers w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.towers.tower import NamedShape, Tower, linear_shapes, norm_shapes, only, whole_quarters
+from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, linear_shapes, norm_shapes, only, whole_quarters
 
 ROTARY_THETA = 10000.0
 """The same in every published model, whose configs do not name it."""
@@ -27,6 +27,14 @@ class MoonViTTower(Tower):
     side: int
     projector_eps: float
     norm_eps: ClassVar[float] = 1e-5
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        ".wqkv": Cut.HEADS,
+        ".wo": Cut.COLUMNS,
+        ".mlp.fc0": Cut.ROWS,
+        ".mlp.fc1": Cut.COLUMNS,
+        "mm_projector.proj.0": Cut.ROWS,
+        "mm_projector.proj.2": Cut.COLUMNS,
+    }
     prefixes: ClassVar[tuple[str, ...]] = (_TOWER, _PROJECTOR)
 
     def shapes(self) -> Iterator[NamedShape]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.towers.tower import NamedShape, Tower, gated_shapes, linear_shapes, only, whole_quarters
+from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, gated_shapes, linear_shapes, only, whole_quarters
 
 NORM_EPS, ROTARY_THETA = 1e-6, 10000.0
 """The same in every published model, whose configs do not name them."""
@@ -22,6 +22,15 @@ class Qwen2_5VLTower(Tower):
 
     window: int
     full_layers: tuple[int, ...]
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        ".attn.qkv": Cut.HEADS,
+        ".attn.proj": Cut.COLUMNS,
+        ".gate_proj": Cut.ROWS,
+        ".up_proj": Cut.ROWS,
+        ".down_proj": Cut.COLUMNS,
+        ".merger.mlp.0": Cut.ROWS,
+        ".merger.mlp.2": Cut.COLUMNS,
+    }
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
     beginnings: ClassVar[tuple[tuple[str, str], ...]] = (("visual.", _PREFIX),)
 

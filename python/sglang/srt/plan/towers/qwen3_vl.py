@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.towers.tower import NamedShape, Tower, linear_shapes, norm_shapes, only, whole_quarters
+from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, linear_shapes, norm_shapes, only, whole_quarters
 
 NORM_EPS, ROTARY_THETA = 1e-6, 10000.0
 """The same in every published model, whose configs do not name them."""
@@ -21,6 +21,12 @@ class Qwen3VLTower(Tower):
     """`side`: learned positions a side, which are interpolated to an image's."""
 
     side: int
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        ".attn.qkv": Cut.HEADS,
+        ".attn.proj": Cut.COLUMNS,
+        ".linear_fc1": Cut.ROWS,
+        ".linear_fc2": Cut.COLUMNS,
+    }
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
 
     def shapes(self) -> Iterator[NamedShape]:

@@ -5,21 +5,33 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import ClassVar, Self
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 
 NamedShape = tuple[str, tuple[int, ...]]
+Slices = tuple[slice, ...]
+
+
+class Cut(Enum):
+    """How ranks share out a linear layer. HEADS: rows of queries, keys and values below one another, by heads. ROWS:
+    outputs. COLUMNS: inputs, so that the ranks' outputs add up."""
+
+    HEADS = "heads"
+    ROWS = "rows"
+    COLUMNS = "columns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower(ABC):
     """`patch_shape`: channels, frames, rows and columns of a patch. `merge`: of so many patches a side one token is
     made, of `out_size` dims. `deepstack`: layers whose outputs are features, too. `pooled_frames`: so many frames of a
-    video, or what is left of it, see one another and become the tokens of one."""
+    video, or what is left of it, see one another and become the tokens of one. `ranks`: so many share out heads and
+    widths."""
 
     hidden_size: int
     intermediate_size: int
@@ -30,9 +42,14 @@ class Tower(ABC):
     out_size: int
     deepstack: tuple[int, ...] = ()
     pooled_frames: int = 1
+    ranks: int = 1
 
+    cuts: ClassVar[Mapping[str, Cut]]
+    """Of linear layers that ranks share out, by how their names end."""
     prefixes: ClassVar[tuple[str, ...]]
     """Beginnings of the names of its weights in checkpoints."""
+    computes_with_pixels: ClassVar[bool] = False
+    """Whether pixels are changed in float32 before they are rounded to the type of the weights."""
     beginnings: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of beginnings: those of some checkpoints, and those that the others have in their place."""
 
@@ -54,13 +71,62 @@ class Tower(ABC):
     def patch_values(self) -> int:
         return math.prod(self.patch_shape)
 
+    def pixel_dtype(self, dtype: str) -> str:
+        """Returns the type in which patches are sent to an encoder whose weights have `dtype`."""
+        return "float32" if self.computes_with_pixels else dtype
+
     @abstractmethod
     def shapes(self) -> Iterator[NamedShape]:
         """Yields the name in checkpoints and the shape of every weight. That of a convolution over patches is a matrix
         here: a patch is a vector."""
 
     def num_weights(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.shapes())
+        """Returns those of a rank."""
+        return sum(math.prod(self.rank_shape(name, shape)) for name, shape in self.shapes())
+
+    def shared_by(self, ranks: int) -> Self:
+        """Returns the encoder as so many ranks share it out; as it is, if they do not divide its heads and widths."""
+        shared = replace(self, ranks=ranks)
+        cut = (shape[shared.cut_dim(name)] for name, shape in self.shapes() if shared.cut_of(name) is not None)
+        return self if self.num_heads % ranks or any(size % ranks for size in cut) else shared
+
+    @property
+    def rank_heads(self) -> int:
+        return self.num_heads // self.ranks
+
+    def cut_of(self, name: str) -> Cut | None:
+        """Returns how the ranks share out a weight or a bias; None: each has all of it. So it is with the bias of a
+        layer whose inputs they share out."""
+        module, _, leaf = name.rpartition(".")
+        cut = next((cut for end, cut in self.cuts.items() if module.endswith(end)), None)
+        whole = self.ranks == 1 or leaf not in ("weight", "bias") or (cut is Cut.COLUMNS and leaf == "bias")
+        return None if whole else cut
+
+    def cut_dim(self, name: str) -> int:
+        return 1 if self.cut_of(name) is Cut.COLUMNS else 0
+
+    def rank_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns what a rank holds of a weight with this shape."""
+        if self.cut_of(name) is None:
+            return shape
+        dim = self.cut_dim(name)
+        return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
+
+    def pieces(self, name: str, shape: tuple[int, ...], rank: int) -> list[tuple[Slices, Slices]]:
+        """Returns the slices of a checkpoint's tensor that a rank holds, each with where it is in its own."""
+        cut = self.cut_of(name)
+        if cut is None:
+            return [((), ())]
+        dim, groups = self.cut_dim(name), 3 if cut is Cut.HEADS else 1
+        whole, count = shape[dim] // groups, shape[dim] // groups // self.ranks
+        before = (slice(None),) * dim
+        return [
+            (
+                (*before, slice(group * whole + rank * count, group * whole + (rank + 1) * count)),
+                (*before, slice(group * count, (group + 1) * count)),
+            )
+            for group in range(groups)
+        ]
 
     def activation_size(self) -> int:
         """Returns the values that a step holds for each patch at most: the stream, its norm, queries, keys and values

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import ANY, Band, Bands, OpBands, Tiles, joined, most_tokens
+from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Need
-from sglang.srt.kernels.tables import MIXED_ROWS
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     FEW,

@@ -14,10 +14,9 @@ from sglang.srt.managers.front.media import sources
 from sglang.srt.managers.front.media.expansion import PlacedMedia, expand
 from sglang.srt.managers.front.media.media_files import MediaFiles
 from sglang.srt.managers.front.media.media_source import KINDS, MediaSource
-from sglang.srt.managers.front.media.media_tokens import MediaTokens
 from sglang.srt.managers.front.media.messages import Decoded, MediaJob
 from sglang.srt.managers.front.media.pool import MediaPool
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.managers.front.media.served_media import ServedMedia
 from sglang.srt.managers.front.media.sources import SourceRules
 from sglang.srt.managers.front.media.worker import WorkerSettings
 from sglang.srt.managers.wire.io_struct import MediaItem
@@ -31,11 +30,9 @@ DEFAULT_LIMITS = {"image": 16, "video": 2}
 class MediaLoader:
     """Belongs to one event loop, which it never holds up: what blocks has threads, what computes has processes."""
 
-    def __init__(
-        self, args: ServerArgs, tokens: MediaTokens, files: ProcessorFiles, directory: str, encode: Encode
-    ) -> None:
+    def __init__(self, args: ServerArgs, served: ServedMedia, directory: str, encode: Encode) -> None:
         """directory: of shared arrays. encode(text, add_special_tokens): of the tokenizer manager."""
-        self.tokens = tokens
+        self.tokens = served.tokens
         self._encode = encode
         self.limits = DEFAULT_LIMITS | json.loads(args.limit_mm_data_per_request)
         self._max_under_way = args.mm_max_concurrent_calls
@@ -50,7 +47,7 @@ class MediaLoader:
         )
         self.files = MediaFiles(Path(directory))
         self._threads = ThreadPoolExecutor(args.mm_io_worker_num, thread_name_prefix="media-fetch")
-        settings = WorkerSettings(directory, files, max_bytes)
+        settings = WorkerSettings(directory, served.files, max_bytes, pixel_dtype=served.pixel_dtype)
         self.pool = MediaPool(settings, args.mm_processor_worker_num, args.mm_per_request_timeout)
 
     def close(self) -> None:

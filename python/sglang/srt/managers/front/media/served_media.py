@@ -18,11 +18,13 @@ from sglang.srt.server_args import ServerArgs
 class ServedMedia:
     tokens: MediaTokens
     files: ProcessorFiles
+    pixel_dtype: str
+    """Type in which the encoder takes patches."""
 
 
-def served_media(args: ServerArgs, model: ModelConfig) -> ServedMedia | None:
-    """None for a model without a tower, and with --language-model-only. Raises UserError for a model directory whose
-    processor cannot be read."""
+def served_media(args: ServerArgs, model: ModelConfig, pixel_dtype: str = "float32") -> ServedMedia | None:
+    """None for a model without a tower, and with --language-model-only. pixel_dtype: the type in which its encoder
+    takes patches. Raises UserError for a model directory whose processor cannot be read."""
     if args.language_model_only or args.skip_tokenizer_init or args.is_embedding:
         return None
     directory = Path(model.model_path)
@@ -30,4 +32,4 @@ def served_media(args: ServerArgs, model: ModelConfig) -> ServedMedia | None:
     tokens = media_tokens(config)
     if tokens is None:
         return None
-    return ServedMedia(tokens, read_processor_files(directory, tokens.family, args.mm_process_config))
+    return ServedMedia(tokens, read_processor_files(directory, tokens.family, args.mm_process_config), pixel_dtype)

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from sglang.srt.managers.front.media.messages import Decoded, Features, MediaJob, Ready, Refused, Reply
+from sglang.srt.managers.front.media.patch_types import as_type
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.shared_array import SharedArray
@@ -40,6 +41,8 @@ class WorkerSettings:
     files: ProcessorFiles
     max_bytes: int
     working_bytes: int = WORKING_BYTES
+    pixel_dtype: str = "float32"
+    """Type in which the encoder takes patches: as `patch_types.as_type` names it."""
 
 
 class _NoRoom(RuntimeError):
@@ -83,6 +86,7 @@ class _Worker:
 
         self._decoding, self._containers = decoding, containers
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
+        self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
         self._image = processors.image_processor(settings.files)
         self._video = video_processors.video_processor(settings.files)
 
@@ -101,12 +105,14 @@ class _Worker:
         data = self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes)
         picture = self._decoding.decode_image(data, job.detail)
         patches = self._image(picture)
-        return Decoded(items=[self._features(job, patches)], parts=[patches.num_tokens])
+        seen = (repr(self._files.image), picture.size, picture.tobytes())
+        return Decoded(items=[self._features(job, patches, seen)], parts=[patches.num_tokens])
 
     def _video_reply(self, job: MediaJob) -> Decoded:
         result = self._video(self._opened_video(job))
         num_runs = sum(isinstance(part, int) for part in result.parts)
-        features = self._features(job, result.patches, num_runs, result.frame_seconds)
+        seen = ("", result.frame_seconds, np.ascontiguousarray(result.patches.pixels).data)
+        features = self._features(job, result.patches, seen, num_runs, result.frame_seconds)
         return Decoded(items=[features], parts=result.parts)
 
     def _opened_video(self, job: MediaJob):  # type: ignore[no-untyped-def]
@@ -117,11 +123,20 @@ class _Worker:
             )
         return self._containers.open_video(self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes))
 
-    def _features(self, job: MediaJob, patches: Patches, num_runs: int = 1, frame_seconds: float = 0.0) -> Features:
+    def _features(
+        self,
+        job: MediaJob,
+        patches: Patches,
+        seen: tuple[str, object, bytes | memoryview],
+        num_runs: int = 1,
+        frame_seconds: float = 0.0,
+    ) -> Features:
+        """seen: what the patches depend on beside the model's files. Of an image that is the picture as decoded, which
+        has an eighth of the bytes of its patches."""
+        settings, what, content = seen
         pixels = np.ascontiguousarray(patches.pixels, np.float32)
-        said = (job.kind, patches.grid, pixels.shape, frame_seconds)
-        digest = hashlib.blake2b(repr(said).encode(), digest_size=32)
-        digest.update(pixels.data)
+        digest = hashlib.blake2b(repr((job.kind, patches.grid, pixels.shape, settings, what)).encode(), digest_size=32)
+        digest.update(content)
         return Features(
             grid=patches.grid,
             pixels=self._shared(job, pixels),
@@ -130,8 +145,8 @@ class _Worker:
             frame_seconds=frame_seconds,
         )
 
-    def _shared(self, job: MediaJob, array: np.ndarray) -> SharedArray:
+    def _shared(self, job: MediaJob, pixels: np.ndarray) -> SharedArray:
         try:
-            return shared_array.write(self._directory, array, job.name)
+            return shared_array.write(self._directory, as_type(pixels, self._pixel_dtype), job.name, self._pixel_dtype)
         except OSError as error:
             raise _NoRoom(error.strerror) from None

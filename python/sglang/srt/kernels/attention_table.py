@@ -1,0 +1,187 @@
+"""The candidates of attention's ops, dense and sparse, and of the indexers that select for it; see `tables`."""
+
+from __future__ import annotations
+
+from sglang.srt.kernels.conditions import (
+    CP_ASYNC,
+    HALF,
+    NOT_PART,
+    NOT_YET,
+    TCGEN05,
+    WGMMA,
+    all_of,
+    e4m3_or_16_bits,
+    flashinfer_head_dims,
+    flashinfer_latents,
+    hybrid_choice,
+    lacks,
+    no_e4m3_conversion,
+    no_fp4_cache,
+    not_for_hybrids,
+    only_16_bit_cache,
+    only_equal_head_dims,
+    only_full_heads,
+    only_latent,
+    packed_latents,
+)
+from sglang.srt.kernels.spec import KernelSpec
+
+_ATTENTION = "sglang.srt.layers.attention"
+_NATIVE = "sglang.srt.layers.native_ops"
+_NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
+
+
+def _attention(op: str) -> tuple[KernelSpec, ...]:
+    flashinfer_refuses = all_of(
+        only_full_heads, flashinfer_head_dims, HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
+        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer"),
+    )  # fmt: skip
+    return (
+        KernelSpec(
+            "triton",
+            f"{_ATTENTION}.triton_backend:TritonAttnBackend",
+            CP_ASYNC,
+            "triton",
+            tiled=True,
+            kernel_module=f"{_ATTENTION}.triton_ops.{op}",
+            refuse=all_of(HALF, no_e4m3_conversion, lacks("sparse")),
+            graph_prefill=True,
+            remark=hybrid_choice,
+        ),
+        KernelSpec(
+            "flashinfer",
+            f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
+            CP_ASYNC,
+            "flashinfer",
+            refuse=flashinfer_refuses,
+            remark=hybrid_choice,
+        ),
+        KernelSpec(
+            "torch_native",
+            f"{_ATTENTION}.torch_native_backend:TorchNativeAttnBackend",
+            refuse=lacks("custom_mask", "sparse"),
+            graph_safe=False,
+        ),
+        KernelSpec(
+            "flashinfer_mla",
+            f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLABackend",
+            CP_ASYNC,
+            "flashinfer",
+            refuse=all_of(
+                only_latent,
+                flashinfer_latents,
+                HALF,
+                only_16_bit_cache,
+                lacks("sparse", "custom_mask", "both_ways", "token_shares"),
+            ),
+            asked_as="flashinfer",
+        ),
+        KernelSpec(
+            "trtllm_mha",
+            requires=TCGEN05,
+            refuse=all_of(only_full_heads, not_for_hybrids("trtllm_mha")),
+            not_here=NOT_PART,
+        ),
+        KernelSpec("trtllm_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
+        KernelSpec("cutlass_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
+        KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
+        KernelSpec("fa4", requires=TCGEN05, not_here=NOT_PART),
+        KernelSpec("flashmla", requires=WGMMA, refuse=only_latent, not_here=NOT_PART),
+    )
+
+
+EXTEND_ATTENTION = _attention("extend_attention")
+DECODE_ATTENTION = _attention("decode_attention")
+# Graphs hold absorbed attention: how many chunks a prefix has is known to the host only.
+LATENT_PROMPT_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.latent_prompt:TritonLatentPrompt",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.latent_prompt",
+        refuse=HALF,
+    ),
+    KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),
+)
+PREFILL_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.triton_ops.prefill_attention:context_attention_fwd",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        refuse=HALF,
+    ),
+    KernelSpec("torch_native", f"{_NATIVE}:context_attention", graph_safe=False),
+    KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
+)
+SPARSE_INDEXER = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.sparse:TritonSparseIndexer",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.index_logits",
+        refuse=all_of(HALF, e4m3_or_16_bits, no_e4m3_conversion),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:sparse_indexer", graph_safe=False),
+    KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
+)
+SPARSE_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.sparse:TritonSparseAttention",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.sparse_attention",
+        refuse=all_of(HALF, e4m3_or_16_bits, no_e4m3_conversion),
+        remark=packed_latents,
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:sparse_attention", graph_safe=False),
+    KernelSpec("flashinfer_sparse_mla", requires=CP_ASYNC, refuse=only_latent, not_here=NOT_YET),
+    KernelSpec("flashmla_sparse", requires=WGMMA, refuse=only_latent, not_here=NOT_PART),
+    KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
+    KernelSpec("trtllm", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
+)
+SELECTED_BLOCK_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.pooled_blocks:TritonSelectedBlocks",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.selected_blocks",
+        refuse=all_of(HALF, only_16_bit_cache, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", "sglang.srt.layers.native_pooled_blocks:selected_block_attention", graph_safe=False),
+)
+BLOCK_INDEXER = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_groups:TritonBlockIndexer",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_scores",
+        refuse=all_of(HALF, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_indexer", graph_safe=False),
+)
+BLOCK_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.block_groups:TritonBlockAttention",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.block_attention",
+        refuse=all_of(HALF, no_e4m3_conversion, only_equal_head_dims, lacks("uneven_sizes")),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_attention", graph_safe=False),
+    KernelSpec("flashinfer_msa", requires=CP_ASYNC, not_here=NOT_YET),
+)

@@ -1,0 +1,206 @@
+"""When a kernel serves: the features of a GPU that it takes, what it refuses, from which sizes on it is the faster one,
+and what `explain` says of it."""
+
+from __future__ import annotations
+
+from sglang.srt.configs.quant_scheme import SCHEMES, widening
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import Need, Refuse
+from sglang.srt.kernels.tiles import MLA_LATENT
+
+NOT_YET = "not implemented yet in sm120-sglang"
+NOT_PART = "not part of sm120-sglang"
+
+CP_ASYNC = frozenset({"cp_async"})
+SM12X_PRODUCTS = frozenset({"block_scaled_mma", "mma_sync_block_scale"})
+TCGEN05 = frozenset({"tcgen05"})
+WGMMA = frozenset({"wgmma"})
+NVLINK = frozenset({"nvlink"})
+
+
+def all_of(*refusals: Refuse) -> Refuse:
+    return lambda need, arch: [reason for refuse in refusals for reason in refuse(need, arch)]
+
+
+def lacks(*traits: str) -> Refuse:
+    """The kernel has none of these."""
+    return lambda need, arch: [f"no support for {trait.replace('_', ' ')}" for trait in traits if trait in need.traits]
+
+
+def only_dtypes(*dtypes: str) -> Refuse:
+    return lambda need, arch: [] if need.q_dtype in dtypes else [f"no {need.q_dtype} (has {', '.join(dtypes)})"]
+
+
+def only_quant(*schemes: str | None) -> Refuse:
+    def refuse(need: Need, arch: ArchTraits) -> list[str]:
+        if need.quant in schemes:
+            return []
+        has = "unquantized" if schemes == (None,) else ", ".join(scheme or "unquantized" for scheme in schemes)
+        return [f"no {need.quant} (has {has})" if need.quant else "no unquantized weights"]
+
+    return refuse
+
+
+def only_latent(need: Need, arch: ArchTraits) -> list[str]:
+    return [] if "mla" in need.traits else ["serves latent attention (MLA) only"]
+
+
+def only_full_heads(need: Need, arch: ArchTraits) -> list[str]:
+    return ["does not serve latent attention (MLA)"] if "mla" in need.traits else []
+
+
+def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    if need.head_dim != need.v_head_dim:
+        return [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
+    return [] if need.head_dim in (64, 128, 256) else [f"head dim {need.head_dim} (has 64, 128, 256)"]
+
+
+def flashinfer_latents(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuse the sizes that FA2's latent kernels are not made for."""
+    latent = (need.head_dim, need.v_head_dim)
+    return [] if latent == MLA_LATENT else [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)"]
+
+
+def only_packed(need: Need, arch: ArchTraits) -> list[str]:
+    """Float8 latents of sparse layers are packed, in one form."""
+    if need.kv_dtype != "fp8_e4m3":
+        return [f"no {need.kv_dtype} cache (has fp8_e4m3 and 16 bits)"]
+    latent = (need.head_dim, need.v_head_dim)
+    return [] if latent == MLA_LATENT else [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)"]
+
+
+def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
+    return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
+
+
+def no_fp8_cache(need: Need, arch: ArchTraits) -> list[str]:
+    return [f"no {need.kv_dtype} cache (--kv-cache-dtype bf16 works)"] if need.kv_dtype.startswith("fp8") else []
+
+
+def no_fp4_cache(need: Need, arch: ArchTraits) -> list[str]:
+    return ["no fp4_e2m1 cache (has fp8_e4m3, fp8_e5m2, 16 bits)"] if need.kv_dtype == "fp4_e2m1" else []
+
+
+def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
+
+
+HYBRIDS = {"hybrid_gdn": "gated-delta-net", "hybrid_mamba2": "Mamba-2"}
+"""Traits of models with recurrent layers: what these layers are."""
+HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], tuple[str, str]], ...] = (
+    ("tcgen05", ("hybrid_gdn",), ("triton", "trtllm_mha")),
+    ("mma_sync_block_scale", tuple(HYBRIDS), ("triton", "flashinfer")),
+)
+"""Backends of the full-attention layers of models with recurrent layers, for GPUs with a feature. The first row counts;
+others take what every model may have. torch_native serves everywhere."""
+
+
+def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
+    """The names that the need may have, and why; None: any."""
+    for feature, traits, (first, second) in HYBRID_LINEAR_ATTN_BACKENDS:
+        for trait in need.traits.intersection(traits):
+            if feature in arch.features:
+                why = f"hybrid {HYBRIDS[trait]} models take {first} or {second} on GPUs with {feature}"
+                return (first, second, "torch_native"), why
+    return None
+
+
+def not_for_hybrids(name: str) -> Refuse:
+    def refuse(need: Need, arch: ArchTraits) -> list[str]:
+        allowed = hybrid_linear_attn_backend(need, arch)
+        return [] if allowed is None or name in allowed[0] else [allowed[1]]
+
+    return refuse
+
+
+def hybrid_choice(need: Need, arch: ArchTraits) -> str:
+    allowed = hybrid_linear_attn_backend(need, arch)
+    return "" if allowed is None else allowed[1]
+
+
+def no_e4m3_conversion(need: Need, arch: ArchTraits) -> list[str]:
+    """Triton converts e4m3 on GPUs that multiply it, e5m2 on all."""
+    if need.kv_dtype == "fp8_e4m3" and "fp8_mma" not in arch.features:
+        return [f"cannot convert fp8_e4m3 on {arch.name} (fp8_e5m2 works)"]
+    return []
+
+
+def e4m3_or_16_bits(need: Need, arch: ArchTraits) -> list[str]:
+    """Entries of sparse attention have scales of their own, for which e4m3 is the format."""
+    return ["no fp8_e5m2 cache (has fp8_e4m3, 16 bits)"] if need.kv_dtype == "fp8_e5m2" else []
+
+
+def packed_latents(need: Need, arch: ArchTraits) -> str:
+    return "latents of 656 bytes: e4m3 with a scale for 128 columns, rotary columns in bfloat16" * (
+        need.kv_dtype == "fp8_e4m3"
+    )
+
+
+def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
+    """Weights or scales of e4m3, on GPUs that do not have the type."""
+    scheme = SCHEMES.get(need.quant or "")
+    if scheme is not None and "e4m3" in (scheme.element, scheme.scale) and "fp8_mma" not in arch.features:
+        return [f"no e4m3 arithmetic on {arch.name}, which {need.quant} needs"]
+    return []
+
+
+def widened(need: Need, arch: ArchTraits) -> str:
+    return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
+
+
+MIXED_ROWS = 48
+"""Pairs an expert from which sgl-kernel's products serve."""
+
+
+def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
+    triton = widened(need, arch)
+    return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
+
+
+GEMV_LEAST_K = 512
+"""Columns that it takes at least; a test holds both to the launcher's."""
+GEMV_MULTIPLE = 16
+"""The divisor of the columns that it serves."""
+
+
+def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
+    """Describe which of the products of unquantized weights is served by which kernel."""
+    by_gemv: dict[bool, list[str]] = {True: [], False: []}
+    for rows, cols, bias in need.shapes:
+        by_gemv[cols >= GEMV_LEAST_K and cols % GEMV_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
+    served, left = by_gemv[True], by_gemv[False]
+    text = "cublas for steps of several tokens"
+    if left:
+        text += f", and for one token with K below {GEMV_LEAST_K} or no multiple of {GEMV_MULTIPLE}: {', '.join(left)}"
+    return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
+
+
+SCALED_MM_ROWS = 1024
+"""Tokens of a step from which torch's scaled products serve: fewer would not fill their large tiles."""
+SCALED_MM_SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block")
+SCALED_MM_FEATURES = WGMMA
+
+
+def library_fails(need: Need, arch: ArchTraits) -> list[str]:
+    return [need.library_problem] if need.library_problem else []
+
+
+def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
+    """Describe which of the products of e4m3 weights is served by which kernel."""
+    step = 128 if need.quant == "fp8_block" else 16
+    odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % step]
+    text = f"torch.nn.functional.scaled_mm for steps of {SCALED_MM_ROWS:,} tokens and more, triton for fewer"
+    return text + (f" and for sizes that its blocks do not divide: {', '.join(odd)}" if odd else "")
+
+
+def dequantized(need: Need, arch: ArchTraits) -> str:
+    return "weights dequantized for each product; activations stay in 16 bits" if need.quant else ""
+
+
+def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
+    if need.quant in ("nvfp4", "mxfp4") and "block_scaled_mma" in arch.features:
+        return ["weight-only; native FP4 is available"]
+    return []
+
+
+HALF = only_dtypes("bfloat16", "float16")

@@ -1,0 +1,26 @@
+"""Patches in the type in which an encoder takes them: in 16 bits half as many bytes travel to every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_BLOCK = 1 << 17
+"""Values that are converted at a time: those stay in the caches of a core."""
+
+
+def as_type(pixels: np.ndarray, dtype: str) -> np.ndarray:
+    """Converts [...] float32, none of which is NaN, to "float32", "float16" or "bfloat16", of which the result has the
+    bits as int16: rounded to the nearest, and to even between two, as torch does."""
+    if dtype != "bfloat16":
+        return pixels.astype(dtype, copy=False)
+    flat = np.ascontiguousarray(pixels).reshape(-1).view(np.uint32)
+    result = np.empty(flat.shape, np.int16)
+    for first in range(0, len(flat), _BLOCK):
+        bits = flat[first : first + _BLOCK]
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += bits
+        rounded >>= np.uint32(16)
+        result[first : first + _BLOCK] = rounded.astype(np.uint16).view(np.int16)
+    return result.reshape(pixels.shape)

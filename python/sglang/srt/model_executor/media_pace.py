@@ -1,0 +1,114 @@
+"""How much of an encoder step, and of a prompt with images, is computed between two tokens of requests that decode.
+
+An encoder's slice of s ms behind a decode step of d ms makes the time between two tokens d + s. The 99th percentile
+beside images is to stay within 1.5 times that without, so s is at most SHARE of d, and so is what a prompt adds to a
+step: the rest of the half is left for slices that end with a whole layer, and for the launches of the host. All times
+are measured at the start, so that the ranks, which agree on them, cut alike. On a stream of its own the encoder would
+cost more: a decode step is some 300 kernels, one behind the other, and each would wait for blocks of the encoder's
+products to leave an SM (some 50 us), which is longer than the step.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang.srt.models.vision.patch_places import Grid, clips, num_patches
+from sglang.srt.plan.media import PATCH_LAYERS_BESIDE
+
+SHARE = 0.3
+"""Share of a decode step that a slice of an encoder step, or a part of a prompt, may add to it."""
+LEAST_TOKENS = 64
+"""Of a prompt with images a step takes so many, however long it is."""
+FLAT = 1.1
+"""Steps of prompts up to so many times as long as the shortest one are bound by their launches: fewer tokens would not
+make them shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Milliseconds of a layer of the encoder over clips: for each patch `patch` and `pair` for each patch that it sees,
+    and `least` at any rate, which the launches take."""
+
+    patch: float
+    pair: float
+    least: float
+
+    @classmethod
+    def fitted(cls, small: tuple[int, int, float], large: tuple[int, int, float], least: float) -> LayerTimes:
+        """small, large: clips, patches of each clip, and milliseconds of a layer over them, measured."""
+        (_, seen, _), (_, more_seen, _) = small, large
+        each, of_large = (ms / (count * patches) for count, patches, ms in (small, large))
+        pair = max(0.0, (of_large - each) / (more_seen - seen))
+        return cls(max(each - pair * seen, 0.0), pair, least)
+
+    def milliseconds(self, sizes: Sequence[int]) -> float:
+        """sizes: patches of each clip."""
+        return max(self.least, sum(size * (self.patch + self.pair * size) for size in sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPace:
+    """`decode_ms`: requests -> milliseconds of a decode step. `prompt_ms`: tokens -> milliseconds of a step with a
+    prompt that is launched kernel by kernel. What is not measured does not limit; slices have a constant size then."""
+
+    layer: LayerTimes | None = None
+    decode_ms: Mapping[int, float] = field(default_factory=dict)
+    prompt_ms: Mapping[int, float] = field(default_factory=dict)
+
+    def slices(self, grids: Sequence[Grid], pooled_frames: int, num_layers: int, num_decodes: int) -> int:
+        """Returns in how many slices an encoder step is computed beside so many requests that decode."""
+        parts = clips(grids, pooled_frames)
+        if self.layer is None or not self.decode_ms:
+            return -(-num_patches(parts) * num_layers // PATCH_LAYERS_BESIDE)
+        whole = num_layers * self.layer.milliseconds([num_patches([part]) for part in parts])
+        return max(1, math.ceil(whole / (SHARE * self._decode_ms(num_decodes))))
+
+    def prompt_tokens(self, num_decodes: int) -> int | None:
+        """Returns how many tokens of prompts with images a step takes beside so many requests that decode; None: as
+        many as there are."""
+        if not self.prompt_ms or not self.decode_ms:
+            return None
+        longest = max((1 + SHARE) * self._decode_ms(num_decodes), FLAT * min(self.prompt_ms.values()))
+        return max(LEAST_TOKENS, _crossing(self.prompt_ms, longest) - num_decodes)
+
+    def _decode_ms(self, num_decodes: int) -> float:
+        sizes = sorted(self.decode_ms)
+        return self.decode_ms[sizes[min(bisect_left(sizes, num_decodes), len(sizes) - 1)]]
+
+    def describe(self) -> str:
+        """Says for the log what it comes to beside the most requests that were measured."""
+        if self.layer is None or not self.decode_ms:
+            return f"slices of {PATCH_LAYERS_BESIDE} patches x layers"
+        most = max(self.decode_ms)
+        tokens = self.prompt_tokens(most)
+        return (
+            f"slices of {SHARE * self._decode_ms(most):.2f} ms and {'all' if tokens is None else tokens} tokens of"
+            f" prompts with images beside {most} requests, whose step takes {self._decode_ms(most):.2f} ms"
+        )
+
+
+def _crossing(times: Mapping[int, float], limit: float) -> int:
+    """Returns the largest size whose time is within the limit, on lines between those that were measured."""
+    sizes = sorted(times)
+    fitting = [size for size in sizes if times[size] <= limit]
+    low = max(fitting, default=sizes[0])
+    above = [size for size in sizes if size > low]
+    if not above or times[low] > limit:
+        return low
+    high = above[0]
+    return low + int((high - low) * (limit - times[low]) / (times[high] - times[low]))
+
+
+Milliseconds = Callable[[Sequence[Grid]], float]
+
+
+def measured_layer(milliseconds: Milliseconds, merge: int, num_layers: int) -> LayerTimes:
+    """milliseconds(grids): of a whole encoder step, on the device, behind a first call that compiles."""
+    tiny, side, large_side = merge * 4, 32 // merge * merge, 64 // merge * merge
+    count = (large_side // side) ** 2
+    small, large = [(1, side, side)] * count, [(1, large_side, large_side)]
+    least, of_small, of_large = (milliseconds(grids) / num_layers for grids in ([(1, tiny, tiny)], small, large))
+    return LayerTimes.fitted((count, side**2, of_small), (1, large_side**2, of_large), least)

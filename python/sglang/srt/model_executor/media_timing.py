@@ -1,0 +1,69 @@
+"""Measures at the start what `media_pace` cuts by. Collective: the ranks take the longest time of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.model_executor.media_features import MediaFeatures
+from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace, measured_layer
+from sglang.srt.models.vision.encoder import VisionEncoder, whole
+from sglang.srt.models.vision.patch_places import Grid, num_patches
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@torch.inference_mode()
+def measured_pace(runner: ModelRunner) -> MediaPace:
+    """Returns the pace of a runner that has its graphs; one without limits where decode steps have none."""
+    assert runner.media is not None
+    decode: dict[int, float] = {}
+    for (size, _), ms in runner.step_times().items():
+        decode[size] = min(ms, decode.get(size, ms))
+    if not decode:
+        return MediaPace()
+    sizes = [tokens for tokens in PROMPT_TOKENS if tokens <= runner.longest_prompt]
+    prompt = [_milliseconds(lambda tokens=tokens: runner.run_padding(tokens)) for tokens in sizes]
+    layer = _layer_times(runner.media)
+    measured = [*prompt, *(() if layer is None else (layer.patch, layer.pair, layer.least))]
+    agreed = _longest_each(measured)
+    if layer is not None:
+        layer = LayerTimes(*agreed[len(sizes) :])
+    return MediaPace(layer, decode, dict(zip(sizes, agreed, strict=False)))
+
+
+def _layer_times(media: MediaFeatures) -> LayerTimes | None:
+    """None where this rank's encoder is not cut into slices."""
+    encoder, tower = media.encoder, media.description.tower
+    if not isinstance(encoder, VisionEncoder):
+        return None
+
+    def of_step(grids: Sequence[Grid]) -> float:
+        pixels = torch.zeros(num_patches(grids), tower.patch_values, dtype=encoder.dtype, device=encoder.device)
+        parts = list(encoder.sent(pixels, grids))
+        return _milliseconds(lambda: whole(encoder.encoding(parts, grids)))
+
+    return measured_layer(of_step, tower.merge, tower.num_layers)
+
+
+def _milliseconds(launch: Callable[[], object]) -> float:
+    """Of the device, or of the launches where these take longer; behind a first call that compiles."""
+    launch()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _longest_each(values: Sequence[float]) -> list[float]:
+    """Values in units that are whole numbers: a millionth of a nanosecond."""
+    return [-least / 1e12 for least in parallel_state.least_each([-round(value * 1e12) for value in values])]
