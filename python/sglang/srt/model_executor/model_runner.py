@@ -26,11 +26,8 @@ from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
-<<<<<<< HEAD
-from sglang.srt.model_executor.quantized_sums import quantize_sums
-=======
 from sglang.srt.model_executor.media_timing import measured_pace
->>>>>>> main
+from sglang.srt.model_executor.quantized_sums import quantize_sums
 from sglang.srt.model_executor.step import (
     GroupSteps,
     LaunchedForward,

@@ -13,12 +13,8 @@ from sglang.srt.distributed.nodes import agree, use_interface
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
 from sglang.srt.hardware.numa import stay_near
 from sglang.srt.hardware.topology import Topology, pci_topology
-<<<<<<< HEAD
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for
-=======
-from sglang.srt.kernels.all_reduce_table import bands_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
->>>>>>> main
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
