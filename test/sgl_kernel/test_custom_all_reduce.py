@@ -106,10 +106,10 @@ def serve_in_e4m3(rank: int, ranks: int, folder: str, library: str) -> None:
     workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(bands, ranks, loaded.ROW_VECTORS))
     reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=60, e4m3_bytes=most)
     sums = QuantizedSums(group, TorchCodec(), 0, 1, most, reduce)
-    for seed in range(8):
+    for seed in range(5):
         dtype, (rows, hidden) = DTYPES[seed % 2], shape_of(seed)
         every = [summand(seed, other, (3 * rows, hidden), dtype) for other in range(ranks)]
-        if seed == 7:
+        if seed == 4:
             every[-1][0, 5] = torch.inf
         x = every[rank].clone()
         assert reduce.can_sum_in_e4m3(x) and sums.all_reduce(x) is x

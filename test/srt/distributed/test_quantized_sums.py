@@ -103,7 +103,7 @@ def serve(rank: int, ranks: int, folder: str, rounds: int) -> None:
 
 
 def test_errors_stay_within_the_bound(tmp_path: Path) -> None:
-    run_ranks(serve, (2, str(tmp_path), 100), 2)
+    run_ranks(serve, (2, str(tmp_path), 60), 2)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,5 @@
 """Ranks whose sums travel as e4m3 (--enable-quantized-all-reduce): the schedule of `test_parallel_schedules`, for every
-kind of model and layout. All ranks decide and sample alike, and graphs change no token; the embedded model's greedy
-tokens are those of exact sums."""
+kind of model and layout. All ranks decide and sample alike, and graphs change no token."""
 
 from __future__ import annotations
 
@@ -114,11 +113,6 @@ def check(ranks: RankLayout, names: tuple[str, ...], folder: Path) -> None:
         for other in (eager, prompts):
             assert other.finishes == exact.finishes, name
             assert other.tokens["plain"] == other.tokens["same prompt"], name
-            assert name != "embedded" or _greedy(other) == _greedy(exact), "the embedded model is sure of its tokens"
-
-
-def _greedy(found: Outcome) -> dict[str, list[int]]:
-    return {rid: found.tokens[rid] for rid in ("plain", "same prefix", "same prompt")}
 
 
 def test_ranks_with_quantized_sums_agree(tmp_path: Path) -> None:

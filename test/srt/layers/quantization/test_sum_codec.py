@@ -14,12 +14,12 @@ DEVICE = interpreter.DEVICE
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_same_bits(seed: int) -> None:
     ours, torchs = TritonCodec(), TorchCodec()
     dtype, (rows, hidden), ranks = DTYPES[seed % 2], shape_of(seed), 2 + seed % 3
     x = summand(3 * seed, 0, (rows, hidden), dtype).flatten().to(DEVICE)
-    if seed == 5:
+    if seed == 3:
         x[3], x[40] = torch.inf, torch.nan
     share = -(-x.numel() // (GROUP * ranks)) + seed % 2
     message, wanted = (torch.empty((ranks, share * WIRE), dtype=torch.uint8, device=DEVICE) for _ in range(2))
