@@ -110,9 +110,8 @@ def check(ranks: RankLayout, names: tuple[str, ...], folder: Path) -> None:
         assert calls["least"] == 1, f"{name}: steps that decode"
         assert few["least"] > 4, f"{name}: steps with more rows than four requests"
         assert sum(few.values()) < sum(calls.values()) and not none, name
-        for other in (eager, prompts):
-            assert other.finishes == exact.finishes, name
-            assert other.tokens["plain"] == other.tokens["same prompt"], name
+        assert eager.finishes == prompts.finishes == exact.finishes, name
+        assert eager.tokens["plain"] == eager.tokens["same prompt"], name
 
 
 def test_ranks_with_quantized_sums_agree(tmp_path: Path) -> None:
