@@ -124,6 +124,7 @@ class StatsLogger:
             spec_num_steps=max(drafts.width - 1, 0),
             spec_num_draft_tokens=drafts.width,
             spec_verify_calls=drafts.num_steps,
+            spec_confidence_cuts=drafts.confidence_cuts,
             host_cache=None if self._host_tier is None else _host_cache(self._host_tier),
         )
 
