@@ -205,9 +205,9 @@ class Groups:
         shared by the ranks of the group alone."""
         if self.dp.size == 1:
             return self
-        own = self.attention
-        dims = Group(own.rank, own.size)
-        return replace(self, tp=own, vocabulary=own, experts=own, ep=ALONE, expert_tp=dims, dp=ALONE)
+        shared = self.attention
+        dims = Group(shared.rank, shared.size)
+        return replace(self, tp=shared, vocabulary=shared, experts=shared, ep=ALONE, expert_tp=dims, dp=ALONE)
 
 
 def groups_of(
