@@ -12,6 +12,7 @@ from sglang.plan.floors import Floor
 from sglang.plan.layouts import CLEARLY, GIB, Load, Prospect, Survey, check_counts, survey
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, current_arch
+from sglang.srt.plan.host_cache import LARGEST_UNASKED
 from sglang.tuning.steps import StepTime
 
 CAVEAT = (
@@ -394,10 +395,12 @@ def reasons(result: Survey) -> list[str]:
         texts.append(f"its cache holds {best.most_requests:,} requests of {result.load.length:,} tokens at once")
     if best.predicted is not None and 0 < best.loaded_seconds < best.predicted.prefill.seconds:
         texts.append(
-            f"with --enable-hierarchical-cache a prefix of {result.load.length:,} tokens that the GPUs have evicted"
-            f" takes {best.loaded_seconds * 1e3:,.0f} ms to load ({best.loaded_bytes / 1e9:.2f} GB to each GPU),"
-            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; twice the cache of a"
-            f" GPU is {2 * best.cache / GIB:,.1f} GiB of main memory at its NUMA node"
+            f"a session of {result.load.length:,} tokens that the GPUs have evicted and main memory has"
+            f" gets its first token after {1e3 * (best.loaded_seconds + best.predicted.one.seconds):,.0f} ms at least:"
+            f" {best.loaded_seconds * 1e3:,.0f} ms to load ({best.loaded_bytes / 1e9:.2f} GB to each GPU) and a step,"
+            f" predicted, where computing it takes {best.predicted.prefill.seconds * 1e3:,.0f} ms; up to"
+            f" {LARGEST_UNASKED * best.cache / GIB:,.1f} GiB of main memory for each GPU, at its NUMA node, keep such"
+            " prefixes (four times its cache, or half of what is free there)"
         )
     alone = result.fastest_alone()
     if alone is not None and alone.one_request_per_second >= CLEARLY * best.one_request_per_second:

@@ -13,6 +13,7 @@ from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.host_cache import BUS_RATE
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
@@ -28,11 +29,6 @@ ADDRESS = "10.0.0.1:50000"
 """Stands for an address of machine 0 in the network between the machines."""
 UNEVEN = 0.9
 """The weight of the average rank's rate where each has whole experts: a guess; they must be clearly better."""
-
-
-LOAD_RATE = 40e9
-"""Bytes a second from main memory to a GPU: three quarters of what a pinned copy reaches over PCIe 5 with 16 lanes, and
-a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ class Prospect:
 
     @property
     def loaded_seconds(self) -> float:
-        return self.loaded_bytes / LOAD_RATE
+        return self.loaded_bytes / BUS_RATE
 
     @property
     def tokens_per_second(self) -> float:

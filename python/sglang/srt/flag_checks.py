@@ -25,6 +25,9 @@ _ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
 
 
 def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
+    if args.enable_hierarchical_cache and args.disable_hierarchical_cache:
+        text = "--enable-hierarchical-cache and --disable-hierarchical-cache: remove one of them."
+        yield {"enable_hierarchical_cache", "disable_hierarchical_cache"}, text
     if args.enable_hierarchical_cache and args.disable_radix_cache:
         text = "--enable-hierarchical-cache keeps cached prefixes, of which --disable-radix-cache leaves none."
         yield {"enable_hierarchical_cache", "disable_radix_cache"}, text

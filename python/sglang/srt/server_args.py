@@ -157,7 +157,15 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
     enable_hierarchical_cache: bool = option(
-        False, MEMORY, "Keep cached prefixes in main memory, too, and load them from there.", "--enable-hicache"
+        False,
+        MEMORY,
+        "Keep cached prefixes in main memory, too, and load them from there. The default on GPUs with a memory of their"
+        " own, where 32 GiB are free and it pays by predicted times; the flag takes more memory and says what is"
+        " missing.",
+        "--enable-hicache",
+    )
+    disable_hierarchical_cache: bool = option(
+        False, MEMORY, "Keep cached prefixes in GPU memory only.", "--disable-hicache"
     )
     hicache_ratio: float | None = option(
         None, MEMORY, "Size of the cache in main memory over the GPU's. None: 2, or what fits.", minimum=0
@@ -280,7 +288,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     mm_enable_dp_encoder: bool = option(
         False,
         MEDIA,
-        "The ranks of --tp-size share out the images and frames of an encoder step; otherwise each computes all.",
+        "The ranks of --tp-size share out the images and frames of an encoder step, not the encoder's heads.",
     )
     limit_mm_data_per_request: str = option(
         '{"image": 16, "video": 2}',

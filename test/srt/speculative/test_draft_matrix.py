@@ -37,11 +37,11 @@ from srt.models.v4_drafts import save_v4
 NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
 MODELS = (
     "qwen3", "qwen3_moe", "qwen3_windows", "mimo_v2", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
-    "qwen3_next", "nemotron_h", "minimax_m3", "step3p7", "kimi_linear",
+    "qwen3_next", "nemotron_h", "minimax_m3", "step3p7", "kimi_linear", "glm5_next",
 )  # fmt: skip
 """Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, blocks,
-windows of other heads with a draft layer for each depth, and states beside latents."""
-PAGES = {"deepseek_v4": 16, "minimax_m3": 4}
+windows of other heads with a draft layer for each depth, states beside latents, and pooled keys."""
+PAGES = {"deepseek_v4": 16, "minimax_m3": 4, "glm5_next": 4}
 """Sizes of pages that hold what these models cache or read as one."""
 LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
 GROUP_LAYOUTS: dict[str, dict[str, int]] = {
@@ -85,6 +85,12 @@ def own_layers(name: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"speculative_algorithm": "NEXTN"}
 
 
+def shared_selection(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    """The model's own layer, whose passes read the selection of the first one."""
+    test_mtp_drafts.build(name, target, test_mtp_drafts.SHARED)
+    return {"speculative_algorithm": "NEXTN"}
+
+
 def dflash(name: str, target: Path, folder: Path, variant: str = "plain") -> dict[str, Any]:
     save_tiny(name, target)
     config = test_dflash_drafts.VARIANTS[variant]
@@ -104,7 +110,7 @@ def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(folder)}
 
 
-ONE_STREAM = tuple(name for name in MODELS if name != "deepseek_v4")
+ONE_STREAM = tuple(name for name in MODELS if name not in ("deepseek_v4", "glm5_next"))
 """Of several streams no EAGLE head reads the hidden states."""
 OWN_LAYERS = tuple(name for name in MODELS if name in (*test_mtp_drafts.FORMS, *DEPTH_FORMS, "deepseek_v4"))
 Builder = Callable[[str, Path, Path], dict[str, Any]]
@@ -118,10 +124,11 @@ DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "DSPARK": (dspark, MODELS),
     "DOMINO": (functools.partial(dflash, variant="domino"), MODELS),
     "SELECTOR": (functools.partial(dflash, variant="selector"), MODELS),
+    "SHARED": (shared_selection, ("glm_moe_dsa",)),
 }
 """How each is made beside a target, and the targets that it is served with."""
-HEADS = ("DOMINO", "SELECTOR")
-"""DFLASH drafts with a head, which have fewer quick cases."""
+HEADS = ("DOMINO", "SELECTOR", "SHARED")
+"""Further forms of drafts, which have fewer quick cases: DFLASH with a head, NEXTN with a shared selection."""
 
 
 def cases() -> list[Any]:

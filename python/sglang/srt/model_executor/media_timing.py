@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -13,14 +14,27 @@ from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace, measured
 from sglang.srt.models.vision.encoder import VisionEncoder, whole
 from sglang.srt.models.vision.patch_places import Grid, num_patches
 
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
+class Runner(Protocol):
+    """What is measured of a model runner."""
+
+    media: MediaFeatures | None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Returns how many tokens `run_padding` takes at most."""
+
+    def step_times(self) -> dict[tuple[int, int], float]:
+        """Returns (requests, tokens of each) -> milliseconds of a step in a graph."""
+
+    def run_padding(self, num: int, prefix: int = 0) -> None:
+        """Computes a prompt of so many tokens of padding."""
+
+
 @torch.inference_mode()
-def measured_pace(runner: ModelRunner) -> MediaPace:
+def measured_pace(runner: Runner) -> MediaPace:
     """Returns the pace of a runner that has its graphs; one without limits where decode steps have none."""
     assert runner.media is not None
     decode: dict[int, float] = {}
@@ -29,7 +43,7 @@ def measured_pace(runner: ModelRunner) -> MediaPace:
     if not decode:
         return MediaPace()
     sizes = [tokens for tokens in PROMPT_TOKENS if tokens <= runner.longest_prompt]
-    prompt = [_milliseconds(lambda tokens=tokens: runner.run_padding(tokens)) for tokens in sizes]
+    prompt = [_milliseconds(partial(runner.run_padding, tokens)) for tokens in sizes]
     layer = _layer_times(runner.media)
     measured = [*prompt, *(() if layer is None else (layer.patch, layer.pair, layer.least))]
     agreed = _longest_each(measured)

@@ -14,6 +14,7 @@ from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.mem_cache.layer_loads import LayerArrivals
     from sglang.srt.utils.device_arrays import DeviceArrays
     from sglang.srt.utils.media_item import MediaItem
 
@@ -81,6 +82,8 @@ class StepInput:
     logprobs: LogprobRequest | None = None  # of the sampled rows
     groups: GroupSteps | None = None
     """The steps of all attention groups, of which this is one; None: all have this one, or there are none."""
+    loads: Sequence[LayerArrivals] = ()
+    """Loads of cached prefixes that are under way and that the step may read. It has no graph then."""
     hidden_rows: np.ndarray | None = None
     """[N] int64, tokens (of T, or of B * width with `widths`) whose final hidden states are wanted."""
 

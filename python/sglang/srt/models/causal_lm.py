@@ -276,6 +276,8 @@ class CausalLM:
         stream = residual.begin(self._embedded(batch)) if received is None else residual.resume(received)
         added = () if batch.embedding_rows is None else batch.embedding_rows.behind_layers
         for number, layer in enumerate(self.layers):
+            if batch.loads is not None:
+                batch.loads.before(number)
             layer(stream, batch)
             if number < len(added) and layer.blocks:
                 assert batch.embedding_rows is not None

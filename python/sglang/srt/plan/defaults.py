@@ -39,7 +39,6 @@ _BY_MEMORY: tuple[tuple[int, DefaultSizes], ...] = (
 """Pairs (available memory in bytes from which the sizes apply, default sizes)."""
 SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
 """Default sizes for when the weights leave little memory, as with a model that just fits."""
-SMALLEST = SMALLER[-1]
 CACHE_SHARE = 0.5
 """Share of the memory beside the weights that the caches get at least; otherwise smaller sizes are tried."""
 

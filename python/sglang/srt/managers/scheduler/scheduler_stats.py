@@ -126,6 +126,7 @@ class StatsLogger:
             spec_num_steps=max(drafts.width - 1, 0),
             spec_num_draft_tokens=drafts.width,
             spec_verify_calls=drafts.num_steps,
+            spec_confidence_cuts=drafts.confidence_cuts,
             host_cache=_summed([_host_cache(tier) for tier in self._host_tiers]),
         )
 
