@@ -233,9 +233,9 @@ class Groups:
         shared by the ranks of the group alone."""
         if self.dp.size == 1:
             return self
-        own = self.attention
-        dims = Group(own.rank, own.size)
-        return replace(self, tp=own, vocabulary=own, experts=own, ep=ALONE, expert_tp=dims, dp=ALONE)
+        shared = self.attention
+        dims = Group(shared.rank, shared.size)
+        return replace(self, tp=shared, vocabulary=shared, experts=shared, ep=ALONE, expert_tp=dims, dp=ALONE)
 
     def quantize_with(self, create: Callable[[Group], QuantizedSums]) -> None:
         """Quantize large sums of hidden states over `tp`, `attention` and `dp`, where they have several ranks; `create`

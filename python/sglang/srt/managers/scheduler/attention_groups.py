@@ -52,13 +52,24 @@ class _OthersCopies:
     of what all ranks say counts."""
 
     ready = True
+    loads_layers = False
     state = CopyState.DONE
+    layers = None
 
     def __init__(self, page_bytes: Sequence[int]) -> None:
         self.page_bytes = page_bytes
 
+    def start(self) -> None:
+        pass
+
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> _OthersCopies:
         return self
+
+    def submit_layers(self, moves: Sequence[PageMoves]) -> _OthersCopies:
+        raise AssertionError("no rank loads layer by layer where one cannot")
+
+    def pace(self, rate: float | None) -> None:
+        pass
 
 
 class _GroupRunner:
@@ -96,6 +107,10 @@ class _OneDepth:
 
     def next_width(self, num_requests: int) -> int:
         return self._width
+
+    @property
+    def confidence_cuts(self) -> int:
+        return self._depth.confidence_cuts
 
 
 class AttentionGroups:
