@@ -100,6 +100,16 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     enable_flashinfer_allreduce_fusion: bool = option(
         False, PARALLEL, "Add up, where a norm follows, with FlashInfer's kernel, if it is installed and can."
     )
+    enable_quantized_all_reduce: str = option(
+        "off",
+        PARALLEL,
+        "Send large sums of hidden states between the GPUs as FP8 (e4m3, a scale for each 32 values), which changes "
+        "results: prefill: those of steps with more tokens than a step that only decodes can have; all: of any step.",
+        choices=("off", "prefill", "all"),
+    )
+    quantized_all_reduce_min_bytes: int | None = option(
+        None, PARALLEL, f"Least bytes of a sum that is sent so. {EFFECTIVE_IF_NONE}", minimum=0, size=True
+    )
     nnodes: int = option(1, PARALLEL, "Machines that the ranks of this server run on.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine. Machine 0 answers clients.", minimum=0)
     dist_init_addr: str | None = option(

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -65,6 +66,9 @@ class Group:
         self.rank, self.size = rank, size
         self._process_group = process_group
         self._reducer: Reducer | None = None
+        self._quantized: QuantizedSums | None = None
+        self.peers: PeerSums | None = None
+        """What can add up quantized values in peers' memory."""
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         """Sends of this rank that have not been waited for; the oldest first."""
 
@@ -75,10 +79,20 @@ class Group:
         """Use this before the library's all-reduce from now on; before the first graph is captured."""
         self._reducer = reducer
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks. May reuse the storage of `x`; use the result only."""
+    def quantize_with(self, sums: QuantizedSums) -> None:
+        """Use this before anything else for what it covers, from now on; before the first graph is captured."""
+        self._quantized = sums
+
+    def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
+        sums = self._quantized
+        return sums if sums is not None and not exact and sums.covers(x) else None
+
+    def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """Sum over the ranks. May reuse the storage of `x`; use the result only. exact: never quantized."""
         if self.size == 1:
             return x
+        if (quantized := self._quantized_for(x, exact)) is not None:
+            return quantized.all_reduce(x)
         if self._reducer is not None and self._reducer.can_serve_tensor(x):
             return self._reducer.all_reduce(x)
         return self.library_all_reduce(x)
@@ -89,7 +103,12 @@ class Group:
         """Reduces and normalizes in one kernel, if a Reducer is there that serves `x`; returns None if nothing was
         done."""
         reducer = self._reducer
-        if reducer is None or not reducer.can_norm(x) or not (residual is None or residual.is_contiguous()):
+        if (
+            self._quantized_for(x) is not None
+            or reducer is None
+            or not reducer.can_norm(x)
+            or not (residual is None or residual.is_contiguous())
+        ):
             return None
         return reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
 
@@ -115,6 +134,12 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
+    def all_gather_rows(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """Rows [T, ...] of each rank -> [ranks * T, ...], as `all_gather` along dim 0; unless `exact` quantized where a
+        sum of as many is: then also this rank's own."""
+        quantized = self._quantized_for(x, exact)
+        return self.all_gather(x, dim=0) if quantized is None else quantized.all_gather(x)
+
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
         if self.size == 1:
@@ -123,10 +148,13 @@ class Group:
         dist.all_to_all_single(received, x.contiguous(), group=self.communicator())
         return received
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one."""
+    def reduce_scatter(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one. exact: never
+        quantized."""
         if self.size == 1:
             return x[0]
+        if (quantized := self._quantized_for(x[0], exact)) is not None:
+            return quantized.reduce_scatter(x)
         total = torch.empty_like(x[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(total, x.contiguous().flatten(0, 1), group=self.communicator())
         return total
@@ -208,6 +236,13 @@ class Groups:
         own = self.attention
         dims = Group(own.rank, own.size)
         return replace(self, tp=own, vocabulary=own, experts=own, ep=ALONE, expert_tp=dims, dp=ALONE)
+
+    def quantize_with(self, create: Callable[[Group], QuantizedSums]) -> None:
+        """Quantize large sums of hidden states over `tp`, `attention` and `dp`, where they have several ranks; `create`
+        makes what a group takes for them. Before the first graph is captured."""
+        for group in {id(group): group for group in (self.tp, self.attention, self.dp)}.values():
+            if group.size > 1:
+                group.quantize_with(create(group))
 
 
 def groups_of(

@@ -230,7 +230,7 @@ class GraphRunner:
             order = arrays["row_order"][: self.groups.dp.size * shape.num_tokens]
             batch.exchange = RowExchange(self.groups, shape.num_tokens, order, arrays["num_rows"])
             ranks = self.groups.attention.size
-            sampled_rows = RowExchange(self.groups, -(-self._num_sampled(shape) // ranks) * ranks)
+            sampled_rows = RowExchange(self.groups, -(-self._num_sampled(shape) // ranks) * ranks, exact=True)
         hidden = sampled = self.stage.compute(batch)
         kept = None
         if self.drafts is not None:

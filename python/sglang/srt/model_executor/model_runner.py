@@ -30,6 +30,7 @@ from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
 from sglang.srt.model_executor.media_timing import measured_pace
+from sglang.srt.model_executor.quantized_sums import quantize_sums
 from sglang.srt.model_executor.step import (
     GroupSteps,
     LaunchedForward,
@@ -80,6 +81,7 @@ class ModelRunner:
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
+        quantize_sums(parallel_state.groups(), plan)
         self.model = load_model(plan, load_format, seed)
         self.pp_tokens = parallel_state.groups().pp_tokens
         self.samples = plan.description.last_stage
@@ -269,7 +271,8 @@ class ModelRunner:
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = self._exchange(step.groups)
-            sampled_rows = RowExchange(self.groups, step.groups.padded_sampled(self.groups.attention.size))
+            padded = step.groups.padded_sampled(self.groups.attention.size)
+            sampled_rows = RowExchange(self.groups, padded, exact=True)
         batch.loads = loads
         hidden = self.model(batch)
         if loads is not None:

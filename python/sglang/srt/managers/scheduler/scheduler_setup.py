@@ -14,7 +14,7 @@ from sglang.srt.distributed.nodes import agree, use_interface
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
 from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
 from sglang.srt.hardware.topology import Topology, pci_topology
-from sglang.srt.kernels.all_reduce_table import bands_for
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
@@ -124,13 +124,15 @@ def _connect_gpus(
         return PeerLinks(topology, reason, "the start-up probe of the links needs sgl-kernel, up to 8 ranks")
     from sglang.srt.distributed.peer_setup import connect, fused_by_flashinfer
 
-    links, reducer = connect(parallel_state.host_group(), gpu, topology, args.watchdog_timeout)
+    e4m3 = 0 if args.enable_quantized_all_reduce == "off" else PIECE_BYTES
+    links, reducer = connect(parallel_state.host_group(), gpu, topology, args.watchdog_timeout, e4m3_bytes=e4m3)
     if disabled and reducer is not None:
         reducer.close()
         links, reducer = PeerLinks(topology, reason), None
     elif links.problem:
         return replace(links, fusion_problem=links.problem)
     group = parallel_state.groups().tp
+    group.peers = reducer
     if reducer is not None:
         group.reduce_with(reducer)
     if fuse:
