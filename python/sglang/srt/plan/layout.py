@@ -263,7 +263,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
 
 
 def _head_problems(
-    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSelection, tp_size: int
+    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSelection[GQA] | PooledSelection[MLA], tp_size: int
 ) -> Iterator[str]:
     shares = mixer.shares(tp_size)
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
