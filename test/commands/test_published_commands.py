@@ -102,6 +102,17 @@ def test_a_published_command_starts_or_says_why_not(
         assert status == 0, printed.err + printed.out
 
 
+def test_a_16_bit_checkpoint_without_room_is_told_what_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command was for a checkpoint in FP8; with the config of the one in 16 bits the message names the flag that
+    the stand-in has."""
+    row = COMMANDS["rk-q397-fp8"]
+    argv = ["--arch", row["gpu"], "--model-path", str(published.any_checkpoint(row["config"], tmp_path / "m"))]
+    assert explain.main([*argv, *shlex.split(row["flags"])]) == 2
+    assert "What helps: more GPUs (--tp-size 16), or --quantization fp8, which makes FP8" in capsys.readouterr().out
+
+
 def test_drafts_by_depth_start_with_the_published_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of MiMo-V2, of whose quantized checkpoint no config is here: the model in 16 bits takes the other flags."""
     row = COMMANDS["rk-mimo25"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import xgrammar
 
+from sglang.srt.constrained import llguidance_backend
 from sglang.srt.function_call.forcing import FORCED_CALLS, after_thoughts, answer_format, as_message
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.parser import parse
@@ -41,6 +42,8 @@ def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
     text = WRITERS[name].calls(list(calls))
     if name == "gpt-oss":
         return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
+    if name == "muse":
+        return text.removeprefix("<|start|>assistant").removesuffix("<|eom|>")
     return text.removeprefix("<|python_tag|>")
 
 
@@ -48,7 +51,7 @@ WEATHER = ("get_weather", {"city": "東京 5", "days": 3})
 
 
 def test_which_formats_can_be_forced() -> None:
-    without = {"gemma4", "gigachat35", "hunyuan-opensource", "lfm2", "minicpm5", "muse", "pythonic", "step3"}
+    without = {"gemma4", "gigachat35", "hunyuan-opensource", "lfm2", "minicpm5", "pythonic"}
     assert set(FORCED_CALLS) == set(TOOL_CALL_FORMATS) - without
 
 
@@ -94,6 +97,52 @@ def test_calls_or_an_answer(name: str) -> None:
     answer = answer_format("json_schema", {"type": "object", "properties": {"x": {"type": "integer"}}})
     form = {"type": "or", "elements": [FORCED_CALLS[name].at_least_one(TOOLS, one=False), answer]}
     assert accepts(form, written(name, WEATHER)) and accepts(form, '{"x": 1}') and not accepts(form, "Hello")
+
+
+TAGGED = ("muse", "step3")
+MANY = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["C", "F"]},
+        "place": {"$ref": "#/$defs/place"},
+        "note": {"type": ["string", "null"]},
+        "days": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["unit", "days"],
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_tagged_arguments(name: str) -> None:
+    """Optional ones, values of a list, references, text beside others, and arguments that no schema names."""
+    form = FORCED_CALLS[name].at_least_one({"f": MANY, "g": {"type": "object"}}, one=False)
+    for arguments in (
+        {"unit": "F", "days": [1, 2]},
+        {"unit": "C", "place": {"x": 1.5}, "note": "a < b", "days": []},
+        {"unit": "C", "note": "5", "days": [3]},
+    ):
+        text = written(name, ("f", arguments))
+        assert accepts(form, text), text
+    for wrong in ({"days": []}, {"unit": "K", "days": []}, {"unit": "C", "place": {"y": 1}, "days": []}, {}):
+        assert not accepts(form, written(name, ("f", wrong))), wrong
+    assert accepts(form, written(name, ("g", {"any": "thing", "else": "2"}), ("f", {"unit": "C", "days": [1]})))
+    assert accepts(form, written(name, ("g", {})))
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_tagged_arguments_for_the_other_library(name: str) -> None:
+    tag = {"type": "structural_tag", "format": FORCED_CALLS[name].at_least_one({"f": MANY}, one=True)}
+    lark, subgrammars, dead_rule = llguidance_backend._structural_tag(json.dumps(tag))
+    assert lark.startswith("start: ") and len(subgrammars) == 2 and dead_rule is None, "schemas of place and days"
+
+
+def test_muse_thinks_before_a_forced_call() -> None:
+    form = after_thoughts(FORCED_CALLS["muse"].at_least_one(TOOLS, one=True), REASONING_FORMATS["muse"], "assistant")
+    text = " to=self<|message|>well<|eom|><|start|>assistant" + written("muse", WEATHER)
+    assert accepts(form, text)
+    output = parse(new_parser("muse"), text)
+    assert output.reasoning == "well" and [call.name for call in output.calls] == ["get_weather"]
 
 
 def test_white_space_is_bounded() -> None:

@@ -54,6 +54,7 @@ def test_gauges_are_of_the_last_interval(caplog: pytest.LogCaptureFixture) -> No
     lines = [text for text in caplog.messages if text.startswith("Decode batch")]
     assert "token usage: 0.10, accept len: 4.00, accept rate: 1.00, cuda graph: False" in lines[0]
     assert "accept len: 2.50, accept rate: 0.50" in lines[1]
+    stats.drafts.confidence_cuts = 3
     snapshot = stats.snapshot()
     assert (snapshot.spec_accept_length, snapshot.spec_accept_rate) == (2.5, 0.5)
     assert (snapshot.spec_num_steps, snapshot.spec_num_draft_tokens, snapshot.spec_verify_calls) == (3, 4, 5)
@@ -63,6 +64,7 @@ def test_gauges_are_of_the_last_interval(caplog: pytest.LogCaptureFixture) -> No
     page = metrics.render().decode()
     assert 'sglang:spec_accept_length{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 2.5' in page
     assert 'sglang:spec_verify_calls_total{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 5.0' in page
+    assert 'sglang:spec_confidence_cuts_total{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 3.0' in page
 
 
 def test_no_word_of_drafts_without_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from sglang.srt.configs.speculative import SpeculativeSettings
+from sglang.srt.layers.attention.selection import Selection
+from sglang.srt.layers.attention.shared_selection import SharedSelection
 from sglang.srt.model_loader.loader import filled_draft
 from sglang.srt.plan.drafts.ask import AskedDraft
 from sglang.srt.plan.drafts.config import read_draft_config
@@ -19,6 +21,8 @@ from sglang.srt.plan.drafts.draft_plan import DraftPlan, plan_draft, with_draft_
 from sglang.srt.plan.model_description import ModelDescription
 
 from .harness import NativePlan, TinyRunner, plan_for
+
+MOST_GUESSES = 6
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,15 @@ def plan_with_draft(
 class DraftRunner(TinyRunner):
     """As TinyRunner, with the draft's rows behind those of the target."""
 
+    shared: SharedSelection | None = None
+    """Of the last step, where later passes read what it selected."""
+
     def __init__(self, plan: PlanWithDraft) -> None:
         super().__init__(plan)
         self.load_draft(plan)
 
     def load_draft(self, plan: PlanWithDraft) -> None:
+        self.shares_selection = plan.draft.description.shares_selection
         with torch.inference_mode():
             self.draft = filled_draft(plan, self.model)  # type: ignore[arg-type]
         self.pools.bind(self.draft.caches)
@@ -84,25 +92,39 @@ class DraftRunner(TinyRunner):
         if self.draft.shifted:
             ids = sampled or [token for slot, tokens in new.items() for token in (*tokens[1:], following[slot])]
             batch = replace(batch, input_ids=torch.tensor(ids))
-        state = self.draft(batch, features)
         last = torch.tensor([len(tokens) for tokens in new.values()]).cumsum(0) - 1
+        if self.shares_selection:
+            self.shared = SharedSelection(last, torch.tensor(list(new)), MOST_GUESSES)
+        state = self.draft(replace(batch, handed_on={}, shared_selection=self.shared), features)
         return dict(zip(new, state[last].split(1), strict=True))
 
     @torch.inference_mode()
     def guess(self, slot: int, state: torch.Tensor, following: int, count: int) -> torch.Tensor:
         """Greedy guesses behind the token that follows the computed ones -> logits [count, V] that they are drawn of.
         The request's length stays as it was."""
-        length, rows = self.lens[slot], []
+        length, rows, everyones = self.lens[slot], [], self.shared
+        self.shared = None if everyones is None else one_request(everyones, slot)
         if not self.draft.shifted:
             state = self._draft_row(slot, following, None)
         for _ in range(count):
             rows.append(self.draft.logits(state))
             state = self._draft_row(slot, int(rows[-1].argmax()), state)
-        self.lens[slot] = length
+        self.lens[slot], self.shared = length, everyones
         return torch.cat(rows)
 
     def _draft_row(self, slot: int, token: int, features: torch.Tensor | None) -> torch.Tensor:
-        return self.draft(self._batch(True, {slot: [token]}), features)
+        batch = self._batch(True, {slot: [token]})
+        return self.draft(replace(batch, shared_selection=self.shared), features)
+
+
+def one_request(shared: SharedSelection, slot: int) -> SharedSelection:
+    """What the request in one slot selected, of those of a step."""
+    row = slice(at := shared.slots.tolist().index(slot), at + 1)
+    one = SharedSelection(shared.rows[row], shared.slots[row], shared.room)
+    for layer, kept in shared.by_layer.items():
+        chosen = Selection(kept.chosen.slots[row], kept.chosen.counts[row])
+        one.by_layer[layer] = replace(kept, chosen=chosen, since=kept.since[row])
+    return one
 
 
 Reference = Callable[[list[int], int], torch.Tensor]

@@ -3,6 +3,7 @@ layers of the same weights guess."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from sglang.srt.errors import UserError
 
 from .draft_harness import DraftRunner, check_proposals, plan_with_draft
 from .draft_references import Target, chain
-from .harness import SIZES, TINY, ZERO_CENTRED, TinyRunner, hf_model, plan_for, random_tokens, save_tiny
+from .harness import DSA, SIZES, TINY, ZERO_CENTRED, TinyRunner, hf_model, plan_for, random_tokens, save_tiny
 
 Tensors = dict[str, Tensor]
 HIDDEN = SIZES["hidden_size"]
@@ -38,6 +39,8 @@ class Published:
     hidden_first: bool = False
     zero_first: bool = False
     ignored: tuple[str, ...] = ()
+    one_stream: bool = False
+    """The draft's layers have no hyper-connections, unlike the model's."""
 
 
 EH = Published(
@@ -49,6 +52,13 @@ EH = Published(
 )
 HY = replace(EH, names=("eh_proj", "enorm", "hnorm", "final_layernorm"))
 INDEXED = replace(EH, lists={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]})
+SHARED = replace(INDEXED, keys=EH.keys | {"index_share_for_mtp_iteration": True})
+POOLED = replace(
+    SHARED,
+    layer="model.language_model.layers.{L}.",
+    lists={"layer_types": [DSA], "mlp_layer_types": ["sparse"]},
+    one_stream=True,
+)
 QWEN = Published(
     ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
     "mtp.layers.{i}.",
@@ -73,6 +83,7 @@ FORMS = {
     "deepseek_v3": EH,
     "deepseek_v32": EH,
     "glm_moe_dsa": INDEXED,
+    "glm5_next": POOLED,
     "glm4_moe": EH,
     "glm4_moe_lite": EH,
     "hy_v3": HY,
@@ -94,6 +105,8 @@ class Mtp:
     target: Target
     layers: Sequence[Any]
     norm: Callable[[str], Any]
+    num_known: int = 0
+    """Rows of tokens that are known; those behind them are of guesses."""
 
     def rows(self, ids: Sequence[int], features: Tensor) -> Tensor:
         fc, embedding_norm, hidden_norm, final = (f"{name}.weight" for name in self.form.names)
@@ -117,13 +130,46 @@ class Mtp:
         return self.norm(final)(x[0])
 
     def __call__(self, tokens: list[int], count: int) -> Tensor:
+        self.num_known = len(tokens) - 1
         _, hidden = self.target.streams(tokens[:-1])
         return chain(tokens, hidden, self.rows, self.target.logits, count)
 
+    def share_selection(self) -> None:
+        """From now on rows of guesses read what the last known row selected, and the tokens behind it."""
+        for layer in self.layers:
+            indexer = layer.self_attn.indexer
+            indexer.forward = functools.partial(self._selected, indexer.forward)
 
-def build(name: str, folder: Path) -> Mtp:
+    def _selected(self, select: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        chosen = select(*args, **kwargs)
+        guessed = chosen.shape[1] - self.num_known
+        last = chosen[:, self.num_known - 1 : self.num_known]
+        since = last[..., :1].repeat(1, chosen.shape[1], guessed)
+        for i in range(guessed):
+            chosen[:, self.num_known + i] = last[:, 0]
+            since[:, self.num_known + i, : i + 1] = torch.arange(self.num_known, self.num_known + i + 1)
+        return torch.cat((chosen, since), dim=-1)
+
+
+@dataclass
+class OneStream:
+    """A layer of GLM-5.3-Flash with a plain sum in the place of its hyper-connections."""
+
+    layer: Any
+
+    @property
+    def self_attn(self) -> Any:
+        return self.layer.self_attn
+
+    def __call__(self, x: Tensor, **_: Any) -> Tensor:
+        layer = self.layer
+        x = x + layer.self_attn(layer.input_layernorm(x), attention_mask=torch.ones(x.shape[:2], dtype=torch.bool))[0]
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def build(name: str, folder: Path, form: Published | None = None) -> Mtp:
     """A model with the draft's layers behind its own, split into a target and its draft; written to `folder`."""
-    form, changes = FORMS[name], dict(TINY[name][1])
+    form, changes = form or FORMS[name], dict(TINY[name][1])
     count = len(next(iter(form.lists.values()), [None]))
     total = changes.get("num_hidden_layers", SIZES["num_hidden_layers"])
     more: dict[str, Any] = {"num_hidden_layers": total + count}
@@ -137,7 +183,7 @@ def build(name: str, folder: Path) -> Mtp:
     stored: Tensors = {}
     for key, tensor in tensors.items():
         for i in range(count):
-            if key.startswith(f"{prefix}{total + i}."):
+            if key.startswith(f"{prefix}{total + i}.") and not (form.one_stream and ".hc_" in key):
                 layer = form.layer.format(L=total, i=i)
                 stored[layer + key.removeprefix(f"{prefix}{total + i}.")] = tensor
     at = form.layer.format(L=total) if "{L}" in form.layer else ""
@@ -148,8 +194,7 @@ def build(name: str, folder: Path) -> Mtp:
     stored |= {key: torch.rand(HIDDEN, generator=generator) - 0.5 + centre for key in names[1:]}
     stored |= {at + copy: torch.zeros(SIZES["vocab_size"], HIDDEN) for copy in form.ignored}  # never read
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | dict(form.keys)
-    (folder / "config.json").write_text(json.dumps(config))
+    change_keys(folder, **form.keys)
     published = Published(
         tuple(at + short for short in form.names), form.layer, {}, {}, form.hidden_first, form.zero_first
     )
@@ -159,7 +204,11 @@ def build(name: str, folder: Path) -> Mtp:
         module.weight.data.copy_(stored[key])
         return module
 
-    return Mtp(published, stored, Target(target), whole.get_decoder().layers[total:], norm)
+    layers = whole.get_decoder().layers[total:]
+    mtp = Mtp(published, stored, Target(target), [OneStream(x) for x in layers] if form.one_stream else layers, norm)
+    if form.keys.get("index_share_for_mtp_iteration"):
+        mtp.share_selection()
+    return mtp
 
 
 def _norm_name(model: Any) -> str:
@@ -167,7 +216,7 @@ def _norm_name(model: Any) -> str:
 
 
 def _eps(model: Any) -> float:
-    config = model.config
+    config = model.config.get_text_config()
     return float(config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.layer_norm_epsilon)
 
 
@@ -186,6 +235,22 @@ def test_layers_as_published(name: str, tmp_path: Path) -> None:
     check_proposals(runner, reference, random_tokens(33, seed=2), 1e-3 if recurrent else 1e-4, states=recurrent)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32"), "the plan counts other bytes than the draft allocates"
+
+
+def test_passes_that_read_one_selection(tmp_path: Path) -> None:
+    """Of keys of tokens; and without the key every pass selects."""
+    reference = build("glm_moe_dsa", tmp_path, SHARED)
+    plan = plan_with_draft(tmp_path, "EAGLE")
+    assert plan.draft.description.shares_selection
+    tokens = random_tokens(33, seed=2)
+    shared = reference(tokens, 4)
+    check_proposals(DraftRunner(plan), reference, tokens)
+    change_keys(tmp_path, index_share_for_mtp_iteration=False)
+    plan = plan_with_draft(tmp_path, "EAGLE")
+    assert not plan.draft.description.shares_selection
+    reference = build("glm_moe_dsa", tmp_path)
+    assert not torch.allclose(shared, reference(tokens, 4), atol=1e-3), "both ways select alike"
+    check_proposals(DraftRunner(plan), reference, tokens)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
@@ -209,7 +274,10 @@ def test_the_reference_is_the_layer_of_transformers(name: str, tmp_path: Path) -
 
 def change_keys(folder: Path, **keys: Any) -> None:
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    config = json.loads(file.read_text())
+    inner = config.get("text_config", config)
+    inner.update(keys)
+    file.write_text(json.dumps(config))
 
 
 def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:

@@ -387,12 +387,14 @@ def test_main_memory_holds_the_tables_too(build: Any) -> None:
 
 
 def test_advice_names_a_layout_that_works(build: Any) -> None:
-    with pytest.raises(UserError, match=r"What helps: more GPUs \(--tp-size 2\), or a quantized"):
+    in_fp8 = r"--quantization fp8, which makes FP8 weights of 16 bits at the start"
+    with pytest.raises(UserError, match=rf"What helps: more GPUs \(--tp-size 2\), or {in_fp8}, or a quantized"):
         build(free=15.5 * GIB)
     heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 128}
     five = {"config": QWEN3_8B | heads | {"intermediate_size": 12288 * 5}, "free": 11 * GIB, "tp_size": 5}
-    with pytest.raises(UserError, match=r"reserve\. What helps: a quantized checkpoint\.$"):
+    with pytest.raises(UserError, match=rf"reserve\. What helps: {in_fp8}, or a quantized checkpoint\.$"):
         build(**five)
+    assert build(**five, quantization="fp8").max_total_num_tokens >= 4096
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm47", "qwen35"])

@@ -157,6 +157,15 @@ def test_a_drafter_that_knows_its_guesses_cuts_steps_short() -> None:
     assert said > 1.1 * plain and max(widths) == 8 and min(widths) <= 2
 
 
+def test_cuts_by_the_confidence_of_a_drafter_are_counted() -> None:
+    """Of 1,600 steps half are hard: nearly all of these are cut, and none where the drafter says nothing."""
+    depth = AdaptiveDepth(AdaptiveSettings(), 8, times(1.0))
+    said_and_drawn(depth, None, 100)
+    assert depth.confidence_cuts == 0
+    said_and_drawn(depth, {EASY: 0.9, HARD: 0.2}, 1600)
+    assert 600 < depth.confidence_cuts <= 800
+
+
 def test_a_drafter_that_always_says_the_same_changes_nothing() -> None:
     for value in (0.01, 0.5, 1.0):
         depth = AdaptiveDepth(AdaptiveSettings(update_interval=1), 8, times(1.0))
@@ -165,7 +174,7 @@ def test_a_drafter_that_always_says_the_same_changes_nothing() -> None:
         for _ in range(300):
             depth.expect([[value] * 7] * 4)
             width = depth.next_width(4)
-            assert width == plain.next_width(4)
+            assert width == plain.next_width(4) and not depth.confidence_cuts
             counts = [drawn(rng, width, 0.6) for _ in range(4)]
             for each in (depth, plain):
                 each.observe([width] * 4, counts)

@@ -169,6 +169,30 @@ def test_depths_by_a_confidence_head_change_no_token(params: dict[str, Any], tmp
     assert len(depth.chosen) > 2 and all(len(row) == BLOCK for likely in depth.said for row in likely)
 
 
+def _told_rank(rank: int, args: ServerArgs, folder: Path) -> None:
+    torch.set_num_threads(1)
+    runner = create_runner(replace(args, tp_size=2), rank, f"file://{folder}/rendezvous")
+    depth = Told(AdaptiveSettings(probe_interval=2, hysteresis=0.0), BLOCK + 1, STEP_MS)
+    scheduler = Scheduler(args, runner, StopChecker(None), depth)
+    found = [run(scheduler, GREEDY), run(scheduler, SAMPLED)]
+    torch.save((found, depth.said, depth.widths_in_turn, depth.confidence_cuts), folder / f"{rank}.pt")
+    parallel_state.shutdown()
+
+
+@pytest.mark.thorough
+def test_ranks_follow_a_confidence_head_alike(tmp_path: Path) -> None:
+    """Every rank has the same numbers from the head, to the bit, so that all bring as many guesses to a step."""
+    target = tmp_path / "target"
+    save_tiny("qwen3", target)
+    args = draft_of(target, tmp_path / "draft", "DSPARK")
+    plain = scheduler_of(server_args(target, chunked_prefill_size=16))
+    wanted = [run(plain, GREEDY), run(plain, SAMPLED)]
+    run_ranks(_told_rank, (args, tmp_path), 2)
+    (first, said, widths, cuts), second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert first == wanted and second == (first, said, widths, cuts)
+    assert len(set(widths)) > 2 and cuts > 0
+
+
 STEP_MS = {(load, width): 4.0 + load * width for load in (1, 2, 4, 8) for width in range(1, BLOCK + 2)}
 
 
@@ -180,7 +204,11 @@ class Told(AdaptiveDepth):
     ) -> None:
         super().__init__(settings, num_draft_tokens, step_ms)
         self.said: list[Sequence[Sequence[float]]] = []
-        self.chosen: set[int] = set()
+        self.widths_in_turn: list[int] = []
+
+    @property
+    def chosen(self) -> set[int]:
+        return set(self.widths_in_turn)
 
     def observe(self, widths: Sequence[int], counts: Sequence[int]) -> None:
         pass
@@ -191,7 +219,7 @@ class Told(AdaptiveDepth):
 
     def next_width(self, num_requests: int) -> int:
         width = super().next_width(num_requests)
-        self.chosen.add(width)
+        self.widths_in_turn.append(width)
         return width
 
 

@@ -10,22 +10,25 @@ from sglang.srt.constrained.grammar import MAX_WHITESPACE
 from sglang.srt.function_call.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
+from sglang.srt.function_call.tagged_arguments import NAME, tagged_arguments
 
 Format = dict[str, Any]
 """A part of a structural tag."""
-
-_NAME = "NAME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForcedCalls:
     """`begin` and `end` stand around a call's arguments, `begin` with NAME for the function's name; `number`: a number
     and this text follow it. `style`: how the arguments are written. `section` stands around a row of calls, `between`
-    between them. `single`: nothing follows a call."""
+    between them. `single`: nothing follows a call. `header`: stands before `begin` where nothing but calls is allowed;
+    elsewhere it is part of the text. `values`: what stands around an argument, NAME for its name, where each is tagged.
+    """
 
     begin: str
+    header: str = ""
     number: str = ""
     style: str = "json"
+    values: tuple[str, str] | None = None
     end: str
     section: tuple[str, str] | None = None
     between: str = ""
@@ -35,7 +38,7 @@ class ForcedCalls:
         """Calls and nothing else. tools: name -> schema of the arguments. one: exactly one call."""
         row = {
             "type": "tags_with_separator",
-            "tags": self._tags(tools),
+            "tags": self._tags(tools, self.header),
             "separator": self.between,
             "at_least_one": True,
             "stop_after_first": one or self.single,
@@ -44,17 +47,18 @@ class ForcedCalls:
 
     def among_text(self, tools: Mapping[str, Format], one: bool) -> Format:
         """Any text; a call that begins in it is a call of one of the tools."""
-        tags, trigger = self._tags(tools), self.begin.partition(_NAME)[0]
+        tags, trigger = self._tags(tools), self.begin.partition(NAME)[0]
         if self.section is not None:
             tags, trigger = [self.at_least_one(tools, one)], self.section[0]
         return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": one or self.single}
 
-    def _tags(self, tools: Mapping[str, Format]) -> list[Format]:
-        return [
-            _tag(self.begin.replace(_NAME, name), self._content(schema), self.end) for name, schema in tools.items()
-        ]
+    def _tags(self, tools: Mapping[str, Format], header: str = "") -> list[Format]:
+        begin = header + self.begin
+        return [_tag(begin.replace(NAME, name), self._content(schema), self.end) for name, schema in tools.items()]
 
     def _content(self, schema: Format) -> Format:
+        if self.values is not None:
+            return tagged_arguments(schema, *self.values)
         arguments = {**_json(schema), "style": self.style}
         if not self.number:
             return arguments
@@ -148,13 +152,26 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     "minimax-m2": _invoke("minimax:tool_call"),
     "minimax-m3": _invoke("tool_call", "]<]minimax[>[", "minimax_m3_xml"),
     "mistral": ForcedCalls(begin="[TOOL_CALLS]NAME[ARGS]", end=""),
+    "muse": ForcedCalls(
+        header=" to=NAME",
+        begin=f'{MESSAGE}<atem:function_calls>\n<atem:invoke name="NAME">\n',
+        values=('<atem:parameter name="NAME">', "</atem:parameter>\n"),
+        end="</atem:invoke>\n</atem:function_calls>",
+        between="<|eom|><|start|>assistant",
+    ),
     "qwen25": _HERMES,
     "qwen3_coder": ForcedCalls(
         begin="<tool_call>\n<function=NAME>\n", style="qwen_xml", end="</function>\n</tool_call>", between="\n"
     ),
+    "step3": ForcedCalls(
+        begin='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">\n',
+        values=('<steptml:parameter name="NAME">', "</steptml:parameter>\n"),
+        end="</steptml:invoke><｜tool_call_end｜>\n",
+        section=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+    ),
 }
-"""Formats whose calls can be forced. The grammar library has no form for the arguments of gemma4, gigachat35,
-hunyuan-opensource, lfm2, minicpm5, muse, pythonic and step3."""
+"""Formats whose calls can be forced. There is no form for the arguments of gemma4, gigachat35, hunyuan-opensource,
+lfm2, minicpm5 and pythonic."""
 
 
 def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> bool:

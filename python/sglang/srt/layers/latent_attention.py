@@ -39,6 +39,7 @@ from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.metadata import SiteMetadata
+    from sglang.srt.layers.attention.sparse_rows import SparseRows
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 LATENT_NORM_EPS = 1e-6
@@ -52,6 +53,7 @@ class LatentAttention(LatentHeads):
     def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
         assert spec.rope is not None
         super().__init__(scope, spec, site)
+        self.layer_id = site.layer_id
         self.cache = scope.cache(site.layer_id, "latent")
         self.packed = spec.packed(scope.plan.kv_cache_dtype)
         scaled = scope.plan.kv_cache_dtype.startswith("fp8") and not self.packed
@@ -91,7 +93,7 @@ class LatentAttention(LatentHeads):
             q_latent = self.norm(q, self.q_norm, LATENT_NORM_EPS)
             q = self.q_b(q_latent)
             if self.indexer is not None:
-                self.indexer(x, q_latent, rotation, batch, metadata.sparse)
+                self._select(self.indexer, x, q_latent, rotation, batch, metadata.sparse)
         q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
         expanded = metadata.latent_chunks is not None
         num_absorbed = batch.num_decodes if expanded else len(x)
@@ -122,6 +124,24 @@ class LatentAttention(LatentHeads):
         else:
             self._absorbed(absorbed, entries, batch, out)
         return self.o(out.flatten(1))
+
+    def _select(
+        self,
+        indexer: LightningIndexer,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        rows: SparseRows | None,
+    ) -> None:
+        """Leaves in `rows` what its tokens attend to: what the indexer selects, or an earlier pass did."""
+        shared = batch.shared_selection
+        if shared is None or self.layer_id not in shared:
+            indexer(x, q_latent, rotation, batch, rows)
+            if shared is not None:
+                shared.keep_tokens(self.layer_id, batch, rows, self.spec.top_k)
+        elif rows is not None:
+            rows.selection = shared.joined(self.layer_id, rows.entries)
 
     def _absorbed(self, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Whatever the step holds."""

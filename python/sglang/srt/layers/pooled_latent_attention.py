@@ -86,7 +86,7 @@ class RunIndexer:
 
     def __init__(self, scope: Scope, spec: PooledLatent, site: Site) -> None:
         index, hidden_size = spec.indexer, site.model.hidden_size
-        self.spec, self.block = index, spec.block
+        self.spec, self.block, self.layer_id = index, spec.block, site.layer_id
         dim, num_heads = index.head_dim, index.num_heads
         self.q, self.k = (ReplicatedLinear(scope.sub(name)) for name in ("index_q", "index_k"))
         self.weights = scope.sub("index_weights").param("weight", (num_heads, hidden_size))
@@ -112,12 +112,19 @@ class RunIndexer:
         self, x: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation, batch: ForwardBatch
     ) -> tuple[Selection, Selection]:
         step, keys = compressed_step(batch), self.cache
+        shared = batch.shared_selection
+        if shared is not None and self.layer_id in shared:
+            return shared.again(self.layer_id, step.entries(batch, keys, 1))
         self._keep_keys(x, rotation, batch, step)
         q = self.q(q_latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         head_weights = self.linear(x, self.weights, None, torch.float32)
         q, folded = self.prepare(q, head_weights, self.scale, keys.k.dtype)
         chosen = self.select(q, folded, keys.k, None, step.entries(batch, keys, self.block), self.spec.top_k)
-        return self._tokens(chosen), self._tail(batch, step)
+        tokens, tail = self._tokens(chosen), self._tail(batch, step)
+        if shared is not None:
+            begins = (batch.positions + 1) // self.block * self.block
+            shared.keep(self.layer_id, tokens, begins, self.block - 1)
+        return tokens, tail
 
     def _keep_keys(self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, step: CompressedStep) -> None:
         """Stores the key of each run that the new tokens complete, and leaves those of others for later steps."""

@@ -66,6 +66,11 @@ class Planner(Protocol):
 
     def context_len(self, args: ServerArgs) -> int: ...
 
+    def quantizing(self, scheme: str) -> Planner | None:
+        """Returns the planner of the model as it is with --quantization SCHEME; None where its checkpoint is quantized
+        already, or is not quantized at the start."""
+        ...
+
     def trial(self, args: ServerArgs) -> Trial:
         """Plans with these flags. Raises UserError where no server would start."""
         ...
@@ -137,7 +142,14 @@ def _ways_to_start(planner: Planner, args: ServerArgs) -> Iterator[str]:
         if _starts(planner, args, _layout(layout)):
             yield f"more GPUs ({layout.flags})"
             break
+    if _starts_in_fp8(planner, args):
+        yield f"{flag('quantization')} fp8, which makes FP8 weights of 16 bits at the start"
     yield from _smaller_checkpoint(planner, args, model, serving)
+
+
+def _starts_in_fp8(planner: Planner, args: ServerArgs) -> bool:
+    quantizing = planner.quantizing("fp8") if args.quantization is None else None
+    return quantizing is not None and _starts(quantizing, args, {"quantization": "fp8"})
 
 
 def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:

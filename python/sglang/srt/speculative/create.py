@@ -31,7 +31,7 @@ def create_drafter(settings: SpeculativeSettings, model: CausalLM, plan: Plan) -
             return DraftFrozen(draft, num_tokens)
         if isinstance(draft, DepthDraft):
             return DraftDepths(draft, num_tokens, plan.max_running_requests, plan.device)
-        return DraftChain(draft, num_tokens)
+        return DraftChain(draft, num_tokens, plan.draft is not None and plan.draft.description.shares_selection)
     return NgramDrafter(
         plan.entry("ngram_guesses"),
         settings.ngram,

@@ -143,6 +143,8 @@ class AdaptiveDepth:
         self._confidences = Confidences(num_draft_tokens - 1)
         self._factors: list[float] = []
         """What the drafter said of its last guesses; empty: nothing, since the last choice."""
+        self.confidence_cuts = 0
+        """Number of choices of fewer guesses than without what the drafter said."""
         self._width = 0
         """Last choice; 0: there is none."""
         self._load = 0
@@ -184,7 +186,9 @@ class AdaptiveDepth:
         load = self._measured_load(num_requests)
         due = self._steps >= self._settings.update_interval or bool(self._factors)
         if not self._width or load != self._load or due:
-            self._width, self._load, self._steps = self._choice(num_requests), load, 0
+            chosen = self._choice(num_requests, self._factors)
+            self.confidence_cuts += bool(self._factors) and chosen < self._choice(num_requests)
+            self._width, self._load, self._steps = chosen, load, 0
         self._factors = []
         return self._probed(num_requests)
 
@@ -203,17 +207,18 @@ class AdaptiveDepth:
         speeds = self._speeds(num_requests)
         return max(self.widths[1:], key=lambda width: (speeds[width], -width))
 
-    def _choice(self, num_requests: int) -> int:
-        """Returns the fastest width; the present one unless another is faster by a margin."""
-        speeds = self._speeds(num_requests)
+    def _choice(self, num_requests: int, factors: Sequence[float] = ()) -> int:
+        """Returns the fastest width; the present one unless another is faster by a margin. factors: as in
+        `AcceptanceRates.expected_tokens`."""
+        speeds = self._speeds(num_requests, factors)
         best = max(self.widths, key=lambda width: (speeds[width], -width))
         if self._width and speeds[best] <= speeds[self._width] * (1 + self._settings.hysteresis):
             return self._width
         return best
 
-    def _speeds(self, num_requests: int) -> dict[int, float]:
+    def _speeds(self, num_requests: int, factors: Sequence[float] = ()) -> dict[int, float]:
         """Returns the tokens of a request in a millisecond, for each width."""
-        expected = self._acceptance.expected_tokens(self.widths, self._factors)
+        expected = self._acceptance.expected_tokens(self.widths, factors)
         return {width: expected[width] / self._step_ms(num_requests, width) for width in self.widths}
 
     def _step_ms(self, num_requests: int, width: int) -> float:

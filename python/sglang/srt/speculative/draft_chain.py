@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from sglang.srt.layers.attention.shared_selection import SharedSelection
 from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.models.draft_model import DraftModel
 from sglang.srt.speculative.drafter import DraftStep
@@ -33,12 +34,23 @@ def following_rows(batch: ForwardBatch) -> EmbeddingRows | None:
     return EmbeddingRows(torch.where(is_first[rows.index], count, rows.index - 1), rows.rows)
 
 
+def _keep_states(batch: ForwardBatch, last_rows: torch.Tensor) -> None:
+    """Advances the states of a draft's layers by the rows of a step of guesses that stand, up to `last_rows` [R]."""
+    if not batch.state_records:
+        return
+    assert batch.extend is not None and batch.extend.guesses is not None
+    counts = last_rows % batch.extend.guesses.width + 1
+    for record in batch.state_records:
+        record.commit(counts)
+
+
 class DraftChain:
     """Guesses a chain of tokens with a draft model. Implements Drafter. One request brings the whole chain, whatever
     its first guesses were worth."""
 
-    def __init__(self, model: DraftModel, num_tokens: int) -> None:
-        self.model, self.num_tokens = model, num_tokens
+    def __init__(self, model: DraftModel, num_tokens: int, shares_selection: bool = False) -> None:
+        """shares_selection: as in `plan.drafts.description.DraftDescription`."""
+        self.model, self.num_tokens, self.shares_selection = model, num_tokens, shares_selection
         self.captures, self.caches = model.captures, tuple(model.caches)
         self.tokens_ahead = num_tokens - (2 if model.shifted else 1)  # the last guess has no row
         self.next_tokens_read = int(model.shifted)
@@ -52,15 +64,27 @@ class DraftChain:
         features = model.features(step.hidden, step.captured)
         ids = step.next_ids if shifted else step.batch.input_ids
         rows = following_rows(step.batch) if shifted else step.batch.embedding_rows
-        batch = replace(step.batch, input_ids=ids, embedding_rows=rows, captured=[], handed_on={}, state_records=None)
+        shared = SharedSelection(step.last_rows, step.slots, num_guesses - 1) if self.shares_selection else None
+        batch = replace(
+            step.batch,
+            input_ids=ids,
+            embedding_rows=rows,
+            captured=[],
+            handed_on={},
+            state_records=None if step.batch.state_records is None else [],
+            shared_selection=shared if num_guesses > 1 else None,
+        )
         state = model(batch, features)[step.last_rows]
+        _keep_states(batch, step.last_rows)
         guesses: list[torch.Tensor] = []
         last = step.tokens
         for i in range(num_guesses):
             position = step.lens + i
             if not shifted or i:
                 row = position - 1 if shifted else position
-                state = model(step.build_batch(last, step.slots, row, step.ends), state if shifted else None)
+                batch = step.build_batch(last, step.slots, row, step.ends)
+                batch.shared_selection = shared
+                state = model(batch, state if shifted else None)
             # What a request has no token for is no number in a row of padding: token 0 instead.
             last = step.draw(model.logits(state), step.slots, position + 1).clamp(min=0)
             guesses.append(last)

@@ -37,6 +37,10 @@ _GAUGES = {
     "spec_num_draft_tokens": "Tokens of each request in the last step, guesses and the token sampled last",
 }
 
+_DRAFT_COUNTERS = {
+    "spec_verify_calls": "Steps that verified guesses",
+    "spec_confidence_cuts": "Steps with fewer guesses because a draft's confidence head thought them unlikely",
+}
 _HOST_GAUGES = {
     "hicache_host_used_tokens": "Tokens of prefixes that are kept in main memory",
     "hicache_host_total_tokens": "Tokens for which main memory has room",
@@ -173,10 +177,10 @@ class Metrics(Collector):
             if source == "device" or value:
                 family.add_metric((*self._labels, source), value)
         yield family
-        verified = "spec_verify_calls"
-        family = CounterMetricFamily(f"sglang:{verified}", "Steps that verified guesses", labels=self._replica_labels)
-        self._add_each(family, verified)
-        yield family
+        for name, text in _DRAFT_COUNTERS.items():
+            family = CounterMetricFamily(f"sglang:{name}", text, labels=self._replica_labels)
+            self._add_each(family, name)
+            yield family
 
     def _of_host_cache(self) -> Iterable[Metric]:
         serving = [(i, stats.host_cache) for i, stats in enumerate(self.stats) if i not in self.lost]

@@ -57,6 +57,8 @@ class DraftStats:
         self.last_interval = DraftTotals()
         self.num_steps = 0
         """Steps that verified guesses, since the start."""
+        self.confidence_cuts = 0
+        """Steps for which a confidence head chose fewer guesses, since the start."""
         self.width = 0
         """Tokens of each request in the last step, the last sampled one included."""
         self._interval = DraftTotals()

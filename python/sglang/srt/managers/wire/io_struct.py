@@ -210,6 +210,8 @@ class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     spec_num_draft_tokens: int = 0
     spec_verify_calls: int = 0
     """Number of verifications since the start."""
+    spec_confidence_cuts: int = 0
+    """Number of steps since the start that brought fewer guesses because a confidence head said so."""
     host_cache: HostCacheStats | None = None
     """None: no prefixes are kept in main memory."""
 

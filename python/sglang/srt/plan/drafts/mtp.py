@@ -8,15 +8,18 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.config_layers import block_kinds
+from sglang.srt.plan.config_layers import SPARSE_LAYER, block_kinds
+from sglang.srt.plan.config_recurrent import KDA_CONFIG
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig, stored_wide
 from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected, Streamed
 from sglang.srt.plan.drafts.mtp_by_depth import OTHERS, check_target, describe_by_depth
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
-from sglang.srt.plan.layer_spec import GatedStreams
+from sglang.srt.plan.layer_spec import SUM, GatedStreams
+from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
+from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.weight_names import WeightMap
 
 _ONE_LAYER: Mapping[str, Any] = {
@@ -32,6 +35,10 @@ _ONE_LAYER: Mapping[str, Any] = {
 }
 """Keys that make a config one of a single draft layer: it attends to everything, and has experts where the model
 has."""
+
+
+SHARED_SELECTION = "index_share_for_mtp_iteration"
+"""Key of models whose drafts were trained to read one selection in all passes."""
 
 
 def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescription:
@@ -62,7 +69,13 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
             f"{config.model_path} has no tensors at {at}: it has no layers for multi-token prediction, which some"
             f" exports leave out. {OTHERS}"
         )
-    family = replace(family, names=names, expert_form=_expert_form(family, stored), pooled_index=False)
+    family = replace(
+        family,
+        names=names,
+        expert_form=_expert_form(family, stored),
+        pooled_index=family.pooled_index and not form.dense,
+        residual=SUM if form.one_stream else family.residual,
+    )
     model = describe_as(family, keys, stored_wide(config.quantization, stored), config.keep_shared_apart)
     check_target(model, target, keys.source)
     return DraftDescription(
@@ -72,6 +85,7 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
         captures=(len(target.layers) - 1,) if form.by_stream or form.streamed else (),
+        shares_selection=_shares_selection(keys, model),
         at=at,
     )
 
@@ -84,6 +98,16 @@ def _form(form: MtpForm, target: ModelDescription) -> Form:
         assert isinstance(residual, GatedStreams), "families with such drafts have such streams"
         return Streamed(residual.streams, residual.rank)
     return Projected(hidden_first=form.hidden_first, zero_first=form.zero_first)
+
+
+def _shares_selection(keys: ConfigReader, model: ModelDescription) -> bool:
+    """Returns whether passes behind the first one take its selection. Of pooled keys all drafts do: a run that guesses
+    complete has no key before they are known to be right."""
+    mixers = [layer.mixer for layer in model.layers]
+    if any(isinstance(mixer, PooledLatent) for mixer in mixers):
+        return True
+    indexed = any(isinstance(mixer, MLA) and mixer.indexer is not None for mixer in mixers)
+    return indexed and keys.default(SHARED_SELECTION, bool, False)
 
 
 def _check(keys: ConfigReader, form: MtpForm) -> None:
@@ -101,8 +125,10 @@ def _check(keys: ConfigReader, form: MtpForm) -> None:
 def _layers(keys: ConfigReader, form: MtpForm) -> Mapping[str, Any]:
     """Returns the keys of the config as they apply to the draft's layers."""
     if not form.patterns:
-        # One with an indexer has one of its own.
-        return {**_ONE_LAYER, "layer_types": None, "indexer_types": None} if keys.count("index_topk") else _ONE_LAYER
+        one = dict(_ONE_LAYER)
+        if keys.count("index_topk"):  # it has an indexer of its own
+            one |= {"layer_types": [SPARSE_LAYER], "indexer_types": None, KDA_CONFIG: None}
+        return one | {"hc_mult": None} if form.one_stream else one
     key = next((key for key in form.patterns if keys.values.get(key)), None)
     if key is None:
         raise UserError(f"{keys.source}: none of {', '.join(form.patterns)} says what the draft's layers are. {OTHERS}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import GLM5_NEXT_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.weight_names import (
@@ -57,5 +58,6 @@ GLM5_NEXT = Family(
     positions=False,
     has_experts=True,
     router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
+    mtp=GLM5_NEXT_MTP,
 )
-"""Its image encoder and the layer for multi-token prediction are not read."""
+"""Its image encoder is not read."""

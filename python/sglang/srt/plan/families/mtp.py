@@ -17,7 +17,9 @@ class MtpForm:
     `counts`: keys that may hold the number of draft layers, of which the first one in the config counts; `patterns`:
     keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
     values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`; `by_stream`,
-    `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `unread`: names of tensors that are not used.
+    `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `one_stream`: its layers have one residual
+    stream, however many the model has; `dense`: they attend to all tokens where the model's attend to pooled keys.
+    `unread`: names of tensors that are not used.
 
     `depths` > 0: the form is `drafts.description.ByDepth` of so many layers, unless the config says how many; `names`
     and `copies` are then below each layer, and layers have a window. `chained`: as there; `layer_names`: names in these
@@ -35,6 +37,8 @@ class MtpForm:
     zero_first: bool = False
     by_stream: bool = False
     streamed: bool = False
+    one_stream: bool = False
+    dense: bool = False
     unread: tuple[str, ...] = ()
     depths: int = 0
     chained: bool = False
@@ -46,6 +50,8 @@ EH_PROJ = MtpForm(
     copies=("embed_tokens.", "shared_head.head."),
 )
 """DeepSeek V3 and GLM-4.5 to 4.7: a layer behind the last one."""
+GLM5_NEXT_MTP = replace(EH_PROJ, one_stream=True)
+"""GLM-5.3-Flash: a layer behind the last one, of latent attention with an indexer, without hyper-connections."""
 HY_MTP = replace(
     EH_PROJ,
     names={**EH_PROJ.names, "norm": "final_layernorm"},
@@ -128,6 +134,7 @@ QWEN4_MTP = MtpForm(
     counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     refused={"mtp_use_dedicated_embeddings": True},
     streamed=True,
+    dense=True,
     unread=("layers.0.self_attn.indexer.",),
 )
 """Qwen3.8-Flash-Next. The draft attends to all tokens: its indexer, which would choose as many as the target's layers
