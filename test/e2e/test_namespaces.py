@@ -21,12 +21,14 @@ from live_server import LiveServer, free_port
 
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
-LIMIT_S = 60.0
-"""Of an error, from the start of the machine that says it."""
+LIMIT_S = 90.0
+"""Of an end, with the start of the processes on a busy machine of two processors."""
+WAIT_S = 25
+"""Seconds that the machines wait for one another here; 60 where nothing is said."""
 LEAVING_S = 10.0
 """In which helpers of a process that has ended go, too."""
-LOADING_S = 35.0
-"""More than a process needs for its imports on a busy machine of two processors, before it looks for the others."""
+FAILED = (1, 2)
+"""Statuses of a server that does not start: a process of it says why, or it does so itself."""
 PORT = 50000
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PROMPTS = ("What is 431 + 88?", "The capital of France is", "a b c d e f g h i j k l")
@@ -151,12 +153,12 @@ def test_a_cable_that_breaks_ends_both(machines: list[Machine]) -> None:
 
 @pytest.mark.thorough
 def test_a_missing_machine_is_named(machines: list[Machine]) -> None:
-    wait = ("--dist-timeout", str(LIMIT_S - LOADING_S))
+    wait = ("--dist-timeout", str(WAIT_S))
     with started(machines, wait, None) as (first,):
-        assert first.wait_exit(LIMIT_S) == 2
+        assert first.wait_exit(LIMIT_S) in FAILED
         assert "of 2 ranks, 1 did not come within 25 s" in _said(first)
     with started(machines, None, wait) as (second,):
-        assert second.wait_exit(LIMIT_S) == 2
+        assert second.wait_exit(LIMIT_S) in FAILED
         assert "no server answers there within 25 s" in _said(second)
 
 
@@ -164,9 +166,9 @@ def test_a_missing_machine_is_named(machines: list[Machine]) -> None:
 @pytest.mark.parametrize("address", ["10.77.0.9", "10.78.0.1", "10.77.0.2"])
 def test_a_wrong_address_is_said(address: str, machines: list[Machine]) -> None:
     """Of nobody, of no network that the machine knows, and its own."""
-    wrong = ("--dist-init-addr", f"{address}:{PORT}", "--dist-timeout", str(LIMIT_S - LOADING_S))
+    wrong = ("--dist-init-addr", f"{address}:{PORT}", "--dist-timeout", str(WAIT_S))
     with started(machines, None, wrong) as (second,):
-        assert second.wait_exit(LIMIT_S) == 2
+        assert second.wait_exit(LIMIT_S) in FAILED
         assert f"--dist-init-addr {address}" in _said(second)
 
 
@@ -176,7 +178,7 @@ def test_another_version_is_refused(machines: list[Machine], tmp_path: Path, mon
     with started(machines, (), None) as (first,):
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         with started(machines, None, ()) as (second,):
-            assert second.wait_exit(LIMIT_S) == 2 and first.wait_exit(LIMIT_S) == 2
+            assert second.wait_exit(LIMIT_S) in FAILED and first.wait_exit(LIMIT_S) in FAILED
             assert "are not started alike (version: '0.0.1' here" in _said(second)
             assert "started with another release or other flags" in _said(first)
 
