@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
@@ -20,7 +21,7 @@ _NUMBERS = dict.fromkeys(("num_groups", "share", "ranks"), "i32")
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     """Every launch, with shares that begin on 16 bytes, as those of an all-reduce do, and with others."""
     values, message = {"x": "*bf16", "out": "*bf16", "message": "*u8"}, {"message": "*u8", "out": "*u8"}
-    kernels = (
+    kernels: tuple[tuple[str, Any, dict[str, str], dict[str, bool]], ...] = (
         ("encode", quantized_sums.encode_kernel, values, {}),
         ("decode", quantized_sums.decode_kernel, values, {}),
         ("add", quantized_sums.add_kernel, values, {"ENCODES": False}),
