@@ -72,7 +72,7 @@ def _product_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
 
 def _reduce_name(kernel: re.Match[str]) -> str:
     dtype, fused, algorithm = (int(number) for number in kernel.groups())
-    names = ("packed", "one_shot", "two_shot")[algorithm], ("bfloat16", "float16", "float32")[dtype]
+    names = ("packed", "one_shot", "two_shot", "two_shot_e4m3")[algorithm], ("bfloat16", "float16", "float32")[dtype]
     return f"all_reduce {' '.join(names)}{' norm' * fused}"
 
 
@@ -82,6 +82,10 @@ def _reduce_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
     wanted = (WORDS_READ, WORDS_WRITTEN) if packed else (FENCE, FLUSH, FLAG_READ, FLAG_WRITTEN)
     wanted += (WAIT, LET_BEGIN)
     lacking = [each for each in wanted if not instructions.get(each)]
+    if name.split()[1] == "two_shot_e4m3" and not any(
+        each.startswith("F2FP") and "E4M3" in each for each in instructions
+    ):
+        yield f"converts to e4m3 without an instruction for it: {instructions}"
     if lacking:
         yield f"lacks {', '.join(lacking)}"
     atomic = [each for each in instructions if each.startswith(("ATOM", "RED", "LDGMC", "MULTIMEM"))]
@@ -104,7 +108,7 @@ SOURCE_FILES = (
         re.compile(r"all_reduce_kernelILi(\d)ELb(\d)ELi(\d)E"),
         _reduce_name,
         re.compile(
-            r"(?<![\w.])(ACQBULK|PREEXIT|MEMBAR\.[\w.]*SYS|CCTL\.IVALL|(?:LDG|STG)\.[\w.]*SYS|(?:ATOMG?|REDG?|LDGMC|MULTIMEM)\.[\w.]+)"
+            r"(?<![\w.])(ACQBULK|PREEXIT|F2FP\.[\w.]*E4M3[\w.]*|MEMBAR\.[\w.]*SYS|CCTL\.IVALL|(?:LDG|STG)\.[\w.]*SYS|(?:ATOMG?|REDG?|LDGMC|MULTIMEM)\.[\w.]+)"
         ),
     ),
 )

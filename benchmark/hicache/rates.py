@@ -17,6 +17,7 @@ import torch
 
 from sglang.srt.mem_cache.cache_tier import PageMoves
 from sglang.srt.mem_cache.copy_engine import Copier, page_lock
+from sglang.srt.mem_cache.layer_loads import LayerArrivals
 from sglang.srt.mem_cache.page_pool import PagePool
 
 CACHES: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -35,6 +36,18 @@ def seconds(copier: Copier, pool: PagePool, moves: PageMoves, to_host: bool, by_
     for _ in range(repeats + 1):
         start = time.perf_counter()
         copier.copy(pool, moves, to_host, by_kernel)
+        copier.finish()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def layer_seconds(copier: Copier, pool: PagePool, moves: PageMoves, repeats: int) -> float:
+    """Of a load layer by layer."""
+    times = []
+    for _ in range(repeats + 1):
+        arrivals = LayerArrivals(list(pool.of_layer), copier.device.type == "cuda")
+        start = time.perf_counter()
+        copier.load_layers([pool], [moves], arrivals)
         copier.finish()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
@@ -68,21 +81,24 @@ def measure(name: str, page_size: int, options: dict[str, Any], copier: Copier) 
     device = options["device"]
     parts = [torch.randint(0, 256, (pages + 1, width), dtype=torch.uint8, device=device) for _ in range(num_parts)]
     before = [part.clone() for part in (parts[0], parts[-1])]
-    pool = PagePool(parts, pages)
+    pool = PagePool(parts, pages, layers=[part // 2 for part in range(num_parts)])
     if device == "cuda":
         page_lock([pool])
     rng = np.random.default_rng(0)
     on_device = rng.permutation(pages) + 1
     rows = []
-    ways = ("buffers", "kernel") if device == "cuda" else ("buffers",)
+    ways = ("buffers", "kernel", "layers") if device == "cuda" else ("buffers", "layers")
     for pieces, in_host in (("together", np.arange(1, pages + 1)), ("apart", rng.permutation(pages) + 1)):
         for way in ways:
-            by_kernel = way == "kernel"
+            by_kernel = way != "buffers" and device == "cuda"
             saves, loads = PageMoves(on_device, in_host), PageMoves(in_host, on_device)
             save = seconds(copier, pool, saves, True, by_kernel, options["repeats"])
             for part in (parts[0], parts[-1]):
                 part[1:] = 0
-            load = seconds(copier, pool, loads, False, by_kernel, options["repeats"])
+            if way == "layers":
+                load = layer_seconds(copier, pool, loads, options["repeats"])
+            else:
+                load = seconds(copier, pool, loads, False, by_kernel, options["repeats"])
             right = all(torch.equal(part[1:], old[1:]) for part, old in zip((parts[0], parts[-1]), before, strict=True))
             size = pages * pool.page_bytes / 1e9
             rows.append(

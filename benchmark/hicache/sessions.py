@@ -1,7 +1,8 @@
 """Sessions that return after their prefixes were evicted, and what others notice of a load.
 
-Runs with whichever `sglang` is on PYTHONPATH, upstream's too. The pool holds the longest session and little more: all
-others together evict each of them. Saves are done before anything returns. Prints one JSON object.
+Runs with whichever `sglang` is on PYTHONPATH, upstream's too, or with a server that a command starts (`command`). The
+pool holds the longest session and little more: all others together evict each of them. Saves are done before anything
+returns. Prints lines of progress that begin with `# `, and one JSON object in the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from typing import Any
 
 TOKEN_LIMIT = 10_000
 """Token ids of prompts lie below."""
+
+
+def say(text: str) -> None:
+    print(f"# {text}", flush=True)
 
 
 def new_tokens(rng: random.Random, count: int) -> list[int]:
@@ -63,12 +68,15 @@ def sessions(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
     for length in lengths:
         prompt = new_tokens(rng, length)
         row, answer = ask(engine, prompt, 8)
+        say(f"{length:,} tokens computed: {row['ttft_ms']:.0f} ms")
         found["computed"].append(row)
         texts[length] = prompt + answer
     found["saved_s"] = wait_for_saves(engine, sum(lengths), options["save_limit_s"])
+    say(f"saved after {found['saved_s']:.1f} s")
     for _ in range(options["rounds"]):
         for length in lengths:
             row, _ = ask(engine, texts[length] + new_tokens(rng, more), 8)
+            say(f"{length:,} tokens return: {row['ttft_ms']:.0f} ms, {row.get('host', '?')} of main memory")
             found["loaded"].append({"session": length, **row})
     found["texts"] = texts
     return found
@@ -126,30 +134,38 @@ def others(engine: Any, options: dict[str, Any], texts: dict[int, list[int]]) ->
     """The gaps between the tokens of others: alone, while prompts come that have a prefix on the GPU, and while such a
     prefix is loaded."""
     rng = random.Random(1)
-    one, other = (texts[length][: options["prefix"]] for length in (options["sessions"][-1], options["prefix"]))
+    one, other = (texts[length][: options["prefix"]] for length in options["sessions"][:-3:-1])
     suffix = options["more"]
+    found: dict[str, Any] = {}
 
-    def run(prompts: list[list[int]]) -> dict[str, Any]:
-        return asyncio.run(Streams(engine, options, rng).run(prompts))
+    def run(name: str, prompts: list[list[int]]) -> None:
+        found[name] = asyncio.run(Streams(engine, options, rng).run(prompts))
+        say(f"others, {name}: p99 {found[name]['all'].get('p99_ms', 0.0):.2f} ms")
 
-    found = {"warm-up": run([]), "alone": run([])}
+    run("alone", [])
     ask(engine, one + new_tokens(rng, suffix), 1)
-    found["on the GPU"] = run([one + new_tokens(rng, suffix) for _ in range(options["returns"])])
+    run("on the GPU", [one + new_tokens(rng, suffix) for _ in range(options["returns"])])
     turns = [other if i % 2 == 0 else one for i in range(options["returns"])]
-    found["loaded"] = run([text + new_tokens(rng, suffix) for text in turns])
-    found["alone again"] = run([])
+    run("loaded", [text + new_tokens(rng, suffix) for text in turns])
     return found
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    from sglang import Engine
-
+    arguments = {"model_path": options["model_path"], "load_format": "dummy", "skip_tokenizer_init": True}
+    arguments |= options["engine"]
     started = time.perf_counter()
-    engine = Engine(
-        model_path=options["model_path"], load_format="dummy", skip_tokenizer_init=True, **options["engine"]
-    )
+    engine: Any
+    if options.get("command"):
+        from http_engine import HttpEngine
+
+        engine = HttpEngine(options["command"], arguments)
+    else:
+        from sglang import Engine
+
+        engine = Engine(**arguments)
     found: dict[str, Any] = {"start_s": time.perf_counter() - started}
+    say(f"started after {found['start_s']:.0f} s")
     try:
         found |= sessions(engine, options)
         texts = found.pop("texts")

@@ -6,13 +6,15 @@
     python benchmark/parallel/parts.py slice   --out DIR --model SLICE         2 GPUs, 150 s
     python benchmark/parallel/parts.py stages  --out DIR --model EXPERTS       2 GPUs, 300 s
     python benchmark/parallel/parts.py three   --out DIR --model EXPERTS       3 or 4 GPUs, 150 s
+    python benchmark/parallel/parts.py sums    --out DIR --model DENSE         2 GPUs, 540 s
     python benchmark/parallel/parts.py load    --out DIR --model EXPERTS --peer-site DIR   2 GPUs, 600 s
 
 The seconds are estimates for H200s whose Triton caches are empty; nothing waits behind --limit. EXPERTS is a mixture of
-experts such as Qwen3-30B-A3B-FP8, SLICE a few layers of GLM-4.7-FP8; weights are random, only config.json and tokenizer
-are read. Without --model both are the embedded model. --peer-site is a folder with upstream and its dependencies.
-sgl-kernel is installed into a folder of --out, and taken from there the next time. With `--device cpu` the same is done
-over gloo, with fewer and shorter requests: that shows whether a part runs, and no times that count.
+experts such as Qwen3-30B-A3B-FP8, DENSE a model such as Qwen3-32B-FP8, SLICE a few layers of GLM-4.7-FP8; weights are
+random, only config.json and tokenizer are read. Without --model both are the embedded model. --peer-site is a folder
+with upstream and its dependencies. sgl-kernel is installed into a folder of --out, and taken from there the next time.
+With `--device cpu` the same is done over gloo, with fewer and shorter requests: that shows whether a part runs, and no
+times that count.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "evals"), str(HERE.parent / "peers"
 import compare  # noqa: E402
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
-from two_gpus import EMBEDDED, Server, Servers, StepTimes, Window, answers_of, kill_a_rank, load, rounds  # noqa: E402
+from two_gpus import EMBEDDED, QUANTIZED_SUMS, Server, Servers, StepTimes, Window, answers_of, kill_a_rank, load, rounds  # noqa: E402
 
 PEER_START_S, SHARED_MEMORY_S = 580.0, 20.0
 SAME_TEXTS = 0.9
@@ -256,12 +258,53 @@ def served_load(bench: Bench) -> None:
         bench.row(f"one at a time, {what}, peer / ours", f"{b / a:.2f}x", "1.0x", None if cpu else b >= a)
 
 
+QUANTIZED = ("--tp", "2", "--enable-quantized-all-reduce")
+THROUGH_HOST = ("--disable-custom-all-reduce",)
+NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+def sums(bench: Bench) -> None:
+    """Sums in eight bits: bits and times, answers, and load beside exact sums, from GPU to GPU and through memory of
+    the host, as cards without peer-to-peer copies have it."""
+    if not bench.cpu:
+        with bench.window.part("bits and times"):
+            before = len(bench.window.failures)
+            rounds(bench.window, 10_000, 2, 200, "--ranks", "2", lines=24, script=QUANTIZED_SUMS)
+            bench.row("bits of the reference", "10,000 rounds", "exact", len(bench.window.failures) == before)
+    exact, every = ("--tp", "2"), (*QUANTIZED, "all", "--quantized-all-reduce-min-bytes", "0")
+    with ExitStack() as stack, bench.window.part("answers"):
+        servers = Servers(bench.window, stack)
+        started = {name: servers.start(name, EMBEDDED, *bench.tiny(*flags)) for name, flags in
+                   {"exact": exact, "e4m3": every}.items()}  # fmt: skip
+        up = {name: future.result(bench.window.left(two_gpus.SERVER_LIMIT_S)) for name, future in started.items()}
+        scores = {name: answers_of(server, 1 if bench.cpu else 6) for name, server in up.items()}
+        for name, (score, texts) in scores.items():
+            same = sum(a == b for a, b in zip(scores["exact"][1], texts, strict=True))
+            text = f"{score.right} of {score.count}, {same} of {len(texts)} texts as with exact sums"
+            bench.row(f"{name}: right answers", text, "no errors", not score.errors)
+    for way, (more, environment) in {"GPU to GPU": ((), {}), "through the host": (THROUGH_HOST, NO_PEERS)}.items():
+        found: dict[str, list[float]] = {}
+        for name, flags in {"exact": exact, "prefill": (*QUANTIZED, "prefill")}.items():
+            with ExitStack() as stack, bench.window.part(f"{name}, {way}"):
+                label = f"{name}_{way.replace(' ', '_')}"
+                future = Servers(bench.window, stack).start(
+                    label, bench.model, *bench.large(*flags, *more), **environment
+                )
+                server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
+                bench.alone(f"{name}, {way}", server)
+                found[name] = bench.served(f"{name}, {way}", server)
+        if len(found) == 2:
+            ratios = [b / a for a, b in zip(*found.values(), strict=True)]
+            bench.row(f"{way}: e4m3 beside exact sums", "/".join(f"{ratio:.2f}x" for ratio in ratios))
+
+
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "answers": (answers, 150),
     "kill": (kill, 260),
     "slice": (slice_, 240),
     "stages": (stages, 540),
     "three": (three, 300),
+    "sums": (sums, 580),
     "load": (served_load, 780),
 }
 """What each does, and the seconds behind which nothing waits."""

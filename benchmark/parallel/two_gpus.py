@@ -300,12 +300,17 @@ def _alive(pid: int) -> bool:
 # --- the all-reduce alone --------------------------------------------------------------------------------------------
 
 
-def rounds(window: Window, count: int, ranks: int, limit: float, *flags: str, lines: int = 8) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "all_reduce_on_gpu.py"), *(flags or ("--no-times",))]
+ALL_REDUCES, QUANTIZED_SUMS = "all_reduce_on_gpu", "quantized_sums_on_gpu"
+
+
+def rounds(
+    window: Window, count: int, ranks: int, limit: float, *flags: str, lines: int = 8, script: str = ALL_REDUCES
+) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), *(flags or ("--no-times",))]
     command += ["--rounds", str(count), "--ranks", str(ranks)]
     if (library := window.out / "site" / "sm120_sgl_kernel" / "libsm120_sgl_kernel.so").exists():
         command += ["--library", str(library)]
-    log = window.out / f"rounds_{ranks}_{count}.log"
+    log = window.out / f"{script}_{ranks}_{count}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -317,7 +322,7 @@ def rounds(window: Window, count: int, ranks: int, limit: float, *flags: str, li
     for line in said[-lines:]:
         window.say(f"  {ranks} ranks: {line[:150]}")
     if status != 0:
-        window.fail(f"all-reduce of {ranks} ranks: {status}")
+        window.fail(f"{script} of {ranks} ranks: {status}")
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------

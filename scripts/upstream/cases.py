@@ -355,6 +355,10 @@ def _added_ragged_logits(heads: int) -> Arguments:
     return arguments
 
 
+def _added_topk(columns: int) -> Arguments:
+    return lambda _: {"score": floats(BATCH, columns), "lengths": ints(BATCH), "topk": 2048}
+
+
 def added_cases() -> Iterator[Case]:
     """The cases of the kernels that our changes bring along; a pristine tree has none of them."""
     mla, logits = "sm120/flash_mla.py", "sm120/deep_gemm.py"
@@ -364,6 +368,9 @@ def added_cases() -> Iterator[Case]:
     ):
         yield Case("our sparse mla", key, "flash_mla_with_kvcache", mla, arguments, required=False)
     yield Case("our sparse mla", "prefill", "flash_mla_sparse_fwd", mla, _added_prefill_mla, required=False)
+    for columns in (4096, 16384, 131_072):
+        key, case = f"2,048 of {columns:,}", _added_topk(columns)
+        yield Case("our top-k", key, "fast_topk_v2", "sm120/topk.py", case, required=False)
     for heads in (32, 64):
         for name, arguments in (
             ("fp8_paged_mqa_logits", _added_paged_logits(heads)),

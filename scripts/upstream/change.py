@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from upstream.served_files import SERVED, served_text
 from upstream.toolbox import Moved
 from upstream.tree import Tree
 
@@ -55,7 +56,7 @@ class Change:
     name        short and stable: the marker in changed files and the key of the status table
     title, why  subject and body of the commit
     merged      how to see that upstream has done this
-    files       our own files that the change needs, below files/
+    files       our own files that the change needs: below files/, or in `served_files`
     """
 
     name: str
@@ -119,9 +120,15 @@ def _checked(change: Change, tree: Tree, result: Result) -> Result:
     return result
 
 
+def own_text(name: str) -> str:
+    """Returns the text of one of our own files."""
+    module = name.removesuffix(".py")
+    return served_text(module) if module in SERVED else (FILES / name).read_text(encoding="utf-8")
+
+
 def _stage_own_file(tree: Tree, name: str) -> None:
     """Ours may already be there, from another change; anything else in its place is not overwritten."""
-    path, text = f"{PACKAGE}/{name}", (FILES / name).read_text(encoding="utf-8")
+    path, text = f"{PACKAGE}/{name}", own_text(name)
     if not tree.exists(path):
         tree.stage(path, text)
     elif tree.text(path) != text:

@@ -1,5 +1,5 @@
 // Launches of the collectives of all_reduce.cuh and the memory that peers share, with a C interface: no Python, no torch.
-#include "all_reduce.cuh"
+#include "quantized_sum.cuh"
 
 #include <cuda_runtime.h>
 
@@ -17,7 +17,11 @@ __global__ void __launch_bounds__(THREADS, 1) all_reduce_kernel(const __grid_con
   // itself before it reads what is summed here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  all_reduce<DTYPE, FUSED, ALGORITHM>(args);
+  if constexpr (ALGORITHM == TWO_SHOT_E4M3) {
+    two_shot_e4m3<DTYPE>(args);
+  } else {
+    all_reduce<DTYPE, FUSED, ALGORITHM>(args);
+  }
 }
 
 template <int DTYPE, bool FUSED>
@@ -29,12 +33,15 @@ auto* kernel_of(int algorithm) {
 
 template <int DTYPE>
 auto* kernel_of(int algorithm, bool fused) {
+  if constexpr (DTYPE != FLOAT32) {
+    if (algorithm == TWO_SHOT_E4M3) return all_reduce_kernel<DTYPE, false, TWO_SHOT_E4M3>;
+  }
   return fused ? kernel_of<DTYPE, true>(algorithm) : kernel_of<DTYPE, false>(algorithm);
 }
 
 bool valid(const AllReduceArguments& args, int algorithm, bool fused) {
   if (args.ranks < 2 || args.ranks > MAX_RANKS || args.rank < 0 || args.rank >= args.ranks) return false;
-  if (algorithm < PACKED || algorithm > TWO_SHOT || args.dtype < BFLOAT16 || args.dtype > FLOAT32) return false;
+  if (algorithm < PACKED || algorithm > TWO_SHOT_E4M3 || args.dtype < BFLOAT16 || args.dtype > FLOAT32) return false;
   if (args.vectors < 1 || args.vectors > MAX_VECTORS || args.row_vectors < 1) return false;
   if (args.blocks < 1 || args.blocks > MAX_BLOCKS) return false;
   if (fused && (args.row_vectors > ROW_VECTORS || args.vectors % args.row_vectors)) return false;
@@ -42,6 +49,9 @@ bool valid(const AllReduceArguments& args, int algorithm, bool fused) {
   const bool in_place = args.output == args.input || (fused && args.total == args.input);
   if (algorithm == PACKED && in_place && args.row_vectors != THREADS) return false;
   if (algorithm == PACKED) return args.vectors <= PACKED_VECTORS;
+  // Whole groups of 32 values in 16 bits, of which no row has a part.
+  const bool groups = args.vectors % 4 == 0 && args.row_vectors % 2 == 0 && args.dtype != FLOAT32;
+  if (algorithm == TWO_SHOT_E4M3 && (fused || !groups)) return false;
   return data_vectors(args, algorithm) <= args.data_vectors;
 }
 

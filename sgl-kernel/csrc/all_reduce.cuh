@@ -12,8 +12,9 @@
 //             one way across the link. Twice the bytes; for small messages.
 //   one shot  values travel to every peer, then a flag for each block.
 //   two shot  values travel to the rank that sums them (rows are dealt out to the ranks), and sums travel to every peer.
+//   two shot e4m3  the same in eight bits a value, for messages whose bytes are what takes the time (quantized_sum.cuh).
 //
-// Sums are taken in fp32 in the order of the ranks and rounded once, by every rank or by one for all: every rank has the
+// But for the last one, sums are taken in fp32 in the order of the ranks and rounded once, by every rank or by one for all: every rank has the
 // same bits, whichever way was taken.
 //
 // A message is rows of `row_vectors` vectors of 16 bytes. A block owns rows, the same ones on every rank, and waits for
@@ -33,7 +34,7 @@ constexpr int ROW_VECTORS = 2048;  // most of a fused row: 16,384 values of 16 b
 constexpr int PACKED_VECTORS = 8192;  // most of a packed message: 128 KiB
 constexpr int PHASES = 2;
 
-enum Algorithm : int32_t { PACKED = 0, ONE_SHOT = 1, TWO_SHOT = 2 };
+enum Algorithm : int32_t { PACKED = 0, ONE_SHOT = 1, TWO_SHOT = 2, TWO_SHOT_E4M3 = 3 };
 enum DType : int32_t { BFLOAT16 = 0, FLOAT16 = 1, FLOAT32 = 2 };
 
 // What a host finds when a wait has ended at its deadline.
@@ -102,10 +103,21 @@ inline int64_t rows_of(const AllReduceArguments& args) {
   return (args.vectors + args.row_vectors - 1) / args.row_vectors;
 }
 
+// Rows of a message whose values are e4m3 on their way, `row_vectors` of 16 each: twice as many values as before.
+inline __host__ __device__ int64_t encoded_rows(const AllReduceArguments& args) {
+  return (args.vectors / 2 + args.row_vectors - 1) / args.row_vectors;
+}
+
+// Vectors of such a row with its scales, a byte for every two.
+inline __host__ __device__ int encoded_stride(int row_vectors) { return row_vectors + (row_vectors / 2 + 15) / 16; }
+
 // Vectors of a half that a message takes.
 inline int64_t data_vectors(const AllReduceArguments& args, int algorithm) {
   if (algorithm == ONE_SHOT) return args.vectors * args.ranks;
   if (algorithm == PACKED) return 0;
+  if (algorithm == TWO_SHOT_E4M3) {
+    return 2 * ((encoded_rows(args) + args.ranks - 1) / args.ranks) * args.ranks * encoded_stride(args.row_vectors);
+  }
   return 2 * ((rows_of(args) + args.ranks - 1) / args.ranks) * args.ranks * args.row_vectors;
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 namespace sgl_kernel {
 
@@ -63,6 +64,17 @@ __device__ __forceinline__ float value_of_bfloat16(uint16_t bits) { return __uin
 __device__ __forceinline__ uint16_t half_of(float value) { return __half_as_ushort(__float2half_rn(value)); }
 __device__ __forceinline__ uint16_t bfloat16_of(float value) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+// Two e4m3, the first in the low byte: to nearest, ties to even, saturating at 448.
+__device__ __forceinline__ uint16_t e4m3_pair_of(float first, float second) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
+}
+
+__device__ __forceinline__ void values_of_e4m3_pair(uint16_t pair, float& first, float& second) {
+  const float2 values = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+  first = values.x;
+  second = values.y;
 }
 
 }  // namespace sgl_kernel

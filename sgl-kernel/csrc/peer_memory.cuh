@@ -86,6 +86,17 @@ __device__ __forceinline__ void store_vector(Vector* to, Vector vector) {
                : "memory");
 }
 
+// Of a vector's memory, like these; neighbouring threads' bytes travel together.
+__device__ __forceinline__ uint8_t load_byte(const uint8_t* from) {
+  uint32_t value;
+  asm volatile("ld.global.u8 %0, [%1];\n" : "=r"(value) : "l"(from) : "memory");
+  return static_cast<uint8_t>(value);
+}
+
+__device__ __forceinline__ void store_byte(uint8_t* to, uint8_t value) {
+  asm volatile("st.global.u8 [%0], %1;\n" ::"l"(to), "r"(static_cast<uint32_t>(value)) : "memory");
+}
+
 // A clock of this GPU, in nanoseconds.
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t now;

@@ -10,7 +10,7 @@ FILE = Path(__file__).with_name("libsm120_sgl_kernel.so")
 
 MAX_RANKS = 8
 HANDLE_BYTES = 64
-ALGORITHMS = ("packed", "one_shot", "two_shot")
+ALGORITHMS = ("packed", "one_shot", "two_shot", "two_shot_e4m3")
 DTYPES = ("bfloat16", "float16", "float32")
 """Both by the numbers that the library has for them."""
 

@@ -54,6 +54,12 @@ def test_a_rank_that_stays_away_is_named(program: Path, ranks: int) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[:4000]
 
 
+BROKEN_SUMS = {
+    "encoded sums that nobody waits for": ("valid = wait(call, 1, TWO_SHOT_E4M3) && valid", "valid = block_all(valid)"),
+    "scales of other rows": ("scale_of(args, to, i), static_cast", "scale_of(args, to, 0), static_cast"),
+    "half of a group": ("largest[0] > largest[1] ? largest[0] : largest[1]", "largest[0]"),
+}
+"""Of csrc/quantized_sum.cuh; the others are of csrc/all_reduce.cuh."""
 BROKEN = {
     "one half for all calls": ("places{arguments, epoch & 1}", "places{arguments, epoch & 0}"),
     "a flag before the data": ("  block_barrier();\n  const int peer", "  const int peer"),
@@ -65,12 +71,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("change", BROKEN)
+@pytest.mark.parametrize("change", [*BROKEN, *BROKEN_SUMS])
 def test_a_broken_protocol_is_noticed(change: str, tmp_path: Path) -> None:
-    before, after = BROKEN[change]
-    source = (CSRC / "all_reduce.cuh").read_text()
-    assert source.count(before) == 1
-    shutil.copy(CSRC / "peer_memory.cuh", tmp_path)
-    (tmp_path / "all_reduce.cuh").write_text(source.replace(before, after))
+    before, after = (BROKEN | BROKEN_SUMS)[change]
+    name = "quantized_sum.cuh" if change in BROKEN_SUMS else "all_reduce.cuh"
+    for file in ("all_reduce.cuh", "peer_memory.cuh", "quantized_sum.cuh"):
+        shutil.copy(CSRC / file, tmp_path)
+    source = (CSRC / name).read_text()
+    assert source.count(before) == 1 or (name == "quantized_sum.cuh" and before in source)
+    (tmp_path / name).write_text(source.replace(before, after))
     broken = build(tmp_path / "all_reduce", tmp_path)
     assert any(run(broken, ranks, 60, 3).returncode for ranks in (3, 2))

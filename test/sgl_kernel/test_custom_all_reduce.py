@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
+from srt.distributed.test_quantized_sums import reference, shape_of, summand
 
 from sgl_kernel.conftest import PACKAGE, load_file
 from sglang.srt.distributed.custom_all_reduce import (
+    TWO_SHOT_E4M3,
     CustomAllReduce,
     IpcWorkspaces,
     PeerMemoryError,
@@ -20,6 +22,7 @@ from sglang.srt.distributed.custom_all_reduce import (
     data_vectors_for,
     exchange,
 )
+from sglang.srt.distributed.quantized_sums import QuantizedSums, TorchCodec
 from sglang.srt.kernels.all_reduce_table import KIB, Band
 from sglang.srt.layers import native_ops
 
@@ -93,6 +96,45 @@ def test_sums_and_norms(ranks: int, tmp_path: Path, cpu_collectives: Path) -> No
     before = set(Path("/dev/shm").glob("all_reduce_on_cpu*"))
     run_ranks(serve, (ranks, str(tmp_path), str(cpu_collectives)), ranks)
     assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before
+
+
+def serve_in_e4m3(rank: int, ranks: int, folder: str, library: str) -> None:
+    """The kernel's bits are those of the reference, in place, in one piece and in several."""
+    group = joined(rank, ranks, folder)
+    loaded, most = collectives(library), 8 * KIB
+    bands = [*BANDS, Band(frozenset(), frozenset(), TWO_SHOT_E4M3, most, "")]
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(bands, ranks, loaded.ROW_VECTORS))
+    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=60, e4m3_bytes=most)
+    sums = QuantizedSums(group, TorchCodec(), 0, 1, most, reduce)
+    for seed in range(5):
+        dtype, (rows, hidden) = DTYPES[seed % 2], shape_of(seed)
+        every = [summand(seed, other, (3 * rows, hidden), dtype) for other in range(ranks)]
+        if seed == 4:
+            every[-1][0, 5] = torch.inf
+        x = every[rank].clone()
+        assert reduce.can_sum_in_e4m3(x) and sums.all_reduce(x) is x
+        torch.testing.assert_close(x, reference(every), rtol=0, atol=0, equal_nan=True)
+        first = [each[:1].nan_to_num(0.0, 0.0) for each in every]
+        assert torch.equal(reduce.all_reduce(first[rank].clone()), sum_of(first)), "exact sums in between"
+    refused = (x.float(), x[:, : hidden // 2], torch.zeros(20, dtype=dtype))
+    assert not any(reduce.can_sum_in_e4m3(each) for each in refused)
+    without = CustomAllReduce(loaded, workspaces, BANDS, deadline=60)
+    assert not without.can_sum_in_e4m3(x)
+    reduce.raise_if_stalled()
+    reduce.close()
+    dist.destroy_process_group()
+
+
+def sum_of(every: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros(every[0].shape)
+    for x in every:
+        total += x.float()
+    return total.to(every[0].dtype)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_sums_in_e4m3(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None:
+    run_ranks(serve_in_e4m3, (ranks, str(tmp_path), str(cpu_collectives)), ranks)
 
 
 def stay_away(rank: int, ranks: int, folder: str, library: str) -> None:

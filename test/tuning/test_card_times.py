@@ -38,7 +38,7 @@ from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.replays import FORM_BYTES
 from sglang.tuning.sglang_times import of_sglang
-from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total, unserved_ops
+from sglang.tuning.steps import Step, decode_step, ops_of, prefill_step, time_step, total, unserved_ops
 from sglang.tuning.streaming import pair_kind
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
@@ -393,3 +393,19 @@ def test_hyper_connections_are_predicted_at_most_as_slow_as_the_best_measured(hi
         op = HyperConnection(tokens, hidden)
         ours, others = predicted(op, CARD), best(op, CARD)
         assert ours is not None and others is not None and ours.seconds < others.measured, tokens
+
+
+def test_sums_in_eight_bits_are_predicted_where_they_are_asked_for(tmp_path: Path) -> None:
+    """Half of the bytes: of prompts in any case, of steps that decode many requests where all steps are asked for."""
+    model = model_of("glm47", tmp_path)
+
+    def seconds(mode: str, step: Step) -> float:
+        serving = Serving("bfloat16", "bfloat16", tp_size=8, quantized_sums=mode)
+        names = {name for name, _ in ops_of(model, serving, step)}
+        assert ("all_reduce in e4m3" in names) != ("all_reduce" in names)
+        return total(time_step(model, serving, step, CARD)).seconds
+
+    prompt, many, one = prefill_step(8192), decode_step(256), decode_step(1)
+    assert seconds("prefill", prompt) == seconds("all", prompt) < 0.75 * seconds("off", prompt)
+    assert seconds("all", many) < seconds("prefill", many) == seconds("off", many)
+    assert seconds("all", one) == seconds("off", one), "its sums are small"

@@ -31,6 +31,7 @@ VARIANT_MODULES = (
     "sglang.ledger.variants.compressed",
     "sglang.ledger.variants.streams",
     "sglang.ledger.variants.page_copies",
+    "sglang.ledger.variants.quantized_sums",
 )
 
 

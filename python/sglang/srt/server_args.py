@@ -100,10 +100,23 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     enable_flashinfer_allreduce_fusion: bool = option(
         False, PARALLEL, "Add up, where a norm follows, with FlashInfer's kernel, if it is installed and can."
     )
+    enable_quantized_all_reduce: str = option(
+        "off",
+        PARALLEL,
+        "Send large sums of hidden states between the GPUs as FP8 (e4m3, a scale for each 32 values), which changes "
+        "results: prefill: those of steps with more tokens than a step that only decodes can have; all: of any step.",
+        choices=("off", "prefill", "all"),
+    )
+    quantized_all_reduce_min_bytes: int | None = option(
+        None, PARALLEL, f"Least bytes of a sum that is sent so. {EFFECTIVE_IF_NONE}", minimum=0, size=True
+    )
     nnodes: int = option(1, PARALLEL, "Machines that the ranks of this server run on.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine. Machine 0 answers clients.", minimum=0)
     dist_init_addr: str | None = option(
         None, PARALLEL, "HOST:PORT of machine 0, at which the ranks of several machines meet.", "--nccl-init-addr"
+    )
+    dist_timeout: float = option(
+        60.0, PARALLEL, "Seconds that the machines wait for one another when they start, with --nnodes.", minimum=1
     )
 
     # --- memory and scheduling
@@ -154,7 +167,15 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
     enable_hierarchical_cache: bool = option(
-        False, MEMORY, "Keep cached prefixes in main memory, too, and load them from there.", "--enable-hicache"
+        False,
+        MEMORY,
+        "Keep cached prefixes in main memory, too, and load them from there. The default on GPUs with a memory of their"
+        " own, where 32 GiB are free and it pays by predicted times; the flag takes more memory and says what is"
+        " missing.",
+        "--enable-hicache",
+    )
+    disable_hierarchical_cache: bool = option(
+        False, MEMORY, "Keep cached prefixes in GPU memory only.", "--disable-hicache"
     )
     hicache_ratio: float | None = option(
         None, MEMORY, "Size of the cache in main memory over the GPU's. None: 2, or what fits.", minimum=0
@@ -277,7 +298,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     mm_enable_dp_encoder: bool = option(
         False,
         MEDIA,
-        "The ranks of --tp-size share out the images and frames of an encoder step; otherwise each computes all.",
+        "The ranks of --tp-size share out the images and frames of an encoder step, not the encoder's heads.",
     )
     limit_mm_data_per_request: str = option(
         '{"image": 16, "video": 2}',
@@ -330,6 +351,8 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
             else:
                 self.attn_dp_size = self.tp_size
         self.enable_dp_attention = self.attn_dp_size > 1
+        if self.enable_dp_attention and self.speculative_algorithm is not None:
+            self.enable_dp_lm_head = True  # a group drafts without the others
         if self.random_seed is None:
             self.random_seed = random.SystemRandom().randrange(1 << 30)
 

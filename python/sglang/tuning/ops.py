@@ -209,6 +209,18 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedSum(AllReduce):
+    """A sum over ranks of `size` bytes in 16 bits, which travel as e4m3 with a scale for each 32."""
+
+    kind: ClassVar[str] = "quantized_sum"
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the message on its way."""
+        return self.size * 33 // 64
+
+
+@dataclass(frozen=True, slots=True)
 class AllGather(AllReduce):
     """Every rank gets the parts of all: `size` bytes together."""
 
@@ -375,7 +387,8 @@ def parts_of(op: CompressedAttention) -> Iterator[Op]:
 
 _FORMS = {
     "linear": Linear, "fused_moe": Experts, "latent_absorb": LatentAbsorb, "gated_delta_rule": GatedDeltaRule,
-    "all_reduce": AllReduce, "all_gather": AllGather, "hyper_connection": HyperConnection,
+    "all_reduce": AllReduce, "all_gather": AllGather, "quantized_sum": QuantizedSum,
+    "hyper_connection": HyperConnection,
     "decode_attention": Keys, "extend_attention": Prompt, "compressed_attention": CompressedAttention,
     "sparse_attention": SelectedAttention, "sparse_indexer": EntryChoice,
 }  # fmt: skip

@@ -41,6 +41,7 @@ from sglang.tuning.ops import (
     LatentAbsorb,
     Linear,
     Op,
+    QuantizedSum,
     SelectedAttention,
     parts_of,
 )
@@ -310,6 +311,16 @@ def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
     return Predicted(table.seconds(cards, max(512, op.size)), error, f"NCCL as measured with {cards:.0f} cards")
 
 
+def _quantized_sum(op: QuantizedSum, arch: ArchTraits) -> Predicted:
+    """The time of NCCL for the bytes that travel, and for local memory that reads and writes what is encoded and
+    decoded. Not measured: pairs that all send at once may reach less than a ring, which of eight cards in two nodes has
+    one pair between the nodes where these have four."""
+    sent = _all_reduce(AllReduce(op.sent, op.ranks), arch)
+    converted = 3 * LAUNCH + reading_seconds(2.0 * op.size + 4.0 * op.sent, arch)
+    error = max(sent.error, 1.0 if op.ranks > 4 else 0.5)
+    return Predicted(sent.seconds + converted, error, f"{sent.how} for the bytes in e4m3, and conversions")
+
+
 def _elementwise(op: Elementwise, arch: ArchTraits) -> Predicted:
     return Predicted(op.launches * LAUNCH + reading_seconds(op.size, arch), 0.3, "launches and bytes")
 
@@ -357,6 +368,7 @@ _PREDICTORS: Mapping[str, Callable[[Any, ArchTraits], Predicted | None]] = {
     "gated_delta_rule": _gated_delta,
     "all_reduce": _all_reduce,
     "all_gather": _all_reduce,
+    "quantized_sum": _quantized_sum,
     "hyper_connection": _hyper,
     "compressed_attention": _compressed,
     "sparse_attention": _sparse,

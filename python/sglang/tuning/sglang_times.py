@@ -281,7 +281,7 @@ def _hyper(op: HyperConnection, tables: Tables, arch: ArchTraits) -> Known:
 
 
 def _all_reduce(op: AllReduce, tables: Tables, arch: ArchTraits) -> Known:
-    table = tables.get("all_reduce/sglang" if op.kind == "all_reduce" else "all_gather/nccl")
+    table = tables.get("all_gather/nccl" if op.kind == "all_gather" else "all_reduce/sglang")
     if table is None or op.ranks not in (2, 4, 8):
         return None
     return table.seconds(op.ranks, max(256, op.size)), TIMED
@@ -298,4 +298,5 @@ _KINDS: Mapping[str, Callable[[Any, Tables, ArchTraits], Known]] = {
     "hyper_connection": _hyper,
     "all_reduce": _all_reduce,
     "all_gather": _all_reduce,
+    "quantized_sum": _all_reduce,
 }

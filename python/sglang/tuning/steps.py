@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.all_reduce_table import quantized_from
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
@@ -41,6 +43,7 @@ from sglang.tuning.ops import (
     LatentAbsorb,
     Linear,
     Op,
+    QuantizedSum,
     SelectedAttention,
     floor,
 )
@@ -200,14 +203,16 @@ def layer_ops(
 ) -> Iterator[tuple[str, Op]]:
     tokens, hidden = step.tokens, model.hidden_size
     of_group = step_of_group(step, serving.attn_dp_size)
+    prompt = not step.decodes and not step.verifies
+    quantized = serving.quantized_sums == "all" or (serving.quantized_sums == "prefill" and prompt)
     mixer = (layer.mixer.weights(hidden, serving.attn_tp_size), _mixer(layer, serving, of_group))
-    blocks = [(*mixer, of_group.tokens, _sums(of_group.tokens * hidden, serving.attn_tp_size))]
+    blocks = [(*mixer, of_group.tokens, _sums(of_group.tokens * hidden, serving.attn_tp_size, quantized))]
     blocks += (
         (
             block.weights(hidden, serving.ranks, rows),
             _feed_forward(model, block, serving, tokens, rows, expert_scheme),
             tokens,
-            _sums_of_groups(tokens * hidden, serving),
+            _sums_of_groups(tokens * hidden, serving, quantized),
         )
         for block in layer.token_blocks
     )
@@ -229,20 +234,23 @@ def step_of_group(step: Step, attn_dp_size: int) -> Step:
     return replace(step, batch=-(-step.batch // attn_dp_size))
 
 
-def _sums(elements: int, ranks: int) -> Iterator[tuple[str, Op]]:
-    if ranks > 1:
+def _sums(elements: int, ranks: int, quantized: bool) -> Iterator[tuple[str, Op]]:
+    """`quantized`: those that are large enough over PCIe."""
+    if ranks > 1 and quantized and 2 * elements >= quantized_from(Topology.HOST_BRIDGE, ranks)[0]:
+        yield "all_reduce in e4m3", QuantizedSum(2 * elements, ranks)
+    elif ranks > 1:
         yield "all_reduce", AllReduce(2 * elements, ranks)
 
 
-def _sums_of_groups(elements: int, serving: Serving) -> Iterator[tuple[str, Op]]:
+def _sums_of_groups(elements: int, serving: Serving, quantized: bool) -> Iterator[tuple[str, Op]]:
     """Attention groups with requests of their own gather rows and scatter sums: each has half of the bytes of a sum on
     all ranks, and is counted as a sum of half as many."""
     if serving.attn_dp_size == 1:
-        yield from _sums(elements, serving.tp_size)
+        yield from _sums(elements, serving.tp_size, quantized)
         return
-    yield from _sums(elements // 2, serving.tp_size)
-    yield from _sums(elements // 2, serving.tp_size)
-    yield from _sums(elements // serving.attn_dp_size, serving.attn_tp_size)
+    yield from _sums(elements // 2, serving.tp_size, quantized)
+    yield from _sums(elements // 2, serving.tp_size, quantized)
+    yield from _sums(elements // serving.attn_dp_size, serving.attn_tp_size, quantized)
 
 
 def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:

@@ -97,10 +97,10 @@ class SparseMla(Change):
 
 class IndexerTopK(Change):
     name = "dsa-topk"
-    title = "DSA top-k: torch on SM12x"
+    title = "DSA top-k on SM12x: in registers, without a sort"
     why = "The top-k kernels of sgl_kernel and of the JIT take 128 KiB of shared memory a block; SM12x has 99 KiB."
     merged = "the top-k of DSA fits SM120, or is chosen by shared memory"
-    files = ("hardware.py", "topk.py")
+    files = ("hardware.py", "topk.py", "select_entries.py", "selection.py", "pdl.py")
 
     def transform(self, tree: Tree) -> None:
         path = self._path(tree)

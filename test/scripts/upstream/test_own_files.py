@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from upstream.change import FILES
+from upstream.change import FILES, own_text
 from upstream.changes import ALL
 from upstream.own_files import own
+from upstream.served_files import SERVED, served_module
 
 moe_configs = own("moe_configs")
 topk = own("topk")
@@ -41,10 +42,12 @@ def real_gpu_again():
 def test_files_stand_alone() -> None:
     """They import Python, torch, Triton and each other, all of them are used, and they run on Python 3.10."""
     used = {"__init__.py"}.union(*(change.files for change in ALL))
-    assert {path.name for path in FILES.glob("*.py")} == used
-    for path in FILES.glob("*.py"):
-        assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
-        for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
+    assert {path.name for path in FILES.glob("*.py")} | {f"{name}.py" for name in SERVED} == used
+    for file in used:
+        assert own_text(file).startswith(
+            "# SPDX-License-Identifier: Apache-2.0\n"
+        ) and "sglang.srt.layers" not in own_text(file)
+        for node in ast.walk(ast.parse(own_text(file), feature_version=(3, 10))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
@@ -57,9 +60,20 @@ def test_files_stand_alone() -> None:
 def test_every_change_brings_what_its_files_import() -> None:
     for change in ALL:
         for name in change.files:
-            for node in ast.walk(ast.parse((FILES / name).read_text())):
+            for node in ast.walk(ast.parse(own_text(name))):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.srt.sm120."):
                     assert node.module.rpartition(".")[2] + ".py" in change.files, change.name
+                elif isinstance(node, ast.ImportFrom) and node.module == "sglang.srt.sm120":
+                    assert {f"{alias.name}.py" for alias in node.names} <= set(change.files), change.name
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_files_of_the_server_differ_in_imports_alone(name: str) -> None:
+    module = served_module(name)
+    assert module.__file__ is not None and own(name) is module
+    there = own_text(f"{name}.py").splitlines()[1:]
+    for line, served in zip(there, Path(module.__file__).read_text().splitlines(), strict=True):
+        assert line == served or (line.startswith("from sglang.srt.sm120") and served.startswith("from sglang.srt."))
 
 
 @pytest.mark.parametrize(

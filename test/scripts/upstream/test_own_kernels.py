@@ -11,6 +11,7 @@ DEVICE = interpreter.DEVICE
 FP8 = torch.float8_e4m3fn
 flash_mla = own("flash_mla")
 deep_gemm = own("deep_gemm")
+topk = own("topk")
 
 
 def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -225,6 +226,20 @@ def test_schedules_have_the_shapes_that_callers_copy() -> None:
     assert deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 188).shape == (189, 2)
     assert flash_mla.get_mla_metadata(lens)[1].shape == (6,)
     assert flash_mla.get_mla_metadata()[0] is None
+
+
+@interpreter.kernel_test
+def test_topk_without_a_sort() -> None:
+    score = randn(5, 112)[:, :100].to(DEVICE)
+    lengths = torch.tensor([100, 30, 3, 0, 16], dtype=torch.int32)
+    table = torch.randperm(300, generator=torch.Generator().manual_seed(1)).view(3, 100).int()
+    rows = torch.tensor([2, 0, 1, 1, 2])
+    slots = topk.slots_of_largest(score, lengths.to(DEVICE), 16, table.to(DEVICE), rows.to(DEVICE)).cpu()
+    assert slots.dtype == torch.int32 and slots.shape == (5, 16)
+    for row, length in enumerate(lengths.tolist()):
+        largest = score[row, :length].cpu().topk(min(16, length)).indices
+        assert sorted(slots[row][slots[row] >= 0].tolist()) == sorted(table[rows[row], largest].tolist())
+        assert (slots[row] < 0).sum() == 16 - len(largest)
 
 
 def test_in_interpreter() -> None:

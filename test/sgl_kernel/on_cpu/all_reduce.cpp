@@ -5,8 +5,9 @@
 // Ranks drift: only calls of one rank wait for one another, as launches in a stream do. With `absent` the last rank never
 // calls. Prints what is wrong, and exits with 1; the thread sanitizer exits with 66.
 #define SGL_KERNEL_ON_CPU
-#include "all_reduce.cuh"
+#include "quantized_sum.cuh"
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -35,14 +36,16 @@ struct Round {
 
   Round(uint32_t seed, uint32_t number) {
     auto draw = [&, i = 0](int below) mutable { return static_cast<int>(mixed(seed, number, i++) % below); };
-    algorithm = draw(3);
-    dtype = draw(3);
+    algorithm = draw(4);
+    const bool e4m3 = algorithm == TWO_SHOT_E4M3;
+    dtype = draw(e4m3 ? 2 : 3);
     blocks = 1 + draw(BLOCKS);
-    fused = draw(2);
+    fused = draw(2) && !e4m3;
     residual = draw(4);
     in_place = !fused && draw(2);
     row_vectors = fused ? 1 + draw(12) : THREADS;
     vectors = fused ? row_vectors * (1 + draw(MOST_VECTORS / row_vectors)) : 1 + draw(MOST_VECTORS);
+    if (e4m3) vectors = (vectors + 3) / 4 * 4;
   }
 };
 
@@ -53,6 +56,33 @@ Vector value_of(uint32_t seed, uint32_t number, uint32_t who, uint32_t i) {
     values[j] = static_cast<int32_t>(mixed(seed + who, number, 8 * i + j)) * (4.0f / 2147483648.0f);
   }
   return Values<DTYPE>::rounded(values);
+}
+
+// What a group of 32 values becomes as e4m3 with the least power of two that brings them to at most 448.
+void pass_e4m3(float* values) {
+  float largest = 0;
+  for (int i = 0; i < 32; ++i) largest = std::max(largest, std::abs(values[i]));
+  int exponent = -126;
+  while (std::ldexp(448.0f, exponent) < largest) ++exponent;
+  for (int i = 0; i < 32; ++i) {
+    values[i] = std::ldexp(value_of_e4m3(e4m3_of(std::ldexp(values[i], -exponent))), exponent);
+  }
+}
+
+// The group of four vectors from `first` on, summed over the ranks in e4m3.
+template <int DTYPE>
+std::array<Vector, 4> summed_in_e4m3(uint32_t seed, uint32_t number, int ranks, int first) {
+  float sum[32] = {};
+  for (int r = 0; r < ranks; ++r) {
+    float values[32];
+    for (int i = 0; i < 32; ++i) values[i] = Values<DTYPE>::get(value_of<DTYPE>(seed, number, r, first + i / 8), i % 8);
+    pass_e4m3(values);
+    for (int i = 0; i < 32; ++i) sum[i] += values[i];
+  }
+  pass_e4m3(sum);
+  std::array<Vector, 4> group;
+  for (int i = 0; i < 4; ++i) group[i] = Values<DTYPE>::rounded(sum + 8 * i);
+  return group;
 }
 
 struct Rank {
@@ -93,6 +123,9 @@ struct Test {
 
   template <int DTYPE>
   void run(const AllReduceArguments& args, const Round& round) {
+    if constexpr (DTYPE != FLOAT32) {
+      if (round.algorithm == TWO_SHOT_E4M3) return two_shot_e4m3<DTYPE>(args);
+    }
     switch (2 * round.algorithm + round.fused) {
       case 0: return all_reduce<DTYPE, false, PACKED>(args);
       case 1: return all_reduce<DTYPE, true, PACKED>(args);
@@ -118,6 +151,15 @@ struct Test {
     constexpr int COUNT = Values<DTYPE>::COUNT;
     Rank& mine = *all[rank];
     int wrong = 0;
+    if constexpr (DTYPE != FLOAT32) {
+      if (round.algorithm == TWO_SHOT_E4M3) {
+        for (int i = 0; i < round.vectors; i += 4) {
+          const auto wanted = summed_in_e4m3<DTYPE>(seed, number, ranks, i);
+          wrong += memcmp(wanted.data(), &(round.in_place ? mine.input : mine.output)[i], 64) != 0;
+        }
+        return wrong;
+      }
+    }
     for (int row = 0; row * round.row_vectors < round.vectors; ++row) {
       const int end = std::min((row + 1) * round.row_vectors, round.vectors);
       double squares = 0;

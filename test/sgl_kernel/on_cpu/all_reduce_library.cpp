@@ -1,7 +1,7 @@
 // The C interface of sgl-kernel/csrc/all_reduce.cu where a rank is a process and a GPU thread a thread of it. Memory that
 // peers open is a file in /dev/shm, whose name is the handle.
 #define SGL_KERNEL_ON_CPU
-#include "all_reduce.cuh"
+#include "quantized_sum.cuh"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -47,6 +47,9 @@ void run(const AllReduceArguments& args, int algorithm) {
   if (algorithm == PACKED) all_reduce<DTYPE, FUSED, PACKED>(args);
   if (algorithm == ONE_SHOT) all_reduce<DTYPE, FUSED, ONE_SHOT>(args);
   if (algorithm == TWO_SHOT) all_reduce<DTYPE, FUSED, TWO_SHOT>(args);
+  if constexpr (DTYPE != FLOAT32) {
+    if (algorithm == TWO_SHOT_E4M3) two_shot_e4m3<DTYPE>(args);
+  }
 }
 
 template <int DTYPE>
@@ -60,9 +63,9 @@ extern "C" {
 
 int sgl_all_reduce(const AllReduceArguments* given, int algorithm, int fused, void*) {
   AllReduceArguments args = *given;
+  if (!fused) args.row_vectors = THREADS;  // as wide as a block here
   if (data_vectors(args, algorithm) > args.data_vectors) return 5;
   if (args.blocks < 1 || args.blocks > MAX_BLOCKS) return 6;
-  if (!fused) args.row_vectors = THREADS;  // as wide as a block here
   args.blocks = std::min(args.blocks, 3);
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::thread> threads;

@@ -46,4 +46,29 @@ inline uint16_t half_of(float value) {
   return bits;
 }
 
+inline uint8_t e4m3_of(float value) {
+  const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+  const float size = std::abs(value);
+  if (std::isnan(value)) return sign | 0x7f;
+  if (size >= 448.0f) return sign | 0x7e;
+  int exponent = size < 0x1p-6f ? -6 : std::ilogb(size);
+  int digits = static_cast<int>(std::nearbyint(std::ldexp(size, 3 - exponent)));
+  if (digits == 16) digits = 8, ++exponent;
+  return sign | static_cast<uint8_t>(digits < 8 ? digits : (exponent + 7) << 3 | (digits - 8));
+}
+
+inline float value_of_e4m3(uint8_t code) {
+  const int exponent = code >> 3 & 15, digits = code & 7;
+  if ((code & 0x7f) == 0x7f) return NAN;
+  const float size = exponent == 0 ? std::ldexp(digits, -9) : std::ldexp(8 + digits, exponent - 10);
+  return code & 0x80 ? -size : size;
+}
+
+inline uint16_t e4m3_pair_of(float first, float second) { return e4m3_of(first) | e4m3_of(second) << 8; }
+
+inline void values_of_e4m3_pair(uint16_t pair, float& first, float& second) {
+  first = value_of_e4m3(pair & 255);
+  second = value_of_e4m3(pair >> 8);
+}
+
 }  // namespace sgl_kernel

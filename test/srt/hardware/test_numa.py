@@ -69,3 +69,13 @@ def test_this_machines_sysfs_can_be_read() -> None:
     for node in numa.SYSFS.glob("devices/system/node/node[0-9]*"):
         assert numa.cpus_of(int(node.name[4:])), "a node without CPUs"
     assert numa.parse_cpu_list("") == frozenset() and numa.parse_cpu_list("0-2,5\n") == {0, 1, 2, 5}
+
+
+def test_free_memory_of_a_node(tmp_path: Path) -> None:
+    folder = tmp_path / "devices/system/node/node1"
+    folder.mkdir(parents=True)
+    lines = ["Node 1 MemTotal:       9000 kB", "Node 1 MemFree:        1000 kB", "Node 1 Active(file):    20 kB",
+             "Node 1 Inactive(file):   3 kB", "Node 1 HugePages_Total:     0"]  # fmt: skip
+    (folder / "meminfo").write_text("\n".join(lines) + "\n")
+    assert numa.free_bytes_of(1, tmp_path) == 1023 * 1024
+    assert numa.free_bytes_of(0, tmp_path) is None

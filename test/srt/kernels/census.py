@@ -69,6 +69,7 @@ from sglang.srt.layers.triton_ops import (
     norm,
     norm_quantize,
     quant_linear,
+    quantized_sums,
     rope_store,
     sampling,
     topk,
@@ -159,6 +160,22 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
     once(_quantized_head, -(-model.vocab_size // tp_size), model.hidden_size, arch)
     once(_image_encoder, model.vision_head_dim, arch)
     once(_sampling, model.vocab_size)
+    if tp_size > 1:
+        once(_quantized_sums, model.hidden_size, tp_size)
+
+
+def _quantized_sums(hidden: int, ranks: int) -> None:
+    """Sums over all ranks, whose shares begin on 16 bytes, and the halves of sums that attention groups exchange."""
+    codec = quantized_sums.TritonCodec()
+    for rows, aligned in itertools.product((1, 100), (True, False)):
+        x = empty(rows, hidden).flatten()
+        share = -(-x.numel() // (quantized_sums.SIZE * ranks))
+        share = -(-share // 16) * 16 if aligned else share
+        messages, total = (empty(parts, share * 33, dtype=torch.uint8) for parts in (ranks, 1))
+        codec.encode(x, messages)
+        codec.decode(messages, x)
+        codec.add_encoded(messages, total)
+        codec.add(messages, empty(share * quantized_sums.SIZE))
 
 
 def _feed_forward(once: Callable[..., None], block: FeedForward, hidden: int, tp_size: int, arch: ArchTraits) -> None:

@@ -8,7 +8,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,10 @@ from sglang.srt.mem_cache import host_tier
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
 from sglang.srt.mem_cache.copy_engine import Copier, PendingCopy, ThreadedCopies
 from sglang.srt.mem_cache.host_tier import HostTier
+from sglang.srt.mem_cache.layer_loads import FIRST, LayerArrivals, LayerWaits
 from sglang.srt.mem_cache.page_pool import PagePool
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models.causal_lm import DecoderLayer
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request
@@ -72,7 +77,9 @@ class HostWorld(World):
         args, runner = super().runner(page, guesses, ranks)
         if not isinstance(runner.copies, TroubledCopies):
             assert runner.copies is not None
+            share = runner.copies.share
             runner.copies = TroubledCopies(runner.copies.pools, "cpu", seed=self.rank)
+            runner.copies.share = share
         return args, runner
 
 
@@ -102,6 +109,7 @@ class HostSchedule(Schedule):
         self.seen["loaded"] += tier.counts.loaded_tokens
         self.seen["saved"] += tier.counts.saved_tokens
         self.seen["failed"] += tier.counts.failed_copies
+        self.seen["by layer"] += tier.counts.layered_loads
         tier.reset()
         usage = tier.usage()
         assert usage["free"] == usage["total"]
@@ -113,16 +121,27 @@ class HostSchedule(Schedule):
 def schedules(world: HostWorld, guesses: str, page: int, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     world.prepare()
-    for seed in seeds:
-        schedule = HostSchedule(world, guesses, page, seed)
-        schedule.run()
-        seen += schedule.seen
+    with loads_by_layers_sometimes():
+        for seed in seeds:
+            schedule = HostSchedule(world, guesses, page, seed)
+            schedule.run()
+            seen += schedule.seen
     return seen
+
+
+@contextmanager
+def loads_by_layers_sometimes() -> Iterator[None]:
+    """Half of the loads that may, also while requests decode beside the prompt. Alike on all ranks."""
+    rng = random.Random(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTier, "_layers_pay", lambda *_: rng.random() < 0.5)
+        yield
 
 
 @pytest.fixture(autouse=True)
 def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
+    monkeypatch.setattr(HostTier, "_layers_pay", lambda *_: False)
     with short_pauses():
         yield
 
@@ -193,7 +212,7 @@ def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("guesses", ["none", "half-right"])
-@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize("layout", SHARED)
 def test_ranks_agree_on_what_was_copied(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
@@ -229,8 +248,8 @@ class Server:
             max_total_tokens=512, max_running_requests=4, chunked_prefill_size=32, **{**OPTIONS, **options},
         )  # fmt: skip
         self.runner = create_runner(args)
-        assert self.runner.copies is not None
-        self.copies = self.runner.copies = GatedCopies(self.runner.copies.pools, "cpu")
+        if self.runner.copies is not None:
+            self.copies = self.runner.copies = GatedCopies(self.runner.copies.pools, "cpu")
         self.scheduler, self.collector = Scheduler(args, self.runner, StopChecker(None)), Collector()
         self.meta: dict[str, TokenMeta] = {}
 
@@ -404,8 +423,12 @@ def test_what_is_not_a_number_leaves_main_memory(folder: Path) -> None:
     server.check()
 
 
-def test_caches_of_a_draft_travel_with_those_of_its_target(folder: Path) -> None:
+@pytest.mark.parametrize("layers", [False, True])
+def test_caches_of_a_draft_travel_with_those_of_its_target(
+    layers: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A target that drafts for itself is right as long as the draft's keys and values are those of the prefix."""
+    monkeypatch.setattr(HostTier, "_layers_pay", lambda *_: layers)
     draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
     server = Server(folder, speculative_num_steps=3, **draft)
     answer = server.keep_in_main_memory_alone(PROMPT)
@@ -415,9 +438,101 @@ def test_caches_of_a_draft_travel_with_those_of_its_target(folder: Path) -> None
     totals = server.scheduler.stats.drafts.since_start
     proposed, correct = totals.proposed, totals.correct
     assert server.answer("returns", PROMPT) == answer
-    assert server.meta["returns"].host_tokens
+    assert server.meta["returns"].host_tokens and server.tier.counts.layered_loads == layers
     proposed, correct = totals.proposed - proposed, totals.correct - correct
     assert proposed and correct == proposed
+
+
+# --- loads by layers --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostTier, "_layers_pay", lambda *_: True)
+
+
+def test_a_prompt_begins_when_its_first_layer_is_there(
+    folder: Path, by_layer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(folder)
+    answer = server.keep_in_main_memory_alone(PROMPT)
+    order: list[str] = []
+    arrived, compute = LayerArrivals.arrived, DecoderLayer.__call__
+    layers = server.runner.model.layers
+
+    def arrives(self: LayerArrivals, index: int, stream: Any) -> None:
+        if index == len(self.layers) - 1:
+            time.sleep(0.2)
+        order.append(f"arrived {self.layers[index]}")
+        arrived(self, index, stream)
+
+    def computes(self: DecoderLayer, stream: Any, batch: Any) -> None:
+        order.append(f"layer {layers.index(self)}")
+        compute(self, stream, batch)
+
+    monkeypatch.setattr(LayerArrivals, "arrived", arrives)
+    monkeypatch.setattr(DecoderLayer, "__call__", computes)
+    assert server.answer("returns", PROMPT) == answer
+    last = len(layers) - 1
+    assert order.index("arrived 0") < order.index("layer 0") < order.index(f"arrived {last}")
+    assert order.index(f"arrived {last}") < order.index(f"layer {last}")
+    meta = server.meta["returns"]
+    assert meta.cached_tokens == meta.host_tokens == len(PROMPT) - 1 and server.tier.counts.layered_loads == 1
+    server.check()
+
+
+def test_a_step_behind_a_load_that_fails_is_computed_again(folder: Path, by_layer: None) -> None:
+    server = Server(folder)
+    answer = server.keep_in_main_memory_alone(PROMPT)
+    server.copies.fails = True
+    server.copies.gate.clear()
+    server.add("fails", PROMPT)
+    server.add("fails too", [*PROMPT[:80], 5, 6])
+    threading.Timer(0.2, server.copies.gate.set).start()
+    while not server.scheduler.idle:
+        server.steps(1)
+    assert server.collector.tokens["fails"] == answer and server.tier.counts.layered_loads == 1
+    assert server.meta["fails"].cached_tokens == 0 and not server.meta["fails"].num_retractions
+    server.check()
+    server.copies.fails = False
+    alone = Server(folder, disable_hierarchical_cache=True, enable_hierarchical_cache=False, hicache_ratio=None)
+    assert server.collector.tokens["fails too"] == alone.answer("alone", [*PROMPT[:80], 5, 6])
+
+
+def test_a_request_that_cannot_be_computed_again_waits_for_the_whole_load(folder: Path, by_layer: None) -> None:
+    server = Server(folder)
+    server.keep_in_main_memory_alone(PROMPT)
+    message = request("wants log probabilities", PROMPT, 4, temperature=0.0, ignore_eos=True)
+    message.return_logprob, message.logprob_start_len = True, 60
+    add(server.scheduler, message)
+    while not server.scheduler.idle:
+        server.steps(1)
+    assert not server.tier.counts.layered_loads and server.meta["wants log probabilities"].host_tokens
+    server.check()
+
+
+def test_layers_are_waited_for_only_where_nobody_else_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    server = Server(folder)
+    plan, transfer = server.tier.plan, SimpleNamespace(num_tokens=64, arrival=SimpleNamespace(row=0))
+    server.tier.plan = replace(plan, weight_bytes=int(plan.copied_bytes(64, False) * 36), memory_over_bus=36.0)
+    assert server.tier._layers_pay(transfer, 1, others_wait=False)
+    assert not server.tier._layers_pay(transfer, 1, others_wait=True)
+    server.tier.plan = replace(server.tier.plan, weight_bytes=server.tier.plan.weight_bytes // 10)
+    assert not server.tier._layers_pay(transfer, 1, others_wait=False)
+    assert server.tier._layers_pay(transfer, 2560, others_wait=False), "a long rest hides the load"
+
+
+def test_copies_are_paced_while_requests_decode(folder: Path) -> None:
+    server = Server(folder)
+    server.tier.plan = replace(server.tier.plan, paced_rate=1e9)
+    server.add("decodes", OTHER)
+    server.steps(3)
+    assert server.scheduler.running.reqs and server.copies.budget.rate == 1e9
+    while not server.scheduler.idle:
+        server.steps(1)
+    server.steps(1)
+    assert server.copies.budget.rate is None
 
 
 @pytest.mark.gpu
@@ -428,6 +543,7 @@ def test_pages_return_from_main_memory_as_they_were(last: int, by_kernel: bool) 
     parts = [torch.randint(0, 255, (257, width), dtype=torch.uint8, device="cuda") for width in (64, 4096, last)]
     before = [part.clone() for part in parts]
     copies = ThreadedCopies([PagePool(parts, 300, 1 << 17)], "cuda", by_kernel=by_kernel)
+    copies.start()
     pages = torch.randperm(256).numpy() + 1
     for targets in (np.arange(1, 257), np.random.default_rng(0).permutation(299)[:256] + 1):
         for to_host in (True, False):
@@ -440,3 +556,31 @@ def test_pages_return_from_main_memory_as_they_were(last: int, by_kernel: bool) 
                 for part in parts:
                     part[1:] = 0
         assert all(torch.equal(part[1:], old[1:]) for part, old in zip(parts, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_layers_arrive_in_order_on_a_gpu() -> None:
+    """A stream that waits for a layer sees all of its pages, and does not wait for the layers behind it."""
+    layers = (0, 0, 1, 3)
+    parts = [torch.randint(0, 255, (257, 4096), dtype=torch.uint8, device="cuda") for _ in layers]
+    before = [part.clone() for part in parts]
+    copies = ThreadedCopies([PagePool(parts, 300, 1 << 17, layers=layers)], "cuda")
+    copies.start()
+    while not copies.ready:
+        time.sleep(0.01)
+    assert copies.loads_layers
+    pages = torch.randperm(256).numpy() + 1
+    saved = copies.submit([PageMoves(pages, np.arange(1, 257))], True)
+    while saved.state is CopyState.UNDER_WAY:
+        time.sleep(0.001)
+    for part in parts:
+        part[1:] = 0
+    load = copies.submit_layers([PageMoves(np.arange(1, 257), pages)])
+    assert load.layers is not None
+    waits = LayerWaits([load.layers])
+    seen = []
+    for layer in (FIRST, 0, 1, 2, 3):
+        waits.before(layer)
+        seen += [(part.clone(), old) for part, old, of in zip(parts, before, layers, strict=True) if of == layer]
+    waits.finish()
+    assert len(seen) == len(layers) and all(torch.equal(part, old) for part, old in seen)

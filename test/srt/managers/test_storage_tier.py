@@ -38,7 +38,17 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
-from srt.managers.test_host_tier import EVERY_CACHE, OPTIONS, OTHER, PROMPT, SHARED, HostSchedule, HostWorld, Server
+from srt.managers.test_host_tier import (
+    EVERY_CACHE,
+    OPTIONS,
+    OTHER,
+    PROMPT,
+    SHARED,
+    HostSchedule,
+    HostWorld,
+    Server,
+    loads_by_layers_sometimes,
+)
 from srt.managers.test_random_schedules import GARBAGE, GUESSES, short_pauses
 from srt.models.harness import random_tokens, save_tiny
 
@@ -140,10 +150,11 @@ class StorageSchedule(HostSchedule):
 def schedules(world: StorageWorld, guesses: str, page: int, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     world.prepare()
-    for seed in seeds:
-        schedule = StorageSchedule(world, guesses, page, seed)
-        schedule.run()
-        seen += schedule.seen
+    with loads_by_layers_sometimes():
+        for seed in seeds:
+            schedule = StorageSchedule(world, guesses, page, seed)
+            schedule.run()
+            seen += schedule.seen
     storage = world.runner(page, guesses, world.ranks)[1].storage
     assert isinstance(storage, TroubledEngine)
     return seen + storage.store.troubles

@@ -3,6 +3,8 @@ and without, in bundles of every width, against plain indexing."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from sglang.srt.mem_cache import copy_engine
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
-from sglang.srt.mem_cache.copy_engine import Copier, PendingCopy, ThreadedCopies, page_lock
+from sglang.srt.mem_cache.copy_engine import BusBudget, Copier, PendingCopy, ThreadedCopies, page_lock
+from sglang.srt.mem_cache.layer_loads import FIRST, LayerArrivals, LayerWaits
 from sglang.srt.mem_cache.page_pool import PagePool
 
 PARTS = {
@@ -103,6 +107,62 @@ def test_torch_moves_pages(kind: str, staging: int) -> None:
     for in_runs in (True, False):
         for count in (1, 13):
             round_trip(pool, copier, count, in_runs, False)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_layers_are_loaded_one_after_the_other(kind: str) -> None:
+    widths = PARTS[kind]
+    layers = [2 * (i // 2) for i in range(len(widths))]
+    pool = PagePool(new_parts(widths, "cpu"), NUM_HOST_PAGES, layers=layers)
+    states = PagePool(new_parts((40, 16), "cpu"), NUM_HOST_PAGES)
+    copier = Copier(torch.device("cpu"), 1 << 16)
+    on_device, in_host = moves_of(11, False)
+    wanted = [expected(one.parts, on_device) for one in (pool, states)]
+    for one in (pool, states):
+        copier.copy(one, PageMoves(on_device, in_host), True)
+        for part in one.parts:
+            part[:] = 0
+    arrivals, seen = LayerArrivals(sorted(set(layers)), False), []
+
+    class Recorded(LayerArrivals):
+        def arrived(self, index: int, stream: object) -> None:
+            seen.append([bool(part[torch.from_numpy(on_device)].any()) for part in (*states.parts, *pool.parts)])
+
+    copier.load_layers([pool, states], [PageMoves(in_host, on_device)] * 2, Recorded(arrivals.layers[1:], False))
+    assert seen == [
+        [True, True, *(index > 0 and of <= arrivals.layers[index] for of in layers)]
+        for index in range(len(arrivals.layers))
+    ]
+    assert all(
+        torch.equal(expected(one.parts, on_device), old) for one, old in zip((pool, states), wanted, strict=True)
+    )
+
+
+def test_a_wait_ends_with_the_copy() -> None:
+    arrivals = LayerArrivals([0, 4], False)
+    waits = LayerWaits([arrivals])
+    arrivals.arrived(0, None)
+    waits.before(FIRST)
+    waiting = threading.Thread(target=waits.before, args=(5,), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    arrivals.give_up()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    waits.finish()
+
+
+def test_paced_copies_take_the_time_of_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_engine, "PACED_PIECE", 3000)
+    budget = BusBudget()
+    assert budget.rows(1000, 50) == 50
+    budget.rate = 1e6
+    assert budget.rows(1000, 50) == 3 and budget.rows(9000, 50) == 1
+    pool = PagePool(new_parts(PARTS["latents and an indexer"], "cpu"), NUM_HOST_PAGES)
+    start = time.monotonic()
+    round_trip(pool, Copier(torch.device("cpu"), 1 << 16, budget), 13, True, False)
+    assert time.monotonic() - start >= (2 * 13 * pool.page_bytes - 3000) / budget.rate
 
 
 @pytest.mark.parametrize("staging", [8, 64, 100_000])

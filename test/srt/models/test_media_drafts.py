@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import EmbeddingRows, ExtendRows, ForwardBatch
@@ -172,7 +172,7 @@ def test_drafts_of_two_ranks(family: str, tmp_path: Path) -> None:
         kind: options_of(family, kind, folder, tmp_path / f"draft{number}")
         for number, kind in enumerate(kind for of_family, kind in CELLS if of_family == family)
     }
-    mp.spawn(_rank, (family, folder, options, out), nprocs=2)
+    run_ranks(_rank, (family, folder, options, out), 2)
     files = sorted(out.glob("*.pt"))
     assert len(files) == 2 * len(options) * (2 if family in NO_STAGES else 3)
     for file in files:

@@ -12,7 +12,16 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.caches import group_caches
-from sglang.srt.plan.host_cache import GB, GIB, HostCachePlan, copy_bytes, plan_host_cache
+from sglang.srt.plan.host_cache import (
+    GB,
+    GIB,
+    PACED_RATE,
+    HostCachePlan,
+    RankBytes,
+    copy_bytes,
+    keeps_unasked,
+    plan_host_cache,
+)
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
@@ -64,7 +73,7 @@ def test_a_size_is_of_each_rank() -> None:
 def test_a_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match="40.* GiB are free. Use a smaller --hicache-size"):
         plan(40 * GIB, hicache_size=50)
-    with pytest.raises(UserError, match="of 4 ranks"):
+    with pytest.raises(UserError, match="of 4 pools"):
         plan(100 * GIB, processes=4, hicache_ratio=1.0)
 
 
@@ -143,3 +152,62 @@ def test_ranks_share_latents(name: str, share: bool, tmp_path: Path) -> None:
     server = ServerArgs.from_kwargs(model_path=str(tmp_path), **options)
     made = make_plan(server, ModelConfig.from_server_args(server), arch_by_name("cpu"), 8 * GIB, rank=1)
     assert made.host_cache is not None and made.host_cache.ranks_share is share
+    assert made.host_cache.sharers == (2 if share else 1) and made.host_cache.processes == (1 if share else 2)
+
+
+def test_prefixes_are_kept_unasked_on_gpus_with_free_main_memory() -> None:
+    def unasked(arch: str = "sm_120", free: int = 100 * GIB, **options: Any) -> bool:
+        return keeps_unasked(ServerArgs.from_kwargs(model_path="m", **options), arch_by_name(arch), free)
+
+    assert unasked() and unasked("h200") and unasked(tp_size=4)
+    assert not unasked("gb10") and not unasked("cpu") and not unasked(free=31 * GIB)
+    assert not unasked(disable_hierarchical_cache=True) and not unasked(disable_radix_cache=True)
+    assert not unasked(tp_size=2, dcp_size=2)
+    with pytest.raises(UserError, match="remove one of them"):
+        args(disable_hierarchical_cache=True)
+
+
+def test_what_nobody_asked_for_takes_less_and_must_pay() -> None:
+    def made(weights: RankBytes, available: int = 110 * GIB, device: PoolSizes = DEVICE) -> HostCachePlan | None:
+        server, arch = args(), arch_by_name("sm_120")
+        plan, notes = plan_host_cache(server, GROUPS, device, arch, available, 1, weights=weights, unasked=True)
+        assert not notes
+        return plan
+
+    dense = made(RankBytes(16 * GIB, 16 * GIB))
+    assert dense is not None and 0.49 * 100 * GIB < dense.total_bytes <= 0.5 * 100 * GIB
+    large = made(RankBytes(16 * GIB, 16 * GIB), 2000 * GIB)
+    assert large is not None and large.total_bytes == pytest.approx(4 * AT_ONE, rel=0.01)
+    assert made(RankBytes(GIB // 2, GIB // 2)) is None, "it is computed about as fast"
+    assert made(RankBytes(16 * GIB, GIB // 2)) is None, "a mixture of which a token multiplies little"
+    assert made(RankBytes(16 * GIB, 16 * GIB), GIB) is None
+    assert made(RankBytes(16 * GIB, 16 * GIB), device=replace(DEVICE, checkpoints=0)) is None
+
+
+def test_copies_of_ranks_that_add_up_over_the_bus_are_paced() -> None:
+    def rate(arch: str, **options: Any) -> float | None:
+        weights = RankBytes(GIB, GIB)
+        made, _ = plan_host_cache(args(**options), GROUPS, DEVICE, arch_by_name(arch), None, 2, weights=weights)
+        assert made is not None
+        return made.paced_rate
+
+    assert rate("sm_120", tp_size=2) == PACED_RATE
+    assert rate("sm_120") is None and rate("h200", tp_size=2) is None
+
+
+def test_ranks_that_share_a_pool_give_as_much_each() -> None:
+    def made(sharers: int, available: int | None = 400 * GIB, **options: Any) -> HostCachePlan:
+        pools = 4 // sharers
+        arch = arch_by_name("sm_120")
+        plan, _ = plan_host_cache(args(**options), GROUPS, DEVICE, arch, available, pools, True, sharers=sharers)
+        assert plan is not None
+        return plan
+
+    alone, together = made(1, hicache_size=40), made(4, hicache_size=40)
+    assert together.total_bytes * together.processes == pytest.approx(4 * alone.total_bytes, rel=0.01)
+    assert together.sizes.tokens == pytest.approx(4 * alone.sizes.tokens, rel=0.01)
+    assert "that 4 ranks share" in str(together)
+    assert made(4, hicache_ratio=0.7).sizes.tokens == made(1, hicache_ratio=0.7).sizes.tokens, (
+        "a ratio is one of tokens"
+    )
+    assert made(4, 100 * GIB).total_bytes <= 0.8 * 90 * GIB

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sm120_sgl_kernel import Collectives
 
 VECTOR_BYTES = 16
+TWO_SHOT_E4M3 = "two_shot_e4m3"
 
 
 class StalledPeer(RuntimeError):
@@ -54,6 +55,7 @@ def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int) -> int
         "packed": lambda vectors: 0,
         "one_shot": lambda vectors: vectors * ranks,
         "two_shot": lambda vectors: 2 * (vectors + ranks * row_vectors),  # whole rows for every rank, twice
+        TWO_SHOT_E4M3: lambda vectors: 2 * (vectors * 9 // 16 + ranks * row_vectors),  # at most a scale for eight bytes
     }
     return max((needs[band.algorithm](-(-band.most // VECTOR_BYTES)) for band in bands), default=0)
 
@@ -124,12 +126,20 @@ class CustomAllReduce:
     """Sums over the ranks of a group. Every rank makes the same calls in the same order.
 
     `bands` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
-    for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank."""
+    for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank.
+    `e4m3_bytes`: of a piece of a sum whose values travel as e4m3, which the workspaces suffice for; 0: none do."""
 
     def __init__(
-        self, library: Collectives, workspaces: Workspaces, bands: Sequence[Band], deadline: float, max_blocks: int = 64
+        self,
+        library: Collectives,
+        workspaces: Workspaces,
+        bands: Sequence[Band],
+        deadline: float,
+        max_blocks: int = 64,
+        e4m3_bytes: int = 0,
     ) -> None:
         self._library, self._workspaces, self._bands = library, workspaces, tuple(bands)
+        self._e4m3_bytes = e4m3_bytes
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
         assert 2 <= self.ranks <= library.MAX_RANKS
         self._max_blocks = min(max_blocks, library.MAX_BLOCKS)
@@ -175,6 +185,18 @@ class CustomAllReduce:
         self._launch(x, x, algorithm, self._library.THREADS)
         return x
 
+    def can_sum_in_e4m3(self, x: torch.Tensor) -> bool:
+        """Returns whether `all_reduce_e4m3` may be called with `x`; alike on every rank for the same shape and type."""
+        groups = x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0 and x.nbytes % (4 * VECTOR_BYTES) == 0
+        return self._e4m3_bytes > 0 and groups and x.element_size() == 2 and self._dtype_name(x) in self._library.DTYPES
+
+    def all_reduce_e4m3(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks as `quantized_sums` has it, with the same bits, written over `x`, whose
+        values are whole groups."""
+        for piece in x.view(-1).split(self._e4m3_bytes // x.element_size()):
+            self._launch(piece, piece, TWO_SHOT_E4M3, self._library.THREADS)
+        return x
+
     def all_reduce_add_rms_norm(
         self,
         x: torch.Tensor,
@@ -213,7 +235,9 @@ class CustomAllReduce:
     def _blocks(self, vectors: int, row_vectors: int, algorithm: str) -> int:
         """A block for each row, or where any block may send a word, for as many words as it has threads."""
         rows = -(-vectors // row_vectors)
-        if algorithm == "packed":
+        if algorithm == TWO_SHOT_E4M3:
+            rows = -(-rows // (2 * self.ranks))  # a vector of e4m3 stands for two
+        elif algorithm == "packed":
             rows = max(rows, -(-vectors // self._library.THREADS))
         elif algorithm == "two_shot":
             rows = -(-rows // self.ranks)

@@ -13,7 +13,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -65,6 +66,9 @@ class Group:
         self.rank, self.size = rank, size
         self._process_group = process_group
         self._reducer: Reducer | None = None
+        self._quantized: QuantizedSums | None = None
+        self.peers: PeerSums | None = None
+        """What can add up quantized values in peers' memory."""
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         """Sends of this rank that have not been waited for; the oldest first."""
 
@@ -75,10 +79,20 @@ class Group:
         """Use this before the library's all-reduce from now on; before the first graph is captured."""
         self._reducer = reducer
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks. May reuse the storage of `x`; use the result only."""
+    def quantize_with(self, sums: QuantizedSums) -> None:
+        """Use this before anything else for what it covers, from now on; before the first graph is captured."""
+        self._quantized = sums
+
+    def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
+        sums = self._quantized
+        return sums if sums is not None and not exact and sums.covers(x) else None
+
+    def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """Sum over the ranks. May reuse the storage of `x`; use the result only. exact: never quantized."""
         if self.size == 1:
             return x
+        if (quantized := self._quantized_for(x, exact)) is not None:
+            return quantized.all_reduce(x)
         if self._reducer is not None and self._reducer.can_serve_tensor(x):
             return self._reducer.all_reduce(x)
         return self.library_all_reduce(x)
@@ -89,7 +103,12 @@ class Group:
         """Reduces and normalizes in one kernel, if a Reducer is there that serves `x`; returns None if nothing was
         done."""
         reducer = self._reducer
-        if reducer is None or not reducer.can_norm(x) or not (residual is None or residual.is_contiguous()):
+        if (
+            self._quantized_for(x) is not None
+            or reducer is None
+            or not reducer.can_norm(x)
+            or not (residual is None or residual.is_contiguous())
+        ):
             return None
         return reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
 
@@ -115,6 +134,12 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
+    def all_gather_rows(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """Rows [T, ...] of each rank -> [ranks * T, ...], as `all_gather` along dim 0; unless `exact` quantized where a
+        sum of as many is: then also this rank's own."""
+        quantized = self._quantized_for(x, exact)
+        return self.all_gather(x, dim=0) if quantized is None else quantized.all_gather(x)
+
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
         if self.size == 1:
@@ -123,10 +148,13 @@ class Group:
         dist.all_to_all_single(received, x.contiguous(), group=self.communicator())
         return received
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one."""
+    def reduce_scatter(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one. exact: never
+        quantized."""
         if self.size == 1:
             return x[0]
+        if (quantized := self._quantized_for(x[0], exact)) is not None:
+            return quantized.reduce_scatter(x)
         total = torch.empty_like(x[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(total, x.contiguous().flatten(0, 1), group=self.communicator())
         return total
@@ -199,6 +227,23 @@ class Groups:
     dp: Group = ALONE  # requests
     context: Group = ALONE  # tokens
 
+    @property
+    def of_drafts(self) -> Groups:
+        """The groups that the layers of a draft see: what computes for the requests of an attention group alone is
+        shared by the ranks of the group alone."""
+        if self.dp.size == 1:
+            return self
+        shared = self.attention
+        dims = Group(shared.rank, shared.size)
+        return replace(self, tp=shared, vocabulary=shared, experts=shared, ep=ALONE, expert_tp=dims, dp=ALONE)
+
+    def quantize_with(self, create: Callable[[Group], QuantizedSums]) -> None:
+        """Quantize large sums of hidden states over `tp`, `attention` and `dp`, where they have several ranks; `create`
+        makes what a group takes for them. Before the first graph is captured."""
+        for group in {id(group): group for group in (self.tp, self.attention, self.dp)}.values():
+            if group.size > 1:
+                group.quantize_with(create(group))
+
 
 def groups_of(
     ranks: RankLayout,
@@ -247,13 +292,20 @@ _ONE_PROCESS = _State(Groups(), None)
 _state = _ONE_PROCESS
 
 
-def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Groups:
+def init(
+    ranks: RankLayout,
+    rank: int,
+    backend: str,
+    init_method: str,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+) -> Groups:
     """Join the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo; `init_method`
     as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing for one rank.
 
     The leader's machine has the store of a tcp:// address, and listens there alone. `timeout_s`: of collectives over
-    tensors. Raises what torch.distributed raises when a rank does not come, and UserError for an address that cannot be
-    had."""
+    tensors; `join_timeout_s`: of the meeting of several machines. Raises what torch.distributed raises when a rank of
+    this machine does not come, and UserError for one of another, or an address that cannot be had."""
     global _state, _num_broadcasts
     if not 0 <= rank < ranks.world_size:
         raise ValueError(f"rank {rank} is not in 0..{ranks.world_size - 1}")
@@ -267,7 +319,9 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     join_limit, limit = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)), timedelta(seconds=timeout_s)
     store = None
     if init_method.startswith("tcp://"):
-        store = _store(init_method.removeprefix("tcp://"), rank == ranks.leader, join_limit)
+        address = init_method.removeprefix("tcp://")
+        store = _store(address, rank == ranks.leader, timedelta(seconds=join_timeout_s))
+        _meet(store, address, rank, ranks.world_size, join_timeout_s)
     dist.init_process_group(
         backend,
         init_method=init_method if store is None else None,
@@ -310,14 +364,32 @@ def _store(address: str, here: bool, limit: timedelta) -> dist.TCPStore:
             return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=limit, wait_for_workers=False)
         except dist.DistError as error:
             raise UserError(
-                f"--dist-init-addr {address}: no server answers there ({str(error).splitlines()[0]}). Is machine 0"
-                " started, and the port open?"
+                f"--dist-init-addr {address}: no server answers there within {limit.total_seconds():g} s"
+                f" ({str(error).splitlines()[0]}). Is machine 0 started, is this an address of it, and the port open?"
             ) from error
     listener = _listener(host.strip("[]"), int(port))
     return dist.TCPStore(
         host.strip("[]"), int(port), is_master=True, timeout=limit, wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
+
+
+def _meet(store: dist.TCPStore, address: str, rank: int, count: int, limit_s: float) -> None:
+    """Waits until all ranks have come to the store. Raises UserError, which names those that have not."""
+    keys = [f"here/{other}" for other in range(count)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+    except dist.DistError as error:
+        try:
+            absent = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        except dist.DistError:  # machine 0 has given up before this one
+            absent = ["others"]
+        raise UserError(
+            f"--dist-init-addr {address}: of {count} ranks, {', '.join(absent)} did not come within {limit_s:g} s."
+            " Start the same command on every machine, each with its own --node-rank; --dist-timeout says how long they"
+            " wait."
+        ) from error
 
 
 def _listener(host: str, port: int) -> socket.socket:

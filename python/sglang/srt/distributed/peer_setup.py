@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.custom_all_reduce import (
+    TWO_SHOT_E4M3,
     CustomAllReduce,
     IpcWorkspaces,
     PeerMemoryError,
@@ -20,7 +21,7 @@ from sglang.srt.distributed.flashinfer_fusion import create_fusion
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.distributed.peer_probe import LINKS, probe
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.all_reduce_table import bands_for
+from sglang.srt.kernels.all_reduce_table import Band, bands_for
 from sglang.srt.kernels.spec import PeerLinks
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ def connect(
     deadline_s: float,
     load_library: Callable[[], Collectives] = _installed,
     links: str = LINKS,
+    e4m3_bytes: int = 0,
 ) -> tuple[PeerLinks, CustomAllReduce | None]:
     """Probes the links of a group, then opens its workspaces. `group`: of the hosts; `deadline_s`: of a rank that is
-    waited for. Without an all-reduce the links say why, alike on every rank, and rank 0 logs it. Collective.
+    waited for; `e4m3_bytes`: as of
+    CustomAllReduce. Without an all-reduce the links say why, alike on every rank, and rank 0 logs it. Collective.
 
     Raises UserError where NCCL itself cannot be trusted."""
     problem, reducer = _library_problem(group, load_library), None
@@ -57,8 +60,10 @@ def connect(
             dist.get_world_size(group),
         )
         try:
-            needed = data_vectors_for(bands, ranks, library.ROW_VECTORS)
-            reducer = CustomAllReduce(library, IpcWorkspaces(library, group, device, needed), bands, deadline_s)
+            e4m3 = [Band(frozenset(), frozenset(), TWO_SHOT_E4M3, e4m3_bytes, "")] if e4m3_bytes else []
+            needed = data_vectors_for((*bands, *e4m3), ranks, library.ROW_VECTORS)
+            workspaces = IpcWorkspaces(library, group, device, needed)
+            reducer = CustomAllReduce(library, workspaces, bands, deadline_s, e4m3_bytes=e4m3_bytes)
         except PeerMemoryError as error:
             problem = f"the GPUs' memory cannot be shared: {error}"
     if problem and dist.get_rank(group) == 0:

@@ -33,6 +33,16 @@ def cpus_of(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
         return frozenset()
 
 
+def free_bytes_of(node: int, sysfs: Path = SYSFS) -> int | None:
+    """Bytes of a node's memory that are free or hold files, which give way. None if sysfs does not say."""
+    try:
+        lines = (sysfs / f"devices/system/node/node{node}/meminfo").read_text().splitlines()
+        sizes = {words[2].rstrip(":"): int(words[3]) * 1024 for words in map(str.split, lines) if len(words) > 3}
+        return sizes["MemFree"] + sizes["Active(file)"] + sizes["Inactive(file)"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def parse_cpu_list(text: str) -> frozenset[int]:
     """ "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
     cpus: set[int] = set()

@@ -58,6 +58,42 @@ BANDS: tuple[Band, ...] = (
     Band(_CROSS, _ranks(3, 8), "packed", 16 * KIB, "others' one shot across nodes: 7.5 us for 1 KiB, NCCL 24.1"),
     Band(_CROSS, _ranks(3, 8), "two_shot", 48 * KIB, "others' crossover across nodes, where a ring shares the link"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedBand:
+    """From `least` bytes on, sums of groups of these sizes are worth sending as e4m3, where the user allows it."""
+
+    topologies: frozenset[Topology]
+    ranks: frozenset[int]
+    least: int
+    reason: str
+
+
+PIECE_BYTES = 16 * MIB
+"""What a quantized sum sends at once: workspaces and buffers are made for as much."""
+_HALF_THE_BYTES = "predicted: two waits and two conversions, and 0.52 of the bytes"
+QUANTIZED: tuple[QuantizedBand, ...] = (
+    QuantizedBand(_NVLINK, _ranks(2, 8), 32 * MIB, f"{_HALF_THE_BYTES}, which take little over NVLink"),
+    QuantizedBand(PCIE, _ranks(2, 2), 1 * MIB, _HALF_THE_BYTES),
+    QuantizedBand(_LOCAL, _ranks(3, 8), 1 * MIB, _HALF_THE_BYTES),
+    QuantizedBand(
+        _CROSS, _ranks(3, 8), 4 * MIB,
+        f"{_HALF_THE_BYTES}; but all pairs send between the nodes, where a ring has one: half of NCCL's time or more",
+    ),
+)  # fmt: skip
+
+
+def quantized_from(topology: Topology | None, ranks: int) -> tuple[int, str]:
+    """(Least bytes of a sum that may be quantized, why.) None: no GPUs."""
+    if topology is None:
+        return 0, "ranks on CPUs"
+    for band in QUANTIZED:
+        if topology in band.topologies and ranks in band.ranks:
+            return band.least, band.reason
+    return 4 * MIB, f"{_HALF_THE_BYTES}, of more ranks than the table has"
+
+
 LARGEST = max(band.most for band in BANDS)
 NORMED_ROWS, NORMED_ROW_BYTES = 64, 4 * KIB
 """Most rows, and most bytes of each, whose norm is worth doing in the same kernel, where a block has a whole row: on

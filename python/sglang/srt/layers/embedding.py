@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,9 @@ class VocabParallelEmbedding:
         if self.rows is None:
             return F.embedding(ids, self.weight)
         if exchange is not None:
+            exchange = replace(exchange, exact=True)
             return exchange.scatter(self.rows(exchange.gather(ids), self.weight, self.first), len(ids))
-        return self.group.all_reduce(self.rows(ids, self.weight, self.first))
+        return self.group.all_reduce(self.rows(ids, self.weight, self.first), exact=True)
 
 
 NORMED_AT_ONCE = 1 << 14

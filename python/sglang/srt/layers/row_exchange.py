@@ -36,25 +36,28 @@ def padded_order(counts: Sequence[int], each: int) -> np.ndarray:
 @dataclass(frozen=True, slots=True)
 class RowExchange:
     """`each`: rows of a group, padding included. `order` [N] int64: those of all gathered rows that are computed, in
-    this order; None: all. `num_valid` [1] int32: of these the first so many count; None: all. Collective."""
+    this order; None: all. `num_valid` [1] int32: of these the first so many count; None: all. `exact`: rows
+    and sums are never quantized. Collective."""
 
     groups: Groups
     each: int
     order: torch.Tensor | None = None
     num_valid: torch.Tensor | None = None
+    exact: bool = False
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Own rows [T, ...] -> [N, ...] of all groups."""
         missing = self.each - len(x)
         padded = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)) if missing else x
-        rows = self.groups.dp.all_gather(padded, dim=0)
+        rows = self.groups.dp.all_gather_rows(padded, self.exact)
         return rows if self.order is None else rows[self.order]
 
     def scatter(self, summand: torch.Tensor, count: int) -> torch.Tensor:
         """[N, H], a summand of every rank -> the first `count` own rows of the sum."""
         rows = self._spread(summand)
-        summed = self.groups.dp.reduce_scatter(rows.view(self.groups.dp.size, self.each, *rows.shape[1:]))
-        return self.groups.attention.all_reduce(summed)[:count]
+        for_each = rows.view(self.groups.dp.size, self.each, *rows.shape[1:])
+        summed = self.groups.dp.reduce_scatter(for_each, self.exact)
+        return self.groups.attention.all_reduce(summed, self.exact)[:count]
 
     def local_rows(self, total: torch.Tensor, count: int) -> torch.Tensor:
         """[N, H], alike on every rank -> the first `count` own rows."""

@@ -149,6 +149,8 @@ class Arrival:
     """Pages of windows that the tier has and keeps until the end."""
     row: int = 0
     """Row for the state at the end of the prefix; 0: none is copied."""
+    adopted: bool = False
+    """Whether the tree has it already, though the copy goes on."""
 
     @classmethod
     def begin(cls, prefix: CachedPrefix, keys: Keys, namespace: str | None) -> Arrival:
@@ -182,9 +184,42 @@ class Arrival:
         self.row = self.tier.checkpoints.reserve()
         return self.row > 0
 
+    @property
+    def can_be_revoked(self) -> bool:
+        """Returns whether everything that is copied belongs to tokens that the tier lacks."""
+        return self.slots.size > 0 and not any(slots[: self.had].any() for slots in self.windows)
+
+    def adopt(self) -> None:
+        """The tier's tree gets everything before it has been copied. Until `end` it is locked, and whoever uses it
+        waits for the copy itself."""
+        row = self.row
+        self._adopt()
+        self.adopted = True
+        if row and self.tier.checkpoints is not None:
+            nodes = self.tier.tree.path(self.node)
+            self.row = self.tier.checkpoints.pin(nodes[0]) if nodes[0].checkpoint == row else 0
+
+    def _release_adopted(self) -> None:
+        if self.row and self.tier.checkpoints is not None:
+            self.tier.checkpoints.unpin(self.row)
+        self.row = 0
+
+    def adopted_nodes(self) -> list[Node]:
+        """Returns the nodes that `adopt` brought, and all that hang on them since."""
+        nodes = [n for n in self.tier.tree.path(self.node) if n.depth > self.had]
+        return self.tier.tree.below(nodes[-1]) if nodes else []
+
+    def revoke(self) -> None:
+        """What was adopted was not copied, and nobody uses it any more: it leaves the tree."""
+        wrong = self.adopted_nodes()
+        self.end(len(self.keys))
+        self.tier.tree.remove(wrong)
+
     def end(self, length: int) -> None:
         """The first `length` tokens were copied, or nothing (0). Windows and the state count only where all were."""
-        if length == len(self.keys):
+        if self.adopted:
+            self._release_adopted()
+        elif length == len(self.keys):
             self._adopt()
         else:
             self._adopt_beginning(max(length, self.had))

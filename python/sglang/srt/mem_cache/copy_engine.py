@@ -2,7 +2,8 @@
 
 One launch gathers the parts of many pages in a buffer on the device, and the copy engine moves the buffer over the bus
 in large pieces while the next launch fills another buffer; loads go the other way. Where pages lie apart in main
-memory, so that pieces would be small, the kernel reads or writes main memory itself.
+memory, so that pieces would be small, the kernel reads or writes main memory itself. So it does in loads layer by
+layer: of a layer main memory has small pieces, too, and a buffer of whole pages would bring all layers at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import logging
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
+from sglang.srt.mem_cache.layer_loads import LayerArrivals
 from sglang.srt.mem_cache.page_pool import Bundle, PagePool
 from sglang.srt.plan.host_cache import STAGING_BUFFERS, STAGING_BYTES
 from sglang.srt.utils.device_arrays import event_on, to_device
@@ -28,9 +31,14 @@ logger = logging.getLogger(__name__)
 
 SHORT_PIECE = 512 << 10
 """Bytes of a piece, on average, below which its launch takes longer than its copy."""
+PACED_PIECE = 8 << 20
+"""Bytes of a piece where copies are paced: 0.15 ms of the bus, which is a small part of a step."""
 HUGE_PAGE = 2 << 20
 ADVISE_HUGE = 14
 """MADV_HUGEPAGE of Linux."""
+ADVISE_POPULATE = 23
+"""MADV_POPULATE_WRITE."""
+POPULATED_PIECE = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +49,29 @@ class PendingCopy:
     to_host: bool
     steps_launched: torch.cuda.Event | None
     state: CopyState = CopyState.UNDER_WAY
+    layers: LayerArrivals | None = None
+    """Of a load that steps wait for layer by layer."""
+
+
+class BusBudget:
+    """Bytes per second that copies may move; None: as many as the bus can. Set by one thread and kept by another."""
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self._free_at = 0.0
+
+    def take(self, num_bytes: int) -> None:
+        """Sleeps until so many bytes may begin to move."""
+        rate, now = self.rate, time.monotonic()
+        if not rate:
+            return
+        if self._free_at > now:
+            time.sleep(self._free_at - now)
+        self._free_at = max(now, self._free_at) + num_bytes / rate
+
+    def rows(self, width: int, most: int) -> int:
+        """Returns how many of `most` rows of `width` bytes are copied at once."""
+        return most if not self.rate else max(1, min(most, PACED_PIECE // width))
 
 
 class Buffer:
@@ -61,8 +92,10 @@ class Buffer:
 class Copier:
     """What a thread copies with: buffers in turn, and on a GPU a stream for launches and another one for the bus."""
 
-    def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, staging_bytes: int = STAGING_BYTES, budget: BusBudget | None = None
+    ) -> None:
+        self.device, self.budget = device, budget or BusBudget()
         self.launches = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.bus = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [Buffer(staging_bytes, device) for _ in range(STAGING_BUFFERS)]
@@ -77,6 +110,8 @@ class Copier:
                     rows = self._buffers[0].memory[: bundle.width].view(1, -1)
                     for to_rows in (True, False):
                         pool.copy(bundle, rows, nothing, nothing, to_rows)
+                for bundle in pool.of_layer.values() if pool.locked else ():
+                    pool.copy(bundle, pool.rows_of(bundle), nothing, nothing, False)
 
     def begin(self, steps_launched: torch.cuda.Event | None) -> None:
         """What follows waits for the steps that were launched before."""
@@ -102,29 +137,62 @@ class Copier:
             if pool.locked and pool.by_kernel and (by_kernel or short):
                 host_rows = to_device(in_host, self.device)
                 for bundle in pool.bundles:
-                    pool.copy(bundle, pool.rows_of(bundle), host_rows, pages, to_host)
+                    self._by_kernel(pool, bundle, pages, host_rows, to_host)
                 return
             for bundle in pool.bundles:
                 self._in_buffers(pool, bundle, pages, in_host, to_host)
+
+    def load_layers(self, pools: Sequence[PagePool], moves: Sequence[PageMoves], arrivals: LayerArrivals) -> None:
+        """Begins to load pages, one layer after the other. What has no layers comes first."""
+        with _on(self.launches):
+            loads = [
+                (pool, to_device(of_pool.targets, self.device), to_device(of_pool.sources - 1, self.device))
+                for pool, of_pool in zip(pools, moves, strict=True)
+                if len(of_pool)
+            ]
+            for pool, of_pool in zip(pools, moves, strict=True):
+                if len(of_pool) and not pool.of_layer:
+                    self.copy(pool, of_pool, False)
+            arrivals.arrived(0, self.launches)
+            for index, layer in enumerate(arrivals.layers[1:], start=1):
+                for pool, pages, host_rows in loads:
+                    if layer in pool.of_layer:
+                        bundle = pool.of_layer[layer]
+                        pool.copy(bundle, pool.rows_of(bundle), host_rows, pages, False)
+                arrivals.arrived(index, self.launches)
+
+    def _by_kernel(
+        self, pool: PagePool, bundle: Bundle, pages: torch.Tensor, host_rows: torch.Tensor, to_host: bool
+    ) -> None:
+        first = 0
+        while first < len(pages):
+            some = slice(first, first + self.budget.rows(bundle.width, len(pages)))
+            self.budget.take(len(pages[some]) * bundle.width)
+            pool.copy(bundle, pool.rows_of(bundle), host_rows[some], pages[some], to_host)
+            first = some.stop
 
     def _in_buffers(
         self, pool: PagePool, bundle: Bundle, pages: torch.Tensor, in_host: np.ndarray, to_host: bool
     ) -> None:
         most = len(self._buffers[0].memory) // bundle.width
         row_ids = torch.arange(min(most, len(pages)), device=self.device)
-        for first in range(0, len(pages), most):
-            some = pages[first : first + most]
+        first = 0
+        while first < len(pages):
+            end = first + self.budget.rows(bundle.width, most)
+            some, of_host = pages[first:end], in_host[first:end]
+            first = end
+            self.budget.take(len(some) * bundle.width)
             buffer = self._buffers[self._turn]
             self._turn = (self._turn + 1) % len(self._buffers)
             buffer.wait()
             staged = buffer.memory[: len(some) * bundle.width].view(len(some), bundle.width)
-            pieces = _pieces(pool, bundle, staged, in_host[first : first + most])
+            pieces = _pieces(pool, bundle, staged, of_host)
             if to_host:
                 pool.copy(bundle, staged, row_ids[: len(some)], some, True)
                 _follow(self.bus, self.launches, buffer.filled)
             with _on(self.bus):
-                for of_host, of_device in pieces:
-                    target, source = (of_host, of_device) if to_host else (of_device, of_host)
+                for on_host, of_device in pieces:
+                    target, source = (on_host, of_device) if to_host else (of_device, on_host)
                     target.copy_(source, non_blocking=True)
             if not to_host:
                 _follow(self.launches, self.bus, buffer.filled)
@@ -177,21 +245,51 @@ class ThreadedCopies:
         if self.device.type == "cuda" and self.device.index is None:  # a thread begins with GPU 0 as the current one
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.ready = self.device.type != "cuda"
+        self.budget = BusBudget()
+        self.share = (0, 1)
+        """Number of this rank and count of the ranks that have the same main memory: each saves a part."""
         self._queue: SimpleQueue[PendingCopy] = SimpleQueue()
-        for _ in range(num_threads):
-            threading.Thread(target=self._work, name="cache-copies", daemon=True).start()
+        self._num_threads = num_threads
+        self._started = False
+
+    def start(self) -> None:
+        """Starts the threads, which page-lock main memory first. Not before graphs are captured: CUDA allows no other
+        thread to lock memory meanwhile."""
+        if not self._started:
+            self._started = True
+            for _ in range(self._num_threads):
+                threading.Thread(target=self._work, name="cache-copies", daemon=True).start()
 
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> PendingCopy:
         pending = PendingCopy(moves, to_host, event_on(self.device))
         self._queue.put(pending)
         return pending
 
+    @property
+    def loads_layers(self) -> bool:
+        """Returns whether loads may come layer by layer."""
+        if self.device.type != "cuda":
+            return True
+        return all(pool.locked and pool.by_kernel for pool in self.pools)
+
+    def submit_layers(self, moves: Sequence[PageMoves]) -> PendingCopy:
+        """As `submit`, of a load for which steps wait layer by layer."""
+        layers = sorted({layer for pool in self.pools for layer in pool.of_layer})
+        pending = PendingCopy(moves, False, event_on(self.device))
+        pending.layers = LayerArrivals(layers, self.device.type == "cuda")
+        self._queue.put(pending)
+        return pending
+
+    def pace(self, rate: float | None) -> None:
+        """Limits copies to so many bytes a second; None: they are not limited."""
+        self.budget.rate = rate
+
     @torch.inference_mode()
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             page_lock(self.pools)
-        copier = Copier(self.device)
+        copier = Copier(self.device, budget=self.budget)
         copier.warm_up(self.pools)
         self.ready = True
         while True:
@@ -207,6 +305,8 @@ class ThreadedCopies:
             state = CopyState.DONE
         except Exception:  # a failed copy costs computation, never the server
             logger.exception("A copy of cached prefixes failed; they are computed again")
+        if pending.layers is not None:
+            pending.layers.give_up()
         try:
             copier.finish()
         except Exception:
@@ -215,9 +315,19 @@ class ThreadedCopies:
         return state
 
     def run(self, pending: PendingCopy, copier: Copier) -> None:
+        if pending.layers is not None:
+            copier.load_layers(self.pools, pending.moves, pending.layers)
+            return
         for pool, moves in zip(self.pools, pending.moves, strict=True):
-            if len(moves):
-                copier.copy(pool, moves, pending.to_host, self.by_kernel)
+            mine = part_of(moves, *self.share) if pending.to_host else moves
+            if len(mine):
+                copier.copy(pool, mine, pending.to_host, self.by_kernel)
+
+
+def part_of(moves: PageMoves, rank: int, count: int) -> PageMoves:
+    """Returns the moves of one of `count` ranks that share them out: a run of them."""
+    mine = slice(len(moves) * rank // count, len(moves) * (rank + 1) // count)
+    return PageMoves(moves.sources[mine], moves.targets[mine])
 
 
 def page_lock(pools: Sequence[PagePool]) -> None:
@@ -225,10 +335,25 @@ def page_lock(pools: Sequence[PagePool]) -> None:
     A pool is locked as a whole: CUDA refuses copies across two ranges that were locked apart."""
     for pool in pools:
         _use_huge_pages(pool.host)
+        _populate(pool.host)
         code = torch.cuda.cudart().cudaHostRegister(pool.host.data_ptr(), pool.host.numel(), 0)
         pool.locked = int(code) == 0
         if not pool.locked:
             logger.warning("Main memory for cached prefixes cannot be page-locked (CUDA error %s)", code)
+            return
+
+
+def _populate(memory: torch.Tensor) -> None:
+    """Has the system allocate memory, near this thread's CPUs, a piece after the other: locking it at once would hold
+    up every other thread that allocates meanwhile. Systems before Linux 5.14 leave it to the lock."""
+    start, end = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE, memory.data_ptr() + memory.numel()
+    end = end // HUGE_PAGE * HUGE_PAGE
+    if end <= start or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    for first in range(start, end, POPULATED_PIECE):
+        size = min(POPULATED_PIECE, end - first)
+        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ADVISE_POPULATE):
             return
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from sglang.srt.mem_cache.cache_tier import (
 )
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
 from sglang.srt.mem_cache.kv_table import CachedRequest, KVTable
+from sglang.srt.mem_cache.layer_loads import LayerArrivals
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.mem_cache.storage.engine import StorageEngine
@@ -42,12 +44,28 @@ MOST_LOADS = 3
 """Loads that a request may wait for before it is computed: others may take the memory of what was loaded for it."""
 MOST_OFFERS = 4096
 """Prefixes that wait to be saved; beyond that the oldest is given up."""
+ASK_EVERY = 32
+"""Steps between two questions whether main memory is ready, which all ranks answer; that may take a minute."""
+KERNEL_LOSS = 0.15
+"""Predicted: the share of a load's time by which it takes longer by the kernel, layer by layer, than by the copy engine
+in whole pages (0.85 of a pinned copy and about 0.97)."""
 POLL_S = 0.0005
+
+
+class Entry(Enum):
+    """When a request may enter."""
+
+    NOW = "now"
+    LATER = "later"
+    LONGER = "now, behind a longer prefix than was matched before"
 
 
 class CopyHandle(Protocol):
     @property
     def state(self) -> CopyState: ...
+
+    @property
+    def layers(self) -> LayerArrivals | None: ...
 
 
 class CopyEngine(Protocol):
@@ -61,11 +79,28 @@ class CopyEngine(Protocol):
     def page_bytes(self) -> Sequence[int]:
         """Bytes of a page of each pool, on this rank: of tokens, of each window, and of a state."""
 
+    @property
+    def loads_layers(self) -> bool:
+        """Returns whether loads may come layer by layer. Once it is true it stays so."""
+
+    def start(self) -> None:
+        """Graphs are captured: begins to make main memory ready."""
+
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> CopyHandle:
         """Copies pages of each pool as soon as all steps launched so far have run."""
 
+    def submit_layers(self, moves: Sequence[PageMoves]) -> CopyHandle:
+        """As `submit`, of a load for which the next steps wait layer by layer."""
+
+    def pace(self, rate: float | None) -> None:
+        """Limits copies to so many bytes a second from now on; None: to none."""
+
 
 class LoadingRequest(CachedRequest, StoredRequest, Protocol):
+    @property
+    def may_be_stale(self) -> bool:
+        """Returns whether its steps may be computed again where a load fails."""
+
     num_loads: int
     """Loads that were begun for it since it entered the queue."""
     num_loaded: int
@@ -82,6 +117,8 @@ class Copy:
     """Of a save, as of its offer."""
     begun: float = field(default_factory=time.monotonic)
     handle: CopyHandle | None = None
+    by_layer: bool = False
+    """The tree has what it brings already; steps wait for it layer by layer."""
 
 
 @dataclass(slots=True)
@@ -92,6 +129,8 @@ class HostCounts:
     saved_bytes: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
+    layered_loads: int = 0
+    """Loads behind which a prompt began before they had ended."""
     dropped_tokens: int = 0
     """Tokens that were to be saved and were not: the GPU's copy was evicted first, or main memory had no room."""
     failed_copies: int = 0
@@ -135,6 +174,11 @@ class HostTier:
         kept there before others; 0: they are not."""
         self._copies: list[Copy] = []
         """Begun and not ended. Those without a handle wait for the step to be launched."""
+        self._wrong: list[Transfer] = []
+        """Loads that have failed, though steps read what they were to bring."""
+        self._loads_layers = False
+        self._launches = 0
+        engine.start()
 
     def attach(self, config: StorageConfig, storage: StorageEngine) -> None:
         """Keeps prefixes of main memory in a store from now on. No request waits."""
@@ -156,7 +200,8 @@ class HostTier:
     def _becomes_ready(self) -> bool:
         """Returns whether main memory can take copies on every rank. A collective until it can."""
         if not self._ready:
-            self._ready = bool(self._agree([int(self._engine.ready)])[0])
+            ready, layers = self._agree([int(self._engine.ready), int(self._engine.loads_layers)])
+            self._ready, self._loads_layers = bool(ready), bool(ready and layers)
         return self._ready
 
     def placed(self, req: LoadingRequest) -> None:
@@ -184,38 +229,99 @@ class HostTier:
         del self._offers[node]
         self.counts.dropped_tokens += node.key.size
 
-    def waits(self, req: LoadingRequest, length: int, has_room: Callable[[Sequence[int]], bool]) -> bool:
-        """Returns whether a request, of which the GPU has a prefix of `length` tokens, waits for more of it from main
-        memory. has_room: whether it could enter the next step, while a load takes so many tokens of each window."""
+    def entry(
+        self,
+        req: LoadingRequest,
+        length: int,
+        has_room: Callable[[Sequence[int]], bool],
+        is_first: bool = False,
+        others_wait: bool = True,
+    ) -> Entry:
+        """Returns when a request, of which the GPU has a prefix of `length` tokens, enters, and begins to load more of
+        it from main memory. has_room: whether it could enter the next step, while a load takes so many tokens of each
+        window. is_first: no other request enters before it in the next step, whose beginning nothing else may
+        read. others_wait: others get tokens by the next step."""
         keys = req.cache_keys(req.matchable_len() // self.device.page_size * self.device.page_size)
+        if any(self._overlap(copy, req, keys) > copy.transfer.arrival.had for copy in self.layered):
+            return Entry.NOW if req.may_be_stale else Entry.LATER
         least = length + max(LEAST_GAIN, self.device.page_size) - 1
         if len(keys) <= least or not self._ready:
-            return False
+            return Entry.NOW
         if self.storage is not None and self.storage.waits(req):
-            return True
-        if any(
-            copy.transfer.namespace == req.namespace and common_length(copy.transfer.keys, keys) > least
-            for copy in self._copies
-            if copy.req is not None
-        ):
-            return True
+            return Entry.LATER
+        if any(self._overlap(copy, req, keys) > least for copy in self._copies if copy.req is not None):
+            return Entry.LATER
         if req.num_loads >= MOST_LOADS:
-            return False
+            return Entry.NOW
+        transfer = self._begin_load(req, keys, least, has_room)
+        if transfer is None:
+            return Entry.NOW
+        req.num_loads += 1
+        copy = Copy(transfer, req)
+        self._copies.append(copy)
+        may = is_first and req.may_be_stale and self._loads_layers and transfer.arrival.can_be_revoked
+        if not may or not self._layers_pay(transfer, req.matchable_len() + 1 - len(transfer.keys), others_wait):
+            return Entry.LATER
+        transfer.arrival.adopt()
+        copy.by_layer = True
+        req.num_loaded = transfer.num_tokens
+        self.counts.layered_loads += 1
+        return Entry.LONGER
+
+    @staticmethod
+    def _overlap(copy: Copy, req: CachedRequest, keys: Keys) -> int:
+        return common_length(copy.transfer.keys, keys) if copy.transfer.namespace == req.namespace else 0
+
+    def _begin_load(
+        self, req: LoadingRequest, keys: Keys, least: int, has_room: Callable[[Sequence[int]], bool]
+    ) -> Transfer | None:
+        """Returns a load behind which the request has more than `least` tokens of a prefix; None: there is none."""
         host, device = self.host.prefix(keys, req.namespace), self.device.prefix(keys, req.namespace)
         end = resumable_end(host, device, least)
         if not end:
-            return False
+            return None
         keys = keys[:end]
         host, device = self.host.prefix(keys, req.namespace), self.device.prefix(keys, req.namespace)
         windows = [window.most_of_prompt(0) for window in self.device.windows]
-        if not has_room(windows):
-            return False
-        transfer = Transfer.begin(host, device, keys, req.namespace)
-        if transfer is None:
-            return False
-        req.num_loads += 1
-        self._copies.append(Copy(transfer, req))
-        return True
+        return Transfer.begin(host, device, keys, req.namespace) if has_room(windows) else None
+
+    def _layers_pay(self, transfer: Transfer, rest: int, others_wait: bool) -> bool:
+        """Returns whether computing the `rest` of the prompt while layers arrive saves more than the copy engine does,
+        which moves whole pages faster than the kernel moves layers. Others would get their tokens only when the load
+        has ended. Alike on all ranks."""
+        moved = self.plan.copied_bytes(transfer.num_tokens, transfer.arrival.row > 0)
+        return not others_wait and moved * KERNEL_LOSS < self.plan.hidden_bytes(rest)
+
+    # --- loads by layers ----------------------------------------------------------------------------------------------
+
+    @property
+    def layered(self) -> list[Copy]:
+        """Loads that have not ended and whose pages the tree has."""
+        return [copy for copy in self._copies if copy.by_layer]
+
+    def start_layers(self) -> list[Copy]:
+        """Starts loads by layers, before the step that reads them is launched, and returns all that any step launched
+        now must wait for."""
+        for copy in self.layered:
+            if copy.handle is None:
+                copy.handle = self._engine.submit_layers(copy.transfer.all_moves())
+        return self.layered
+
+    def finish(self, copies: Sequence[Copy]) -> None:
+        """Waits until these have ended on every rank. A collective."""
+        while any(copy in self._copies for copy in copies):
+            self.wait()
+            self.settle()
+
+    def wrong_nodes(self) -> set[Node]:
+        """Returns the nodes of the GPU's tree that a failed load was to fill, and those computed behind them."""
+        return {node for transfer in self._wrong for node in transfer.arrival.adopted_nodes()}
+
+    def forget_wrong(self) -> None:
+        """Nobody uses `wrong_nodes` any more."""
+        for transfer in self._wrong:
+            transfer.arrival.revoke()
+        self._wrong.clear()
 
     def discard(self, keys: Keys, namespace: str | None) -> None:
         """These tokens' entries must not be used again. Waits for copies that may read them."""
@@ -239,16 +345,20 @@ class HostTier:
         """Returns whether copies are under way."""
         return bool(self._copies) or (self.storage is not None and self.storage.busy)
 
-    def launch(self) -> None:
-        """Starts the copies that were chosen; behind the launch of a step."""
-        if not self._becomes_ready():
+    def launch(self, decoding: bool = False) -> None:
+        """Starts the copies that were chosen; behind the launch of a step. decoding: requests wait for tokens, so that
+        copies are paced where ranks add up over the same bus."""
+        self._launches += 1
+        if not self._ready and (self._launches % ASK_EVERY != 1 or not self._becomes_ready()):
             return
-        if self._offers and all(copy.req is not None for copy in self._copies):
+        self._engine.pace(self.plan.paced_rate if decoding else None)
+        if self._offers and all(copy.req is not None and not copy.by_layer for copy in self._copies):
             self._begin_save()
         if self.storage is not None:
             self.storage.launch()
+        self.start_layers()
         for copy in self._copies:
-            if copy.handle is None:
+            if copy.handle is None and not copy.by_layer:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=copy.req is None)
 
     def _begin_save(self) -> None:
@@ -299,9 +409,12 @@ class HostTier:
     def _end(self, copy: Copy, ok: bool) -> None:
         transfer, counts, req = copy.transfer, self.counts, copy.req
         seconds = time.monotonic() - copy.begun
-        num_tokens = transfer.num_tokens
-        num_bytes = sum(len(m) * size for m, size in zip(transfer.all_moves(), self._engine.page_bytes, strict=True))
-        transfer.end(ok)
+        num_tokens, num_bytes = transfer.num_tokens, self._num_bytes(transfer)
+        if copy.by_layer and not ok:
+            transfer.departure.end()
+            self._wrong.append(transfer)
+        else:
+            transfer.end(ok)
         if not ok:
             counts.failed_copies += 1
             if req is not None:
@@ -319,10 +432,14 @@ class HostTier:
             counts.loaded_bytes += num_bytes
             counts.loading_seconds += seconds
 
+    def _num_bytes(self, transfer: Transfer) -> int:
+        return sum(len(m) * size for m, size in zip(transfer.all_moves(), self._engine.page_bytes, strict=True))
+
     def drain(self, loads: bool = True) -> None:
         """Waits for all copies, or for saves alone; those that were not started are given up."""
         if self.storage is not None and loads:
             self.storage.drain()
+        self.start_layers()
         for copy in [copy for copy in self._copies if copy.handle is None and (loads or copy.req is None)]:
             self._copies.remove(copy)
             copy.transfer.end(False)
@@ -339,7 +456,7 @@ class HostTier:
 
     def loading_size(self) -> int:
         """Tokens of the GPU's pool that loads write at the moment."""
-        return sum(copy.transfer.num_tokens for copy in self._copies if copy.req is not None)
+        return sum(copy.transfer.num_tokens for copy in self._copies if copy.req is not None and not copy.by_layer)
 
     def usage(self) -> dict[str, object]:
         """The use of main memory's pools; what is missing in a sum is being written."""
@@ -357,6 +474,7 @@ class HostTier:
     def check(self) -> None:
         """Raises AssertionError, with what is wrong, while no copy is under way. Slow: for tests."""
         assert not self._copies, "copies are under way"
+        assert not self._wrong, "failed loads are in the tree"
         self.host.tree.check()
         nodes = list(self.host.tree.nodes())
         for window in self.host.windows:

@@ -96,10 +96,10 @@ class CachePools:
                 tensors[index][spec.name] = tensor
         return tensors
 
-    def of_table(self, table: int) -> list[torch.Tensor]:
-        """The tensors whose entries a row table places, views of others left out."""
+    def of_table(self, table: int) -> list[tuple[int, torch.Tensor]]:
+        """The tensors whose entries a row table places, each with its layer; views of others left out."""
         return [
-            tensors[spec.name]
+            (member.layer_id, tensors[spec.name])
             for group, caches in zip(self.groups, self.tensors, strict=True)
             if not isinstance(group.lifetime, PerRequest) and self.tables.index(group.lifetime) == table
             for member, tensors in zip(group.members, caches, strict=True)

@@ -6,8 +6,9 @@ after the other. Between the two it is a row, in a buffer on the device or in ma
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,15 @@ from sglang.srt.plan.pool_sizes import PoolSizes
 
 WORDS = {8: torch.int64, 4: torch.int32}
 """Of the kernel, by size. Caches whose parts are no whole words are copied by torch."""
+
+
+Allocate = Callable[[int], torch.Tensor]
+"""Returns so many bytes of main memory, [N] uint8."""
+
+
+def own_memory(num_bytes: int) -> torch.Tensor:
+    """Main memory of this process alone."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +62,23 @@ class PagePool:
         num_host_pages: int,
         staging_bytes: int = STAGING_BYTES,
         by_kernel: bool | None = None,
+        layers: Sequence[int] = (),
+        allocate: Allocate = own_memory,
     ) -> None:
         """parts: [pages, bytes] uint8 each, contiguous views of the caches' tensors. staging_bytes: most bytes of a
-        bundle, a multiple of 8. by_kernel: how rows are made; without it by the kernel on a GPU."""
+        bundle, a multiple of 8. by_kernel: how rows are made; without it by the kernel on a GPU. layers: that of each
+        part; without them the pages of all layers are copied before any layer reads them."""
         self.parts = list(parts)
         self.page_bytes = sum(part.shape[1] for part in parts)
-        self.host = torch.empty((num_host_pages, self.page_bytes), dtype=torch.uint8)
+        self.host = allocate(num_host_pages * self.page_bytes).view(num_host_pages, self.page_bytes)
         self.locked = False
         """Whether the device can address main memory."""
         self.word = math.gcd(8, *(n for part in parts for n in (part.shape[1], part.data_ptr())))
         wanted = any(part.is_cuda for part in parts) if by_kernel is None else by_kernel
         self.by_kernel = wanted and self.word in WORDS
         self.bundles = [self._bundle(start, segments) for start, segments in self._cut(staging_bytes)]
+        self.of_layer = self._by_layer(layers)
+        """What a layer reads of a page, as segments of rows that are whole pages; empty without layers."""
 
     def _cut(self, most: int) -> list[tuple[int, list[Segment]]]:
         cuts: list[tuple[int, list[Segment]]] = []
@@ -79,8 +94,15 @@ class PagePool:
                 first, start, size = first + count, start + count, size + count
         return cuts
 
-    def _bundle(self, start: int, segments: list[Segment]) -> Bundle:
-        width = sum(segment.part.shape[1] for segment in segments)
+    def _by_layer(self, layers: Sequence[int]) -> dict[int, Bundle]:
+        ends = itertools.accumulate(part.shape[1] for part in self.parts)
+        segments: dict[int, list[Segment]] = {}
+        for layer, part, end in zip(layers, self.parts, ends, strict=False):
+            segments.setdefault(layer, []).append(Segment(part, end - part.shape[1]))
+        return {layer: self._bundle(0, segments[layer], self.page_bytes) for layer in sorted(segments)}
+
+    def _bundle(self, start: int, segments: list[Segment], width: int = 0) -> Bundle:
+        width = width or sum(segment.part.shape[1] for segment in segments)
         if not self.by_kernel:
             return Bundle(start, width, segments, None, 0)
         from sglang.srt.mem_cache.page_kernel import WIDTHS  # needs Triton
@@ -125,18 +147,21 @@ def copy_segments(
             segment.part[pages] = columns[row_ids]
 
 
-def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes) -> list[PagePool]:
+def page_pools(
+    pools: CachePools, sizes: PoolSizes, of_host: PoolSizes, allocate: Allocate = own_memory
+) -> list[PagePool]:
     """Pools in the order of `Transfer.all_moves`: of tokens, of each window, and where there are states, of these."""
     page, num_windows = sizes.page_size, len(sizes.windows)
     device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]
     host_pages = [of_host.tokens // page, *(window.tokens // page for window in of_host.windows)]
-    by_table = [
-        PagePool([_bytes(tensor, device_pages[table]) for tensor in pools.of_table(table)], host_pages[table])
-        for table in range(1 + num_windows)
-    ]
+    by_table = []
+    for table in range(1 + num_windows):
+        tensors = pools.of_table(table)
+        parts = [_bytes(tensor, device_pages[table]) for _, tensor in tensors]
+        by_table.append(PagePool(parts, host_pages[table], layers=[layer for layer, _ in tensors], allocate=allocate))
     if sizes.has_states:
         parts = [_bytes(state, sizes.state_rows) for states in pools.states for state in states]
-        by_table.append(PagePool(parts, of_host.checkpoints))
+        by_table.append(PagePool(parts, of_host.checkpoints, allocate=allocate))
     return by_table
 
 

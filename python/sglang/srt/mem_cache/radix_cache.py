@@ -323,6 +323,23 @@ class RadixCache:
             self._shrink(node, node.key.size)
             node = parent
 
+    def remove(self, nodes: Sequence[Node]) -> None:
+        """Frees nodes that nobody has locked, and on which only such nodes hang. Nothing above them goes."""
+        for node in sorted(nodes, key=lambda n: -n.depth):
+            parent = node.parent
+            assert parent is not None and not node.children and not node.lock_ref, "a node to be removed is in use"
+            parent.lock_ref += 1  # where `discard` ends
+            self.discard(node)
+            parent.lock_ref -= 1
+            self._queue(parent)
+
+    def below(self, node: Node) -> list[Node]:
+        """Returns the node and all that hang on it."""
+        nodes = [node]
+        for n in nodes:
+            nodes += n.children.values()
+        return nodes
+
     def reset(self) -> None:
         """Frees every cached slot. Only while no request holds a lock."""
         assert self._protected == 0, f"{self._protected} cached tokens are still in use"

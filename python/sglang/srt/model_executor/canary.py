@@ -61,7 +61,8 @@ def _check_all_reduce(runner: ModelRunner) -> None:
         return
     for count in REDUCED:
         base = torch.arange(count, device=runner.device) % 5  # sums of few bits: exact in every type, in any order
-        total = parallel_state.groups().tp.all_reduce((base + rank % 3).to(getattr(torch, runner.plan.dtype)))
+        summand = (base + rank % 3).to(getattr(torch, runner.plan.dtype))
+        total = parallel_state.groups().tp.all_reduce(summand, exact=True)
         expected = base * size + sum(i % 3 for i in range(size))
         wrong = int((total.long() != expected).sum())
         if wrong:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.copy_engine import ThreadedCopies
 from sglang.srt.mem_cache.kv_table import TableUpdate
+from sglang.srt.mem_cache.layer_loads import FIRST, LayerWaits
 from sglang.srt.mem_cache.memory_pool import CachePools
-from sglang.srt.mem_cache.page_pool import page_pools
+from sglang.srt.mem_cache.page_pool import Allocate, own_memory, page_pools
+from sglang.srt.mem_cache.shared_memory import SharingFailed, shared_tensor
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
@@ -27,6 +30,7 @@ from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
 from sglang.srt.model_executor.media_timing import measured_pace
+from sglang.srt.model_executor.quantized_sums import quantize_sums
 from sglang.srt.model_executor.step import (
     GroupSteps,
     LaunchedForward,
@@ -42,6 +46,7 @@ from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.host_cache import HostCachePlan
 from sglang.srt.plan.media import FEATURE_BYTES
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.sampling_table import SamplingTable
@@ -76,6 +81,7 @@ class ModelRunner:
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
+        quantize_sums(parallel_state.groups(), plan)
         self.model = load_model(plan, load_format, seed)
         self.pp_tokens = parallel_state.groups().pp_tokens
         self.samples = plan.description.last_stage
@@ -86,8 +92,7 @@ class ModelRunner:
         self.copies: ThreadedCopies | None = None
         """Copies of cached prefixes to main memory and back."""
         if plan.host_cache is not None:
-            pools = page_pools(self.pools, plan.pool_sizes, plan.host_cache.sizes)
-            self.copies = ThreadedCopies(pools, plan.device)
+            self.copies = self._create_copies(plan.host_cache)
         self.storage: StorageEngine | None = None
         """Copies of what main memory has to a store, and back; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
@@ -121,6 +126,22 @@ class ModelRunner:
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
+
+    def _create_copies(self, host: HostCachePlan) -> ThreadedCopies | None:
+        """Creates the pools in main memory, which ranks whose caches are equal have together."""
+        sizes, share = self.plan.pool_sizes, (0, 1)
+        allocate: Allocate = own_memory
+        if host.sharers > 1:
+            share = (parallel_state.rank(), host.sharers)
+            allocate = partial(shared_tensor, first=share[0] == 0, agree=parallel_state.least_each)
+        try:
+            pools = page_pools(self.pools, sizes, host.sizes, allocate)
+        except SharingFailed:
+            logger.warning("No prefixes are kept in main memory: the ranks cannot map the same memory by /proc/PID/fd")
+            return None
+        copies = ThreadedCopies(pools, self.plan.device)
+        copies.share = share
+        return copies
 
     def _create_media(self, create_encoder: CreateEncoder) -> MediaFeatures | None:
         """Creates the cache of features, and the table of positions where images make these others than indices."""
@@ -230,7 +251,10 @@ class ModelRunner:
         """Launch a step up to its logits."""
         if self.token_receiver is not None:
             self.token_receiver.take_before(step.slots)
-        graphs = self.graphs
+        graphs, loads = self.graphs, None
+        if step.loads:
+            graphs, loads = None, LayerWaits(step.loads)
+            loads.before(FIRST)  # states that the tables' update copies
         if self.groups.dp.size > 1 and step.groups is None:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
         shape = None if graphs is None else graphs.shape_of(step)
@@ -247,8 +271,12 @@ class ModelRunner:
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = self._exchange(step.groups)
-            sampled_rows = RowExchange(self.groups, step.groups.padded_sampled(self.groups.attention.size))
+            padded = step.groups.padded_sampled(self.groups.attention.size)
+            sampled_rows = RowExchange(self.groups, padded, exact=True)
+        batch.loads = loads
         hidden = self.model(batch)
+        if loads is not None:
+            loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]
         if step.groups is not None:
             sampled = sampled[: step.groups.num_sampled[self.groups.dp.rank]]
@@ -277,8 +305,7 @@ class ModelRunner:
     @torch.inference_mode()
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> list[StepResult]:
         """Launch the rest of a step of several attention groups, and return the results of all."""
-        assert self.output.of_groups is not None
-        return self.output.of_groups.sample(forward, vocab_mask)
+        return self.output.sample_groups(forward, vocab_mask)
 
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:

@@ -39,7 +39,6 @@ _BY_MEMORY: tuple[tuple[int, DefaultSizes], ...] = (
 """Pairs (available memory in bytes from which the sizes apply, default sizes)."""
 SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
 """Default sizes for when the weights leave little memory, as with a model that just fits."""
-SMALLEST = SMALLER[-1]
 CACHE_SHARE = 0.5
 """Share of the memory beside the weights that the caches get at least; otherwise smaller sizes are tried."""
 
@@ -125,7 +124,7 @@ def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int)
     mixers = {layer.mixer for layer in model.layers}
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
-    chosen = MLA | CompressedSparse | PooledSelection
+    chosen = (MLA, CompressedSparse, PooledSelection)
     if any(isinstance(mixer, chosen) or _chooses_blocks(mixer) for mixer in mixers):
         limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))

@@ -11,12 +11,24 @@ from sglang.srt.configs.storage_backend import StorageConfig, read_storage_confi
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.caches import CacheGroup
+from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Window
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize, cache_cost
 from sglang.srt.server_args import ServerArgs
 
 GB, GIB = 1000**3, 1024**3
 DEFAULT_RATIO = 2.0
+LARGEST_UNASKED = 4.0
+"""Size of the pools over the GPU's that nobody asked for, at most."""
+UNASKED_FRACTION = 0.5
+"""Share of the free main memory that they take at most: what is page-locked nobody else can have."""
+LEAST_UNASKED = 32 * GIB
+"""Free main memory below which nothing is kept there unasked."""
+PAYS = 0.5
+"""Share of the time to compute a prefix that loading it takes at most, both predicted, to be worth it unasked."""
+PAYING_TOKENS = 4096
+"""Length of the prefix that is compared."""
 LEAST_RATIO = 0.05
 """Main memory for a smaller share of the GPU's cache than this is not worth its copies."""
 SYSTEM_RESERVE = 10 * GIB
@@ -25,8 +37,26 @@ STAGING_BYTES = 32 << 20
 """Size of a buffer on the device in which pages are gathered."""
 STAGING_BUFFERS = 2
 """One is filled while the other is sent."""
+BUS_RATE = 40e9
+"""Bytes a second from main memory to a GPU: three quarters of what a pinned copy reaches over PCIe 5 with 16 lanes, and
+a prediction."""
+MEMORY_OVER_BUS = 36.0
+"""Of the device's memory bandwidth over the bus's, where the former is unknown."""
+STEP_TOKENS = 256
+"""Tokens of a step from which on products, and not the bytes of weights, bound it."""
+PACED_RATE = 16e9
+"""A third of the bus: where all-reduces are a third of a decode step and take twice as long beside a copy, steps take a
+ninth longer at most while one runs. Predicted."""
 SAVE_BYTES = 256 << 20
 """Most bytes of one copy to main memory: loads and the steps' own traffic go between two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Bytes of a rank's weights: all of them, and those that a token multiplies, at least."""
+
+    all: int
+    active: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +76,29 @@ class HostCachePlan:
     ranks_share: bool
     """Every rank has the same caches, wholly."""
     processes: int
-    """Ranks that share this machine's memory, each with pools of this size."""
+    """Pools of this size on this machine: of each rank, or of `sharers` ranks together."""
+    sharers: int = 1
+    """Ranks whose caches are equal, which have one pool together."""
+    weight_bytes: int = 0
+    """Of the rank, all of which a step of many tokens reads."""
+    memory_over_bus: float = MEMORY_OVER_BUS
+    """Bytes that the device reads from its memory while one moves over the bus."""
+    paced_rate: float | None = None
+    """Bytes a second that copies move at most while requests decode; None: as many as the bus can."""
 
     @property
     def total_bytes(self) -> int:
         return self.token_bytes + self.window_bytes + self.state_bytes
+
+    def copied_bytes(self, num_tokens: int, with_state: bool) -> float:
+        """Returns the bytes of a copy of so many tokens, on the rank that has most. Windows do not count."""
+        state = self.state_bytes / max(1, self.sizes.checkpoints) if with_state else 0.0
+        return self.token_bytes / self.sizes.tokens * num_tokens + state
+
+    def hidden_bytes(self, num_tokens: int) -> float:
+        """Returns the bytes that move over the bus while a prompt of so many tokens is computed, at least: it reads the
+        weights once, and takes as much longer as it has more than STEP_TOKENS tokens."""
+        return self.weight_bytes / self.memory_over_bus * max(1.0, num_tokens / STEP_TOKENS)
 
     def describe(self) -> dict[str, Any]:
         """Describes it for /server_info."""
@@ -63,6 +111,7 @@ class HostCachePlan:
             **pools,
             "bytes": self.total_bytes,
             "bytes_of_machine": self.total_bytes * self.processes,
+            **({"ranks_of_a_pool": self.sharers} if self.sharers > 1 else {}),
             "write_policy": "write_through" if self.write_through else "write_through_selective",
             **({"storage": self.storage.describe()} if self.storage is not None else {}),
         }
@@ -70,9 +119,10 @@ class HostCachePlan:
     def __str__(self) -> str:
         """Describes it for people."""
         states = f", {self.sizes.checkpoints:,} states" if self.sizes.has_states else ""
-        ranks = f", {self.total_bytes * self.processes / GIB:.2f} GiB of {self.processes} ranks" * (self.processes > 1)
+        ranks = f", {self.total_bytes * self.processes / GIB:.2f} GiB of {self.processes} pools" * (self.processes > 1)
+        of = "a rank" if self.sharers == 1 else f"that {self.sharers} ranks share"
         return (
-            f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory a rank{ranks};"
+            f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory {of}{ranks};"
             f" copied {'when computed' if self.write_through else 'when a second request uses them'}"
             + (f", and kept by the backend {self.storage.backend}" if self.storage is not None else "")
         )
@@ -83,6 +133,15 @@ def copy_bytes(args: ServerArgs, arch: ArchTraits) -> int:
     return STAGING_BUFFERS * STAGING_BYTES if args.enable_hierarchical_cache and not arch.unified_memory else 0
 
 
+def keeps_unasked(args: ServerArgs, arch: ArchTraits, host_available: int) -> bool:
+    """Returns whether prefixes are kept in main memory where no flag says so: on GPUs with a memory of their own, and
+    where enough main memory is free. `host_available`: as of `plan_host_cache`."""
+    not_served = args.disable_radix_cache or args.dcp_size > 1 or args.attn_dp_size > 1
+    if args.enable_hierarchical_cache or args.disable_hierarchical_cache or not_served:
+        return False
+    return arch.device == "cuda" and not arch.unified_memory and host_available >= LEAST_UNASKED
+
+
 def plan_host_cache(
     args: ServerArgs,
     groups: Sequence[CacheGroup],
@@ -91,10 +150,14 @@ def plan_host_cache(
     host_available: int | None,
     processes: int,
     ranks_share: bool = False,
+    weights: RankBytes | None = None,
+    unasked: bool = False,
+    sharers: int = 1,
 ) -> tuple[HostCachePlan | None, list[str]]:
     """Plans the pools in main memory, and returns notes for the user. `groups`: of the rank that has most.
     `host_available`: free on the machine after everything else is allocated; None: unknown, nothing is checked.
-    `processes`: the ranks on the machine. `ranks_share`: as in the plan.
+    `processes`: the pools on the machine. `ranks_share`: as in the plan. `weights`: of the rank; None: unknown.
+    `unasked`: no flag asks for it, so that nothing is said where it has no effect. `sharers`: as in the plan.
     Raises UserError for a size that was asked for and does not fit."""
     if not args.enable_hierarchical_cache:
         return None, []
@@ -104,35 +167,71 @@ def plan_host_cache(
             " that a copy in main memory would take from the cache what it gives to it"
         ]
     if device.has_states and not device.checkpoints:
+        if unasked:
+            return None, []
         return None, ["--enable-hierarchical-cache has no effect: no memory is left for copies of states"]
     notes = []
     if arch.device == "cpu":
         notes.append("--enable-hierarchical-cache: the cache of a CPU is in main memory already; copies only cost time")
-    once = _scaled(args, groups, device, 1.0, processes)
-    ratio = _ratio(args, once.total_bytes, host_available, processes)
+    once = replace(_scaled(args, groups, device, 1.0, processes), **_rates(args, arch, weights))
+    if unasked and not _pays(once, weights):
+        return None, []
+    ratio = _ratio(args, once.total_bytes / sharers, host_available, processes * sharers, unasked)
     if ratio < LEAST_RATIO:
+        if unasked:
+            return None, []
         asked = "" if host_available is None else f" of {host_available / GIB:.2f} GiB"
         return None, [*notes, f"--enable-hierarchical-cache has no effect: too little main memory is free{asked}"]
-    plan = _scaled(args, groups, device, ratio, processes)
+    plan = replace(_scaled(args, groups, device, ratio, processes), **_rates(args, arch, weights))
     if host_available is not None and plan.total_bytes * processes > host_available:
         raise UserError(
-            f"the prefix cache in main memory takes {plan.total_bytes / GIB:.2f} GiB for each of {processes} ranks, but"
+            f"the prefix cache in main memory takes {plan.total_bytes / GIB:.2f} GiB for each of {processes} pools, but"
             f" {host_available / GIB:.2f} GiB are free. Use a smaller --hicache-size or --hicache-ratio, or neither:"
             " then it is as large as fits."
         )
-    return replace(plan, ranks_share=ranks_share), notes
+    return replace(plan, ranks_share=ranks_share, sharers=sharers), notes
 
 
-def _ratio(args: ServerArgs, bytes_at_one: int, available: int | None, processes: int) -> float:
-    """Returns the size of the pools over those of the device."""
+def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None) -> dict[str, Any]:
+    """Returns the fields of the plan that say what copies cost and hide behind."""
+    adds_up_over_bus = args.tp_size > 1 and "nvlink" not in arch.features
+    return {
+        "weight_bytes": 0 if weights is None else weights.all,
+        "memory_over_bus": arch.bandwidth / BUS_RATE if arch.bandwidth else MEMORY_OVER_BUS,
+        "paced_rate": PACED_RATE if adds_up_over_bus else None,
+    }
+
+
+def active_share(model: ModelDescription) -> float:
+    """Returns the share of the weights that a token multiplies, at least: of mixtures that of the chosen experts."""
+    return min(
+        (layer.ffn.top_k / layer.ffn.num_experts for layer in model.layers if isinstance(layer.ffn, MoE)), default=1.0
+    )
+
+
+def _pays(plan: HostCachePlan, weights: RankBytes | None) -> bool:
+    """Returns whether loading a prefix takes clearly less time than computing it, by the least that the latter can
+    take."""
+    if weights is None:
+        return True
+    computed = replace(plan, weight_bytes=weights.active).hidden_bytes(PAYING_TOKENS)
+    return plan.copied_bytes(PAYING_TOKENS, plan.sizes.has_states) < PAYS * computed
+
+
+def _ratio(
+    args: ServerArgs, bytes_at_one: float, available: int | None, processes: int, unasked: bool = False
+) -> float:
+    """Returns the size of the pools over those of the device. `bytes_at_one`: what each rank gives to a pool as large
+    as the device's."""
     if args.hicache_size:
         return args.hicache_size * GB / max(1, bytes_at_one)
     if args.hicache_ratio is not None:
         return args.hicache_ratio
     if available is None:
         return DEFAULT_RATIO
-    usable = args.hicache_host_memory_fraction * max(available - SYSTEM_RESERVE, available // 2)
-    return min(DEFAULT_RATIO, usable / processes / max(1, bytes_at_one))
+    fraction = min(args.hicache_host_memory_fraction, UNASKED_FRACTION if unasked else 1.0)
+    usable = fraction * max(available - SYSTEM_RESERVE, available // 2)
+    return min(LARGEST_UNASKED if unasked else DEFAULT_RATIO, usable / processes / max(1, bytes_at_one))
 
 
 def _scaled(

@@ -13,9 +13,9 @@ FP4_KV = "fp4_e2m1"
 FP4_GROUP = 16
 STORED_BYTES: Mapping[str, int] = {**KV_DTYPE_BYTES, "uint8": 1, "int32": 4}
 """Bytes of an element of a cache's tensor; tensors of bytes hold entries of several types."""
-PACKED_LATENT_DIMS, PACKED_LATENT_BYTES = (576, 512), 656
-"""Dims of a packed latent with its rotary key and of the latent alone; bytes of the packed entry: 512 e4m3 numbers, a
-scale in fp32 for each 128 of them, 64 rotary columns in bfloat16."""
+PACKED_LATENT_BYTES = 656
+"""A packed latent of 512 columns with its rotary key: e4m3 numbers, a scale in fp32 for each 128 of them, 64 rotary
+columns in bfloat16."""
 _SPELLINGS: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
 

@@ -195,6 +195,7 @@ class Serving:
     dcp_size: int = 1
     attn_dp_size: int = 1
     dp_lm_head: bool = False
+    quantized_sums: str = "off"  # as --enable-quantized-all-reduce
 
     @property
     def ranks(self) -> RankLayout:

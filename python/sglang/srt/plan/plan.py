@@ -26,7 +26,7 @@ from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
-from sglang.srt.plan.host_cache import HostCachePlan, plan_host_cache
+from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -39,6 +39,7 @@ from sglang.srt.plan.memory import (
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, with_pages
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
+from sglang.srt.plan.quantized_sums import QuantizedSumRule, quantized_sum_rule
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
@@ -93,6 +94,7 @@ class Plan:
     next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, in whatever stage the draft is
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
+    quantized_sums: QuantizedSumRule | None = None  # over ranks
     shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
@@ -200,6 +202,7 @@ class Plan:
             **({"attn_dp_size": self.ranks.attn_dp_size} if self.ranks.attn_dp_size > 1 else {}),
             **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
             **({"draft": self.draft.describe()} if self.draft is not None else {}),
+            **({"quantized_sums": str(self.quantized_sums)} if self.quantized_sums is not None else {}),
             "page_size": self.page_size,
             **({"selection": self.selection} if self.selection else {}),
             **self._sizes(),
@@ -251,6 +254,8 @@ class Plan:
             logger.info("Sparse attention: %s", self.selection)
         for number, stage in enumerate(self.stages):
             logger.info("Stage %d: %s", number, stage)
+        if self.quantized_sums is not None:
+            logger.info("Sums over ranks: %s", self.quantized_sums)
         logger.info(self.memory.log_line())
         if self.host_cache is not None:
             logger.info("Prefixes in main memory: %s", self.host_cache)
@@ -272,12 +277,13 @@ def make_plan(
     probe: Probe | None = None,
     advises: bool = True,
     host_bytes: int | None = None,
+    tier_unasked: bool = False,
 ) -> Plan:
     """Makes the plan of a rank. `available_bytes`: free on the device before anything is allocated, the least over the
     ranks. `packages`: the optional ones to count on (those installed here if None). `links`: what was seen of those
     between the ranks' GPUs. `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's
     kernel of a need on this GPU. `advises`: messages say what would help. `host_bytes`: of main memory that are free on
-    the rank's machine; None: nobody looked.
+    the rank's machine; None: nobody looked. `tier_unasked`: prefixes are kept there by default, not by a flag.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
@@ -297,6 +303,8 @@ def make_plan(
         host_bytes,
         host_table_bytes(everything, serving),
         ranks_share_caches(everything, serving),
+        RankBytes(capacity.memory.weights, int(capacity.memory.weights * active_share(everything))),
+        tier_unasked,
     )
     return Plan(
         arch=arch,
@@ -332,6 +340,13 @@ def make_plan(
         next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
         capture_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
+        quantized_sums=quantized_sum_rule(
+            args,
+            arch,
+            None if links is None else links.topology,
+            stage.model.hidden_size,
+            sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
+        ),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
@@ -348,6 +363,8 @@ def _host_cache(
     host_bytes: int | None,
     table_bytes: int,
     ranks_share: bool,
+    weights: RankBytes,
+    unasked: bool,
 ) -> tuple[HostCachePlan | None, list[str]]:
     """Plans prefixes in main memory. All stages have pools of as many tokens. `table_bytes`: what each rank keeps there
     besides."""
@@ -367,7 +384,12 @@ def _host_cache(
     processes = -(-serving.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - table_bytes * processes)
-    return plan_host_cache(args, groups, device, arch, host_bytes, processes, ranks_share)
+    alike = ranks_share and serving.ranks.pp_size == 1 and args.nnodes == 1 and serving.attn_dp_size == 1
+    sharers = serving.ranks.world_size if alike else 1
+    pools = processes // sharers
+    return plan_host_cache(
+        args, groups, device, arch, host_bytes, pools, ranks_share, weights=weights, unasked=unasked, sharers=sharers
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,4 +544,5 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
         ranks.dcp_size,
         ranks.attn_dp_size,
         ranks.dp_lm_head,
+        args.enable_quantized_all_reduce,
     )

@@ -10,7 +10,6 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import (
     CacheSpec,
     Elements,
-    Matrix,
     Serving,
     Weights,
     uneven_sizes,
@@ -63,9 +62,3 @@ class PooledSparse(PooledSelection[GQA]):
     def activation_elements(self, tp_size: int) -> int:
         index = (self.indexer.num_heads + 5) * self.indexer.head_dim
         return self.heads.activation_elements(tp_size) + index + 2 * self.indexer.top_k
-
-
-def index_matrix(spec: PooledSparse, hidden_size: int) -> Matrix:
-    """Returns the indexer's projection as checkpoints have it: queries of all heads, then the key."""
-    rows = (spec.indexer.num_heads + 1) * spec.indexer.head_dim
-    return Matrix("attn.index_qk", ("",), rows, hidden_size)

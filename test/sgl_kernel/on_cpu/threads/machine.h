@@ -15,6 +15,7 @@
 #include "../floats.h"
 
 #define __device__
+#define __host__
 #define __forceinline__ inline
 
 namespace sgl_kernel {
@@ -123,6 +124,13 @@ inline Vector load_vector(const Vector* from) { return *from; }
 inline void store_vector(Vector* to, Vector vector) {
   dawdle();
   *to = vector;
+}
+
+inline uint8_t load_byte(const uint8_t* from) { return *from; }
+
+inline void store_byte(uint8_t* to, uint8_t value) {
+  dawdle();
+  *to = value;
 }
 
 inline uint64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }

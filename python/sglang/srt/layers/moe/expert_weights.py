@@ -84,10 +84,6 @@ class ExpertWeights:
         """Returns whether scales are words that hold a zero point each as well."""
         return self.scale is not None and self.scale.dtype == torch.int16
 
-    def pairs_here(self, num_pairs: int) -> int:
-        """The number of (token, expert) pairs to expect here, of so many of all ranks."""
-        return -(-num_pairs // self.ep_size)
-
     @property
     def rows(self) -> int:
         """N, the outputs of the product."""

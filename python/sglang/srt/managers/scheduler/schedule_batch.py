@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
     from sglang.srt.managers.scheduler.prompt_media import PromptMedia
     from sglang.srt.managers.scheduler.text_stop import TextStop
+    from sglang.srt.mem_cache.host_tier import Copy
 
 
 class Req:
@@ -207,6 +208,12 @@ class Req:
             limit = min(limit, max(self.logprob_start - 1, 0))
         return limit
 
+    @property
+    def may_be_stale(self) -> bool:
+        """Returns whether its steps may be computed again: nothing but its tokens is read back from them, and none of
+        its inputs is made for a step."""
+        return not self.wants_prompt_logprobs and self.hidden is None and self.media is None
+
     def may_go_on_from(self, keys: Keys) -> bool:
         """Returns whether it begins with these `cache_keys`, and they may come from the cache."""
         count = len(keys)
@@ -370,6 +377,11 @@ class ScheduleBatch:
     hidden_spans: list[tuple[Req, int]] = field(default_factory=list)
     """Requests whose hidden states this step computes, and of how many positions, in row order."""
     result: StepResult | None = None
+    loads: Sequence[Copy] = ()
+    """Loads of cached prefixes that were under way when it was launched: its tokens count once these have ended
+    well."""
+    stale: set[Req] = field(default_factory=set)
+    """Requests that read what a load did not bring: they are computed again."""
 
     @property
     def limited(self) -> list[Req]:
@@ -401,7 +413,7 @@ class ScheduleBatch:
         rows: list[int] = []
         shape = zip(self.sampled, tokens.tolist(), self.step.widths.tolist(), self.result.counts.tolist(), strict=True)
         for i, (req, row, width, count) in enumerate(shape):
-            if req.finish is None:
+            if req.finish is None and req not in self.stale:
                 running.settle(req, width, count)
             reqs += [req] * count
             accepted += row[:count]

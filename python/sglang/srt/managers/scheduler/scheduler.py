@@ -31,13 +31,14 @@ from sglang.srt.managers.scheduler.schedule_policy import (
     leaves_half,
 )
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
+from sglang.srt.managers.scheduler.stale_steps import redo_stale
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.host_tier import HostTier
+from sglang.srt.mem_cache.host_tier import Entry, HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.hidden_states import MAX_HELD_BYTES, VALUE_BYTES
@@ -100,6 +101,10 @@ class Scheduler:
         self.media = MediaSteps(runner.media, self._least_of_prompt, self.plan.page_size)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
+        self.launching: ScheduleBatch | None = None
+        """Being launched, while steps before it may be read back."""
+        self._alone = args.attn_dp_size == 1
+        """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
         self.held_hidden = 0
         """Hidden states that these may come to hold."""
@@ -109,25 +114,42 @@ class Scheduler:
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tier)
+        tiers = () if self.host_tier is None else (self.host_tier,)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, tiers)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
-        if self.host_tier is not None:
-            self.host_tier.settle()
+        self.settle_copies()
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
+        idles = batch is None and not self.in_flight
         self.read_back(batch)
+        if idles:
+            self.wait_for_copies()
+
+    def settle_copies(self) -> None:
+        """Ends the copies of cached prefixes that have ended, and forgets the steps that read what a load did not
+        bring."""
+        if self.host_tier is not None:
+            self.host_tier.settle()
+            redo_stale(self)
+
+    def wait_for_copies(self) -> None:
+        """Sleeps a moment if cached prefixes are being copied."""
+        if self.host_tier is not None:
+            self.host_tier.wait()
+
+    @property
+    def copying(self) -> bool:
+        return self.host_tier is not None and self.host_tier.busy
 
     def read_back(self, batch: ScheduleBatch | None) -> None:
         """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
         if self.host_tier is not None:
-            self.host_tier.launch()
-            if batch is None and not self.in_flight:
-                self.host_tier.wait()
+            self.host_tier.launch(bool(self.running.reqs))
         ahead = 0 if batch is None else self.steps_ahead
         while len(self.in_flight) > ahead:
             self.process(self.in_flight.popleft())
@@ -135,12 +157,14 @@ class Scheduler:
     def launch(self, batch: ScheduleBatch) -> None:
         """A mask, of a grammar or of thoughts that must end, depends on every token before it: it is filled while the
         forward pass runs, and sampling waits for it."""
+        self.launching = batch
         forward = self.runner.forward(batch.step)
         mask = None
         if batch.needs_mask:
             self.settle(set(batch.limited))
             mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
+        self.launching = None
         self.in_flight.append(batch)
 
     def pick(self) -> ScheduleBatch | None:
@@ -150,6 +174,9 @@ class Scheduler:
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
             self.running.pass_turn()
+        if batch is not None and self.host_tier is not None and self.host_tier.layered:
+            batch.loads = self.host_tier.start_layers()
+            batch.step.loads = [copy.handle.layers for copy in batch.loads if copy.handle and copy.handle.layers]
         if batch is None and not self.in_flight:
             self._free_chunks()
         return batch
@@ -167,8 +194,7 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing will change until a message arrives."""
         no_work = not self.waiting and not self.chunked and not self.running.reqs
-        copying = self.host_tier is not None and self.host_tier.busy
-        return not self.in_flight and not copying and (no_work or self.paused)
+        return not self.in_flight and not self.copying and (no_work or self.paused)
 
     def load(self) -> Load:
         return Load(len(self.running), len(self.waiting), self.kv.used_size(), self.kv.size)
@@ -244,9 +270,15 @@ class Scheduler:
             self.kv.lock(prefix.node)
             if self.host_tier is not None:
                 has_room = partial(budget.has_room_to_load, req, prefix.length)
-                if self.host_tier.waits(req, prefix.length, has_room):
+                is_first, others_wait = self._alone and not chosen, bool(self.running.reqs or self.in_flight)
+                entry = self.host_tier.entry(req, prefix.length, has_room, is_first, others_wait)
+                if entry is not Entry.NOW:
                     self.kv.unlock(prefix.node)
+                if entry is Entry.LATER:
                     continue
+                if entry is Entry.LONGER:
+                    prefix = self.kv.match(req)
+                    self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
             if not take:
                 self.kv.unlock(prefix.node)
@@ -399,10 +431,13 @@ class Scheduler:
 
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
+        if self.host_tier is not None and batch.loads:
+            self.host_tier.finish(batch.loads)
+            redo_stale(self, batch)
         report: list[Req] = []
         sampled, interval = batch.read(self.running), self.args.stream_interval
         for req, token, row in zip(*sampled, strict=True):
-            if req.finish is not None:
+            if req.finish is not None or req in batch.stale:
                 continue
             if token == NO_TOKEN:
                 logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
@@ -564,6 +599,7 @@ class Scheduler:
             return False
         if self.host_tier is not None:
             self.host_tier.reset()
+            redo_stale(self)
         self.kv.reset()
         if self.media.features is not None:
             self.media.features.clear()

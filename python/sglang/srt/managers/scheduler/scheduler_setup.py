@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.nodes import agree, use_interface
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
-from sglang.srt.hardware.numa import stay_near
+from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
 from sglang.srt.hardware.topology import Topology, pci_topology
-from sglang.srt.kernels.all_reduce_table import bands_for
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
+from sglang.srt.plan.host_cache import keeps_unasked
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
 from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
 from sglang.srt.plan.ranks import Node
@@ -57,16 +59,37 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         assert rendezvous is not None
         if args.nnodes > 1:
             use_interface(args)
-        parallel_state.init(ranks, rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
+        backend = "nccl" if on_gpu else "gloo"
+        parallel_state.init(ranks, rank, backend, rendezvous, args.watchdog_timeout, args.dist_timeout)
         if args.nnodes > 1:
             agree(args, model.hf_config)
     links = None
     if on_gpu and args.tp_size > 1:
         links = _connect_gpus(args, model, description.hidden_size, arch, node, gpu)
     available = parallel_state.least(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
-    host = parallel_state.least(free_memory_bytes(None)) if args.enable_hierarchical_cache else None
+    host = parallel_state.least(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
+    unasked = False
+    if on_gpu and host is not None:
+        near = parallel_state.least(_near_memory(node, host, args.dp_size))
+        if unasked := keeps_unasked(args, arch, near):
+            args, host = replace(args, enable_hierarchical_cache=True), near
     probe = _library_probe(arch)
-    return make_plan(args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host)
+    return make_plan(
+        args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=unasked
+    )
+
+
+def _near_memory(node: Node, free: int, replicas: int) -> int:
+    """Returns the free main memory of this machine, or what its ranks can have of it if each takes as much of the NUMA
+    node of its GPU as there is for all."""
+    addresses = [pci_address(gpu) for gpu in node.devices]
+    nodes = Counter(node_of(address) for address in addresses if address is not None)
+    shares = [
+        size // (count * replicas)
+        for number, count in nodes.items()
+        if number is not None and (size := free_bytes_of(number)) is not None
+    ]
+    return min([free, *(share * len(node.ranks) * replicas for share in shares)])
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:
@@ -101,13 +124,15 @@ def _connect_gpus(
         return PeerLinks(topology, reason, "the start-up probe of the links needs sgl-kernel, up to 8 ranks")
     from sglang.srt.distributed.peer_setup import connect, fused_by_flashinfer
 
-    links, reducer = connect(parallel_state.host_group(), gpu, topology, args.watchdog_timeout)
+    e4m3 = 0 if args.enable_quantized_all_reduce == "off" else PIECE_BYTES
+    links, reducer = connect(parallel_state.host_group(), gpu, topology, args.watchdog_timeout, e4m3_bytes=e4m3)
     if disabled and reducer is not None:
         reducer.close()
         links, reducer = PeerLinks(topology, reason), None
     elif links.problem:
         return replace(links, fusion_problem=links.problem)
     group = parallel_state.groups().tp
+    group.peers = reducer
     if reducer is not None:
         group.reduce_with(reducer)
     if fuse:

@@ -22,8 +22,8 @@ from sglang.srt.plan.weight_names import PartKey, WeightMap
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
-Turn = Callable[[torch.Tensor], torch.Tensor]
-"""Rotates queries or keys [P, heads, head_dim] by the places of their patches."""
+Turn = Callable[[torch.Tensor], None]
+"""Rotates queries, keys or both [P, heads, head_dim] in place, by the places of their patches."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
 Result = TypeVar("Result")
 Places = Mapping[str, torch.Tensor]
@@ -145,15 +145,17 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def _attended(self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attend`."""
-        q, k, v = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim).unbind(1)
-        return self._attend(turn(q), turn(k), v.contiguous(), starts)
+        heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
+        turn(heads[:, :2].flatten(1, 2))
+        q, k, v = heads.unbind(1)
+        return self._attend(q, k, v, starts)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
         """q, k, v [P, heads, head_dim]; `starts` [groups + 1]: first patches of those that see one another, and P.
         `scale` None: the root of head_dim divides products. Returns [P, hidden]."""
-        out = torch.empty_like(v)
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale)
         if self.ladder is None:
             attend(tile={})
@@ -188,7 +190,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _turn(self, places: Places) -> Turn:
         """Pairs are a dim of the first half of a head and one of the second; with cosines and sines of several parts of
         a head [P, 1, parts, N], of the halves of each part."""
-        return partial(_halves_turned, cos=places["cos"], sin=places["sin"])
+        return partial(_turn_halves, cos=places["cos"], sin=places["sin"])
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -223,29 +225,19 @@ def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tenso
     return to_fill
 
 
-def _halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (first, second), (first_out, second_out) = (
-        part.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1) for part in (x, result)
-    )
-    write_turned(first, second, first_out, second_out, cos, sin)
-    return result
+    first, second = x.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
+    turn_pairs(first, second, cos, sin)
 
 
-def write_turned(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    first_out: torch.Tensor,
-    second_out: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> None:
-    """Turns pairs of numbers [..., N] by angles in float32, holding little, since all patches of a step are here.
-    `second` may be written over."""
-    x, y = first.float(), second.float()
-    first_out.copy_((x * cos).addcmul_(y, sin, value=-1))
-    second_out.copy_(y.mul_(cos).addcmul_(x, sin))
+def turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Turns pairs of numbers [..., N] in place by angles in float32, holding little, since all patches of a step are
+    here."""
+    x = first.to(torch.float32, copy=True)
+    y = second.to(torch.float32, copy=True)
+    first.copy_((x * cos).addcmul_(y, sin, value=-1))
+    second.copy_(y.mul_(cos).addcmul_(x, sin))
 
 
 def gelu_(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:

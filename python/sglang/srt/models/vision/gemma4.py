@@ -57,7 +57,9 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
     def _attention(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
         heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
-        q, k = turn(self._rms_norm(name + "q_norm", q, eps)), turn(self._rms_norm(name + "k_norm", k, eps))
+        q, k = self._rms_norm(name + "q_norm", q, eps), self._rms_norm(name + "k_norm", k, eps)
+        turn(q)
+        turn(k)
         v = F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
         return self._bounded(name + "o_proj", self._attend(q, k, v, starts, scale=1.0))
 

@@ -20,7 +20,7 @@ from sglang.srt.models.vision.encoder import (
     cos_sin,
     gelu_,
     interpolation,
-    write_turned,
+    turn_pairs,
 )
 from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, squares
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
@@ -47,7 +47,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         x = x + self._interpolated(positions, places)
         if "frames" in places:
             x = x + self._times()[places["frames"]]
-        turn, starts = partial(_turned, cos=places["cos"], sin=places["sin"]), places["starts"]
+        turn, starts = partial(_turn_neighbours, cos=places["cos"], sin=places["sin"]), places["starts"]
         for i in range(tower.num_layers):
             x = self._block(f"{prefix}encoder.blocks.{i}.", x, turn, starts)
             yield len(x)
@@ -80,10 +80,8 @@ def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
     return torch.cat([part.unflatten(0, (grid[0], -1)).mean(0) for part, grid in zip(parts, grids, strict=True)])
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _turn_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """x [P, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
     the column, odd ones by the row."""
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (first, second), (first_out, second_out) = (part.unflatten(-1, (-1, 2)).unbind(-1) for part in (x, result))
-    write_turned(first, second, first_out, second_out, cos, sin)
-    return result
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turn_pairs(first, second, cos, sin)

@@ -130,9 +130,9 @@ class Tower(ABC):
 
     def activation_size(self) -> int:
         """Returns the values that a step holds for each patch at most: the stream, its norm, queries, keys and values
-        as they come and turned, or the wide layer twice; and the features that are there already."""
+        with pairs in float32 while they are turned, or the wide layer twice; and the features that are there."""
         features = len(self.deepstack) * self.out_size // self.merge**2
-        return 2 * self.hidden_size + max(7 * self.hidden_size, 2 * self.intermediate_size) + features
+        return 2 * self.hidden_size + max(8 * self.hidden_size, 2 * self.intermediate_size) + features
 
 
 def linear_shapes(name: str, rows: int, cols: int, bias: bool = True) -> Iterator[NamedShape]:

@@ -1,0 +1,67 @@
+"""Waits of a step for the pages that it reads, layer by layer, while they are still being loaded.
+
+The thread that copies says of each layer when its copy is on the stream; the step that needs it then lets its own
+stream wait for that. So a prompt behind a loaded prefix begins as soon as the first layer is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+FIRST = -1
+"""In place of a layer: what a step needs before its first layer, as states."""
+
+
+class LayerArrivals:
+    """The layers of one load, in the order in which they arrive. Filled by the thread that copies."""
+
+    def __init__(self, layers: Sequence[int], is_cuda: bool) -> None:
+        """layers: ascending."""
+        self.layers = (FIRST, *layers)
+        self._launched = [threading.Event() for _ in self.layers]
+        self._copied = [torch.cuda.Event() if is_cuda else None for _ in self.layers]
+
+    def arrived(self, index: int, stream: torch.cuda.Stream | None) -> None:
+        """Everything of `layers[index]` has been launched on the stream (on a CPU: copied)."""
+        event = self._copied[index]
+        if event is not None:
+            event.record(stream)
+        self._launched[index].set()
+
+    def give_up(self) -> None:
+        """The copy has ended, well or not: nobody waits for it any longer. What a step has read then is checked by
+        the state of the copy."""
+        for launched in self._launched:
+            launched.set()
+
+    def wait(self, index: int) -> None:
+        """Lets the current stream wait for `layers[index]`; on a CPU the caller."""
+        self._launched[index].wait()
+        event = self._copied[index]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)  # of one that was never recorded: no wait
+
+
+class LayerWaits:
+    """The loads that one step may read, and how far it has waited for each of them."""
+
+    def __init__(self, loads: Sequence[LayerArrivals]) -> None:
+        self._loads = list(loads)
+        self._next = [0] * len(self._loads)
+
+    def before(self, layer: int) -> None:
+        """Waits for everything that the layers up to `layer` read. FIRST: for what the step reads before them."""
+        for number, load in enumerate(self._loads):
+            while self._next[number] < len(load.layers) and load.layers[self._next[number]] <= layer:
+                load.wait(self._next[number])
+                self._next[number] += 1
+
+    def finish(self) -> None:
+        """Waits for the rest: what drafts read, and layers that the step did not come to."""
+        for number, load in enumerate(self._loads):
+            for index in range(self._next[number], len(load.layers)):
+                load.wait(index)
+            self._next[number] = len(load.layers)

@@ -1,0 +1,66 @@
+"""Main memory that all ranks of a machine map, for caches that are the same on each of them, as latents are.
+
+The first rank makes an anonymous file in memory, and the others open it by its process and descriptor. It goes when the
+last process that maps it has ended, however that ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+NOBODY = 1 << 62
+"""Given by ranks that have nothing to say where the least of all counts."""
+
+
+class SharingFailed(Exception):
+    """The ranks cannot map the same memory."""
+
+
+def shared_tensor(
+    num_bytes: int, first: bool, agree: Callable[[Sequence[int]], list[int]], proc: str = "/proc"
+) -> torch.Tensor:
+    """Returns [num_bytes] uint8, of zeros, which is the same memory on all ranks. `first`: whether this rank makes it;
+    one does. `agree`: the least of the ranks' values at each position. A collective. Raises SharingFailed on all ranks
+    if one of them cannot map it."""
+    own = _create(num_bytes) if first else -1
+    pid, descriptor = agree([os.getpid(), own] if own >= 0 else [NOBODY, NOBODY])
+    mapped = None
+    if descriptor != NOBODY:
+        mapped = _map(own, num_bytes) if first else _open(f"{proc}/{pid}/fd/{descriptor}", num_bytes)
+    (everybody,) = agree([int(mapped is not None)])
+    if own >= 0:
+        os.close(own)
+    if mapped is None or not everybody:
+        raise SharingFailed
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _create(num_bytes: int) -> int:
+    """Returns the descriptor of a file in memory; -1 if there is none to be had."""
+    try:
+        descriptor = os.memfd_create("cached-prefixes", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        return -1
+    return descriptor
+
+
+def _open(path: str, num_bytes: int) -> mmap.mmap | None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    mapped = _map(descriptor, num_bytes)
+    os.close(descriptor)
+    return mapped
+
+
+def _map(descriptor: int, num_bytes: int) -> mmap.mmap | None:
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,22 @@
+"""Lets sums over ranks travel in eight bits, where the plan says so."""
+
+from __future__ import annotations
+
+from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.quantized_sums import Codec, QuantizedSums, TorchCodec
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES
+from sglang.srt.plan.plan import Plan
+
+
+def quantize_sums(groups: Groups, plan: Plan) -> None:
+    """Before anything is computed, and before graphs are captured."""
+    rule = plan.quantized_sums
+    if rule is None:
+        return
+    codec: Codec = TorchCodec()
+    if plan.device == "cuda":
+        from sglang.srt.layers.triton_ops.quantized_sums import TritonCodec
+
+        codec = TritonCodec()
+    least = rule.least_bytes, rule.least_rows
+    groups.quantize_with(lambda group: QuantizedSums(group.communicator(), codec, *least, PIECE_BYTES, group.peers))

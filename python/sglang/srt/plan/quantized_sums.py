@@ -1,0 +1,52 @@
+"""Decides which sums over ranks travel in eight bits (--enable-quantized-all-reduce)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.all_reduce_table import quantized_from
+from sglang.srt.server_args import ServerArgs
+
+GROUP = 32
+"""Values with one scale: as distributed/quantized_sums, which a test holds to it."""
+FLAG = "--enable-quantized-all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedSumRule:
+    """Sums of at least so many bytes and rows are quantized: of hidden states that blocks leave, never of the
+    embedding, of which one rank has each row."""
+
+    least_bytes: int
+    least_rows: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"from {self.least_bytes:,} bytes and {self.least_rows:,} rows on, as e4m3 ({self.reason})"
+
+
+def quantized_sum_rule(
+    args: ServerArgs, arch: ArchTraits, topology: Topology | None, hidden_size: int, decode_rows: int
+) -> QuantizedSumRule | None:
+    """Returns the rule; None where nothing is quantized. `topology`: of the GPUs, None for CPUs or where nobody has
+    looked; `decode_rows`: most rows of a step without prompts, of all groups of requests.
+
+    Raises UserError where the flag cannot be followed."""
+    if args.enable_quantized_all_reduce == "off":
+        if args.quantized_all_reduce_min_bytes is not None:
+            raise UserError(f"--quantized-all-reduce-min-bytes is for {FLAG} prefill or all")
+        return None
+    if args.tp_size == 1:
+        raise UserError(f"{FLAG} is for sums over the ranks of --tp-size, of which there is one")
+    if hidden_size % GROUP:
+        raise UserError(f"{FLAG}: the hidden size {hidden_size} is no multiple of {GROUP}, the values with one scale")
+    if arch.device == "cuda" and "fp8_mma" not in arch.features:
+        raise UserError(f"{FLAG}: {arch.name} has no instructions for e4m3; leave it off")
+    least, reason = quantized_from(topology, args.tp_size)
+    if args.quantized_all_reduce_min_bytes is not None:
+        least, reason = args.quantized_all_reduce_min_bytes, "--quantized-all-reduce-min-bytes"
+    rows = decode_rows + 1 if args.enable_quantized_all_reduce == "prefill" else 1
+    return QuantizedSumRule(least, rows, reason)
