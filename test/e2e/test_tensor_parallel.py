@@ -7,7 +7,7 @@ import functools
 import pytest
 
 import sglang
-from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH
 from sglang.srt.managers.front.generate_request import RequestError
 
 PROMPTS = ["The capital of France is", "One, two, three,", "Dear reader"]
@@ -21,13 +21,21 @@ STOPPED = [
     GREEDY,
 ]
 """What the leader decides and what every rank decides, in one batch."""
+DRAFTS = {"EAGLE3": EAGLE3_PATH, "DFLASH": DFLASH_PATH}
 REFUSED = [{**GREEDY, "regex": "("}, {**GREEDY, "json_schema": '{"$ref": "#"}'}]
 
 
 @functools.cache
 def answers(
-    tp_size: int, ep_size: int = 1, pp_size: int = 1, dcp_size: int = 1, attn_dp_size: int = 1, own_heads: bool = False
+    tp_size: int,
+    ep_size: int = 1,
+    pp_size: int = 1,
+    dcp_size: int = 1,
+    attn_dp_size: int = 1,
+    own_heads: bool = False,
+    drafter: str | None = None,
 ) -> list[object]:
+    """drafter: of the embedded model."""
     with sglang.Engine(
         model_path=DEFAULT_MODEL_PATH,
         max_total_tokens=4096,
@@ -39,6 +47,8 @@ def answers(
         attn_dp_size=attn_dp_size,
         enable_dp_lm_head=own_heads,
         enable_return_hidden_states=True,
+        speculative_algorithm=drafter,
+        speculative_draft_model_path=DRAFTS.get(drafter or ""),
     ) as engine:
         results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY, PENALIZED)]
         results.append(engine.generate(PROMPTS[:1], GRAMMAR))
@@ -75,6 +85,13 @@ def test_groups_with_requests_of_their_own_answer_like_one(
     tp_size: int, ep_size: int, groups: int, own_heads: bool
 ) -> None:
     assert answers(tp_size, ep_size, attn_dp_size=groups, own_heads=own_heads) == answers(1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("tp_size", "drafter"), [(2, "NGRAM"), (2, "EAGLE3"), (4, "DFLASH")])
+def test_groups_that_draft_answer_like_one_without_drafts(tp_size: int, drafter: str) -> None:
+    """With grammars, stops, penalties, log probabilities and hidden states."""
+    assert answers(tp_size, attn_dp_size=2, drafter=drafter) == answers(1)
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "pp_size"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])

@@ -66,12 +66,12 @@ def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert stages["tokens_per_second_at_most"] == pytest.approx(64 / turn.seconds_with_nccl)
 
 
-def test_stages_that_are_recommended_have_run_on_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_recommended_by_how_much_they_are_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Many short requests: four cards and two stages served more of them than eight cards, as others measured."""
     load = ["--concurrency", "384", "--length", "200", "--gpus", "8", "--gpu", "rtx-pro-6000"]
     assert main(["plan", "--model-path", model_dir(tmp_path, "glm47"), *load]) == 0
     said = capsys.readouterr().out
-    assert "Recommended: TP 4 x PP 2" in said and "no stages of a pipeline have run on GPUs here yet" in said
+    assert "Recommended: TP 4 x PP 2" in said and re.search(r"of which that is 1\.\d\d times", said)
 
 
 def test_whole_experts_on_each_rank_are_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,6 +308,58 @@ def test_layouts_that_share_out_latents(tmp_path: Path, capsys: pytest.CaptureFi
     assert shared["decode_one"]["flops"] == pytest.approx(whole["decode_one"]["flops"], rel=1e-3)
     assert shared["predicted"]["decode_one"]["seconds"] > whole["predicted"]["decode_one"]["seconds"]
     assert shared["commands"][0].endswith("--tp 2 --dcp-size 2")
+    groups, gains = layouts["TP 2 DP attention 2"], {gain["layout"]: gain for gain in result["gains"]}
+    assert groups["weights"] > whole["weights"] and groups["commands"][0].endswith("--attn-dp-size 2")
+    assert groups["tokens"] > 1.9 * whole["tokens"] and groups["requests"] > 1.9 * whole["requests"]
+    assert set(gains) == {"TP 2 DCP 2", "TP 2 DP attention 2", "TP 2 EP 2 DP attention 2"}
+    for name, gain in gains.items():
+        beside = layouts[gain["beside"]]
+        assert gain["tokens"] == layouts[name]["tokens"] / beside["tokens"]
+        longer = layouts[name]["predicted"]["decode_one"]["seconds"] - beside["predicted"]["decode_one"]["seconds"]
+        assert gain["decode_one_seconds"] == pytest.approx(longer)
+
+
+PUBLISHED = Path(__file__).parents[1] / "srt" / "kernels" / "published"
+DEPLOYMENTS = {
+    "GLM-4.7-FP8": ("glm47", ["--gpus", "8"], "TP 4 x PP 2"),
+    "GLM-5.1-NVFP4": ("GLM-5.1-NVFP4", ["--gpus", "6"], "TP 2 x PP 3"),
+    "Kimi-K2.5-NVFP4": ("kimi_k25_nvfp4", ["--gpus", "8"], "TP 8 DCP 8"),
+    "Kimi-K2.6-NVFP4": ("kimi_k26_nvfp4", ["--gpus", "8"], "TP 8 DCP 8"),
+    "DeepSeek-V3.1-NVFP4": ("deepseek_v31_nvfp4", ["--gpus", "8"], "TP 8 DP attention 8"),
+}
+"""Models, cards, and a layout that the plan must have beside others."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_the_recommendation_is_the_predicted_best(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, gpus, layout = DEPLOYMENTS[name]
+    if (quant := CONFIGS / f"{config}.hf_quant_config.json").exists():
+        (tmp_path / "hf_quant_config.json").write_text(quant.read_text())
+    folder = str(PUBLISHED / config) if (PUBLISHED / config).exists() else model_dir(tmp_path, config)
+    result = planned(capsys, "--model-path", folder, "--gpu", "rtx-pro-6000", *gpus)
+    layouts = {row["layout"]: row for row in result["layouts"]}
+    assert layouts[layout]["requests"] > 0
+    speeds = {
+        name: row["predicted"]["tokens_per_second"]["predicted"] * (0.9 if row["ep_size"] > 1 else 1)
+        for name, row in layouts.items()
+    }
+    best = result["recommended"]
+    assert speeds[best] >= max(speeds.values()) / 1.02
+    found = re.search(r"([\d,]+), of which that is ([\d.]+) times", result["reasons"][0])
+    assert found is not None
+    second = max(speed for name, speed in speeds.items() if name != best)
+    assert float(found.group(2)) == pytest.approx(speeds[best] / second, rel=0.12)
+
+
+def test_two_sparks_share_what_one_has_no_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model-path", str(PUBLISHED / "MiniMax-M2.7-NVFP4"), "--nodes", "2", "--gpu", "gb10"]
+    result = planned(capsys, *words)
+    assert result["recommended"] == "TP 2 on 2 machines"
+    assert "TP 1 x 2 servers" in {refused["layout"] for refused in result["refused"]}
+    assert "of which that is 0.9" in result["reasons"][0] and "the busiest one is slower" in result["reasons"][0]
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "glm5"])

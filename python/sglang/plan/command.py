@@ -99,9 +99,50 @@ def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, A
         "layouts": [_prospect_json(prospect, accept_length) for prospect in result.prospects],
         "refused": [{"layout": str(layout), "reason": reason} for layout, reason in result.refused],
         "tuned_files": {str(layout): file for layout, file in result.tuned_files},
+        "gains": [_gain_json(*pair) for pair in result.gains()],
         "recommended": None if best is None else str(best.layout),
         "reasons": reasons(result),
     }
+
+
+def _step_seconds(prospect: Prospect) -> tuple[float, float]:
+    """A decode step of one request and one with the load: predicted, or where nobody timed the card, floors."""
+    prediction = prospect.predicted
+    if prediction is None:
+        return prospect.one.seconds_with_nccl, prospect.loaded.seconds_with_nccl
+    return prediction.one.seconds, prediction.loaded.seconds
+
+
+def _gain_json(prospect: Prospect, whole: Prospect) -> dict[str, Any]:
+    """What it brings, and costs a step, that the ranks hold different tokens."""
+    one, loaded = (here - there for here, there in zip(_step_seconds(prospect), _step_seconds(whole), strict=True))
+    return {
+        "layout": str(prospect.layout),
+        "beside": str(whole.layout),
+        "tokens": prospect.tokens / whole.tokens,
+        "decode_one_seconds": one,
+        "decode_load_seconds": loaded,
+        "requests_per_server": prospect.requests_per_server,
+        "requests_per_server_beside": whole.requests_per_server,
+    }
+
+
+def _gains(result: Survey) -> list[str]:
+    """Lines that say what different tokens on each rank bring, and cost a step."""
+    lines = []
+    for prospect, whole in result.gains():
+        gain = _gain_json(prospect, whole)
+        how = "at least" if prospect.predicted is None else "predicted"
+        lines.append(
+            f"{prospect.layout}: {gain['tokens']:.1f} times the tokens of {whole.layout}; a decode step takes, {how},"
+            f" {_more(gain['decode_one_seconds'])} with one request and {_more(gain['decode_load_seconds'])} with the"
+            f" load ({prospect.requests_per_server} requests a server, {whole.requests_per_server} there)"
+        )
+    return lines
+
+
+def _more(seconds: float) -> str:
+    return f"{abs(seconds) * 1e3:.2f} ms {'less' if seconds < 0 else 'more'}"
 
 
 def _prospect_json(prospect: Prospect, accept_length: float) -> dict[str, Any]:
@@ -111,6 +152,7 @@ def _prospect_json(prospect: Prospect, accept_length: float) -> dict[str, Any]:
         "ep_size": prospect.layout.ep_size,
         "pp_size": prospect.layout.pp_size,
         "dcp_size": prospect.layout.dcp_size,
+        "attn_dp_size": prospect.layout.attn_dp_size,
         "machines": prospect.layout.machines,
         "servers": prospect.layout.servers,
         "weights": prospect.weights,
@@ -195,6 +237,10 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
         lines.append(
             "DCP: the ranks share out the tokens of latents, for two more collectives a layer when they decode."
         )
+    if any(prospect.layout.attn_dp_size > 1 for prospect in result.prospects):
+        lines.append(
+            "DP attention: each rank has requests of its own, with all heads; dense layers and experts stay shared."
+        )
     if result.explanation.not_implemented is not None:
         lines.append(f"This model is not implemented yet, sizes are estimates: {result.explanation.not_implemented}")
     if result.explanation.missing:
@@ -202,6 +248,7 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
         lines.append(f"No kernel here serves {names}.")
     lines += ["", *_table(result), ""]
     lines += [f"{name}: {meaning}" for name, meaning in dict(COLUMNS).items() if name != "layout"]
+    lines += ["", *_gains(result)]
     lines += ["", *_traffic(result), *_predictions(result), *_drafted(result, accept_length)]
     best = result.best()
     if best is not None:
@@ -339,7 +386,7 @@ def reasons(result: Survey) -> list[str]:
     )
     texts = [
         f"{speed} with {result.load.concurrency} requests at once"
-        + (f"; {_next(others)}" if others else ", and no other layout holds the model")
+        + (f"; {_next(best, others)}" if others else ", and no other layout holds the model")
     ]
     at_once = best.requests_per_server * best.layout.servers
     if at_once < result.load.concurrency:
@@ -362,9 +409,9 @@ def reasons(result: Survey) -> list[str]:
             f"for one request at a time {alone.layout} is faster: {alone.one_request_per_second:,.0f} tok/s {how},"
             f" {best.one_request_per_second:,.0f} here"
         )
-    whole = max((p for p in others if p.layout.pp_size == 1), key=lambda p: p.rating, default=None)
-    if best.layout.pp_size > 1 and whole is not None:
-        texts.append(f"no stages of a pipeline have run on GPUs here yet; without them {whole.layout} is next")
+    whole = max((p for p in others if p.layout.whole == p.layout), key=lambda p: p.rating, default=None)
+    if best.layout.whole != best.layout and whole is not None:
+        texts.append(f"no GPU has run ranks that hold different tokens here yet; without them {whole.layout} is next")
     machine = result.explanation.arch.gpus_per_machine
     if 0 < machine < result.gpus and result.nodes == 1:
         nodes = -(-result.gpus // machine)
@@ -376,7 +423,16 @@ def reasons(result: Survey) -> list[str]:
     return texts
 
 
-def _next(others: Sequence[Prospect]) -> str:
+def _next(best: Prospect, others: Sequence[Prospect]) -> str:
+    """Says by how much it is the best, or why something as fast is not."""
     second = max(others, key=lambda p: p.rating)
-    figures = second.predicted_tokens_per_second
-    return f"{second.layout}: {second.tokens_per_second if figures is None else figures[0]:,.0f}"
+    speed, ratio = _tokens_per_second(second), _tokens_per_second(best) / _tokens_per_second(second)
+    text = f"{second.layout}: {speed:,.0f}, of which that is {ratio:.2f} times"
+    if ratio >= CLEARLY or second.layout.ep_size > best.layout.ep_size:
+        return text if ratio >= 1 else f"{text}, as the average rank has it; the busiest one is slower"
+    return f"{text}, and one request alone is faster here: {best.one_request_per_second:,.0f} tok/s"
+
+
+def _tokens_per_second(prospect: Prospect) -> float:
+    figures = prospect.predicted_tokens_per_second
+    return prospect.tokens_per_second if figures is None else figures[0]

@@ -15,7 +15,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.host_cache import BUS_RATE
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.plan import serving_of
 from sglang.srt.plan.pool_checks import with_pages
@@ -33,8 +33,9 @@ UNEVEN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each, and
-    `dcp_size` share out the tokens of the cache; each server on `machines` machines."""
+    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each,
+    `dcp_size` share out the tokens of the cache, and `attn_dp_size` groups have requests of their own; each server on
+    `machines` machines."""
 
     tp_size: int
     servers: int
@@ -42,13 +43,15 @@ class Layout:
     pp_size: int = 1
     dcp_size: int = 1
     machines: int = 1
+    attn_dp_size: int = 1
 
     @property
     def flags(self) -> list[str]:
         experts = ["--ep", str(self.ep_size)] if self.ep_size > 1 else []
         stages = ["--pp", str(self.pp_size)] if self.pp_size > 1 else []
         tokens = ["--dcp-size", str(self.dcp_size)] if self.dcp_size > 1 else []
-        return ["--tp", str(self.tp_size), *experts, *stages, *tokens]
+        requests = ["--enable-dp-attention", "--attn-dp-size", str(self.attn_dp_size)] if self.attn_dp_size > 1 else []
+        return ["--tp", str(self.tp_size), *experts, *stages, *tokens, *requests]
 
     @property
     def gpus_each(self) -> int:
@@ -63,10 +66,16 @@ class Layout:
         experts = f" EP {self.ep_size}" if self.ep_size > 1 else ""
         stages = f" x PP {self.pp_size}" if self.pp_size > 1 else ""
         tokens = f" DCP {self.dcp_size}" if self.dcp_size > 1 else ""
+        requests = f" DP attention {self.attn_dp_size}" if self.attn_dp_size > 1 else ""
         machines = f" on {self.machines} machines" if self.machines > 1 else ""
-        return f"TP {self.tp_size}{experts}{stages}{tokens}{machines}" + (
+        return f"TP {self.tp_size}{experts}{stages}{tokens}{requests}{machines}" + (
             f" x {self.servers} servers" if self.servers > 1 else ""
         )
+
+    @property
+    def whole(self) -> Layout:
+        """The layout whose ranks all hold the same tokens."""
+        return replace(self, dcp_size=1, attn_dp_size=1)
 
     @property
     def crosses_machines(self) -> bool:
@@ -169,6 +178,14 @@ class Survey:
         close = [p for p in able if p.rating >= most / CLEARLY]
         return max(close, key=lambda p: p.one_request_per_second, default=None)
 
+    def gains(self) -> Iterator[tuple[Prospect, Prospect]]:
+        """Yields layouts whose ranks hold different tokens, each beside that whose ranks hold the same ones."""
+        by_layout = {prospect.layout: prospect for prospect in self.prospects}
+        for prospect in self.prospects:
+            whole = by_layout.get(prospect.layout.whole)
+            if whole is not None and whole is not prospect and whole.tokens:
+                yield prospect, whole
+
     def fastest_alone(self) -> Prospect | None:
         able = [p for p in self.prospects if p.most_requests > 0]
         return max(able, key=lambda p: p.one_request_per_second, default=None)
@@ -191,9 +208,7 @@ def survey(
             layout = replace(layout, machines=-(-layout.gpus_each // each))
         if layout.ep_size > 1 and (first is None or first.model.experts is None):
             continue
-        if layout.dcp_size > 1 and not (
-            first is not None and _shares_latents(first.model) and "--dcp-size" not in words
-        ):
+        if layout.whole != layout and (first is None or not _offers(layout, first.model, words)):
             continue
         meeting = ["--nnodes", str(layout.machines), "--dist-init-addr", ADDRESS] if layout.machines > 1 else []
         args = ServerArgs.from_cli([*words, *layout.flags, *meeting], prog="sglang plan")
@@ -212,20 +227,33 @@ def survey(
 
 def _layouts(gpus: int, most: int) -> Iterator[Layout]:
     """Yields layouts with every number of GPUs a server, `most` of one machine, whose experts are shared by their dims,
-    or whole, or whose latents are shared out; then one server of all GPUs in stages, for models that fewer GPUs have no
-    room for."""
+    or whole, whose latents are shared out, or whose ranks have requests of their own; then one server of all GPUs in
+    stages, for models that fewer GPUs have no room for."""
     for tp_size in range(1, min(gpus, most) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
             yield Layout(tp_size, gpus // tp_size, tp_size)
             yield Layout(tp_size, gpus // tp_size, dcp_size=tp_size)
+            if gpus % tp_size == 0:
+                yield Layout(tp_size, gpus // tp_size, attn_dp_size=tp_size)
+                yield Layout(tp_size, gpus // tp_size, tp_size, attn_dp_size=tp_size)
         if gpus % tp_size == 0 and tp_size < gpus <= most:
             yield Layout(tp_size, 1, pp_size=gpus // tp_size)
 
 
-def _shares_latents(model: ModelDescription) -> bool:
-    """Returns whether every rank would hold the same latents, which most ranks can share out."""
-    return any(isinstance(layer.mixer, MLA) for layer in model.layers)
+_NAMED_BY_HAND = ("--dcp-size", "--attn-dp-size", "--enable-dp-attention", "--dp-size")
+
+
+def _offers(layout: Layout, model: ModelDescription, words: Sequence[str]) -> bool:
+    """Returns whether the ranks may hold different tokens: those of latents, which all of them would hold alike, and
+    with requests of their own also KV heads of which there are fewer than ranks. Not where the flags say it."""
+    if any(word.partition("=")[0] in _NAMED_BY_HAND for word in words):
+        return False
+    mixers = [layer.mixer for layer in model.layers]
+    if any(isinstance(mixer, MLA) for mixer in mixers):
+        return True
+    heads = [mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA) and mixer.caches_tokens]
+    return layout.attn_dp_size > max(heads, default=layout.attn_dp_size)
 
 
 def _unplanned(explained: Explanation) -> str | None:
@@ -242,7 +270,8 @@ def _prospect(
     serving = with_pages(args, model, serving)
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
     floors = StepFloors(model, serving, explained.arch, choices, layout.crosses_machines)
-    most = requests_that_fit(plan, load.length)
+    groups = layout.attn_dp_size  # of which each has what the plan says
+    most = groups * requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), most))
     a_step = -(-each // layout.pp_size)  # stages compute different requests at the same time, which take turns
     memory, cost = plan["memory"], cache_cost(explained.groups)
@@ -250,7 +279,7 @@ def _prospect(
         layout=layout,
         weights=memory["weights"],
         cache=memory["kv_cache"] + memory["windows"] + memory["states"],
-        tokens=plan["max_total_num_tokens"],
+        tokens=groups * plan["max_total_num_tokens"],
         most_requests=most * layout.servers,
         one=floors.decode(1, load.length),
         loaded=floors.decode(a_step, load.length),

@@ -161,12 +161,18 @@ def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
         if getattr(args, name) > 1:
             text = f"--attn-dp-size {groups} does not go with {what} ({flag(name)} {getattr(args, name)}) so far."
             yield {"attn_dp_size", name}, text
-    if args.speculative_algorithm is not None:
-        text = f"--attn-dp-size {groups} does not go with --speculative-algorithm so far: remove one of them."
-        yield {"attn_dp_size", "speculative_algorithm"}, text
-    if args.enable_hierarchical_cache:
-        text = f"--attn-dp-size {groups} does not go with --enable-hierarchical-cache so far: remove one of them."
-        yield {"attn_dp_size", "enable_hierarchical_cache"}, text
+    if args.mm_enable_dp_encoder:
+        text = (
+            f"--mm-enable-dp-encoder does not go with --attn-dp-size {groups}, whose groups encode images of their own"
+            " requests, each when it comes to them; remove one of the two."
+        )
+        yield {"attn_dp_size", "mm_enable_dp_encoder"}, text
+    if args.hicache_storage_backend is not None:
+        text = (
+            f"--hicache-storage-backend does not go with --attn-dp-size {groups}: all ranks would ask the store for the"
+            " requests of all groups. --enable-hierarchical-cache alone keeps a group's prefixes in main memory."
+        )
+        yield {"attn_dp_size", "hicache_storage_backend"}, text
 
 
 MEDIA_KINDS = ("image", "video", "audio")

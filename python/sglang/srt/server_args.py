@@ -115,6 +115,9 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     dist_init_addr: str | None = option(
         None, PARALLEL, "HOST:PORT of machine 0, at which the ranks of several machines meet.", "--nccl-init-addr"
     )
+    dist_timeout: float = option(
+        60.0, PARALLEL, "Seconds that the machines wait for one another when they start, with --nnodes.", minimum=1
+    )
 
     # --- memory and scheduling
     mem_fraction_static: float | None = option(
@@ -348,6 +351,8 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
             else:
                 self.attn_dp_size = self.tp_size
         self.enable_dp_attention = self.attn_dp_size > 1
+        if self.enable_dp_attention and self.speculative_algorithm is not None:
+            self.enable_dp_lm_head = True  # a group drafts without the others
         if self.random_seed is None:
             self.random_seed = random.SystemRandom().randrange(1 << 30)
 

@@ -14,10 +14,14 @@ from rank_processes import run_ranks
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.mem_cache import host_tier
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.models.harness import save_tiny
 
-from .test_parallel_schedules import CHUNK, NEW_TOKENS, Outcome, outcome
+from .fake_runner import Collector, add, assert_clean, request, run_to_end
+from .test_parallel_schedules import CHUNK, NEW_TOKENS, PROMPTS, Outcome, outcome, play
 
 DP2, DP4 = RankLayout(2, attn_dp_size=2), RankLayout(4, attn_dp_size=4)
 TP4_DP2 = RankLayout(4, attn_dp_size=2)
@@ -113,3 +117,58 @@ def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, wh
 )
 def test_groups_give_the_tokens_of_one_process(cell: str, tmp_path: Path) -> None:
     check(LAYOUTS.get(cell, DP2), CELLS[cell], tmp_path)
+
+
+HOST_MODELS = ("dense", "latents", "selected latents", "windows", "states", "compressed")
+HOST_FLAGS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
+
+
+def _play_again(scheduler: Scheduler | AttentionGroups) -> Outcome:
+    """The schedule; then the same prompts once more, whose prefixes have left the GPU and return from main memory."""
+    assert isinstance(scheduler, AttentionGroups)
+    first = play(scheduler)
+    for group in scheduler.schedulers:
+        group.kv.tree.evict(1000)
+    collector, again = Collector(), ("plain", "penalized", "same prefix")
+    for rid in again:
+        params = {"frequency_penalty": 1.5, "repetition_penalty": 1.3} if rid == "penalized" else {}
+        add(scheduler, request(f"{rid} again", PROMPTS[rid], NEW_TOKENS, ignore_eos=True, temperature=0.0, **params))
+    run_to_end(scheduler, collector)
+    assert {rid: collector.tokens[f"{rid} again"] for rid in again} == {rid: first.tokens[rid] for rid in again}
+    tiers = [group.host_tier for group in scheduler.schedulers if group.host_tier is not None]
+    assert len(tiers) == len(scheduler.schedulers)
+    assert sum(tier.counts.loaded_tokens for tier in tiers) > 0
+    assert not any(tier.counts.failed_copies for tier in tiers)
+    stats = scheduler.stats.snapshot().host_cache
+    assert stats is not None and stats.load_back_tokens == sum(tier.counts.loaded_tokens for tier in tiers)
+    for group, tier in zip(scheduler.schedulers, tiers, strict=True):
+        assert_clean(group)
+        tier.check()
+    return first
+
+
+def _host_rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    host_tier.LEAST_GAIN = 1
+    for name, folder in folders.items():
+        more = {**flags, **HOST_FLAGS, "max_total_tokens": POOLS.get(name, POOL)}
+        result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}", schedule=_play_again, **more)
+        (out / f"{name}.{rank}.json").write_text(json.dumps(result.__dict__))
+        parallel_state.shutdown()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["DP2", "TP4 x DP2, own heads"])
+def test_prefixes_of_groups_return_from_main_memory(layout: str, tmp_path: Path) -> None:
+    """Each group keeps its own; ranks of other groups know what was copied, and copy nothing."""
+    ranks, folders = LAYOUTS[layout], {name: str(tmp_path / name) for name in HOST_MODELS}
+    for name, folder in folders.items():
+        tiny, changes = MODELS[name]
+        save_tiny(tiny, Path(folder), **changes)
+    flags = {"chunked_prefill_size": CHUNK * ranks.attn_dp_size, "max_running_requests": 4 * ranks.attn_dp_size}
+    run_ranks(_host_rank, (ranks, folders, tmp_path, flags), ranks.world_size)
+    for name, folder in folders.items():
+        one = outcome(folder, ONE_RANK, 0, None)
+        every = [Outcome(**json.loads((tmp_path / f"{name}.{r}.json").read_text())) for r in range(ranks.world_size)]
+        for rank, got in enumerate(every):
+            _compare(got, one, every[0], ranks.attn_dp_size, f"{name}, rank {rank}")

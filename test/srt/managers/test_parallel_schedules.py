@@ -5,6 +5,7 @@ the queue. Without stages the decisions are those of one process too; with stage
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def outcome(
     rendezvous: str | None,
     replayed: set[int] | None = None,
     known: dict[str, list[int]] | None = None,
+    schedule: Callable[[Scheduler | AttentionGroups], Outcome] = play,
     **more: Any,
 ) -> Outcome:
     """replayed: steps go through graphs, and the numbers of requests of those that decode are added; None: no graphs.
@@ -134,10 +136,10 @@ def outcome(
         runner = verifying_runner(args, KnownTexts(4, 3, tokens_ahead=2), outputs, rank, rendezvous)
     create = AttentionGroups if ranks.attn_dp_size > 1 else Scheduler
     if replayed is None:
-        return play(create(args, runner, StopChecker(None)))
+        return schedule(create(args, runner, StopChecker(None)))
     with_attention(runner, DeviceLengths(), DeviceLengths())
     with in_graphs(runner, GraphSizes((1, 3, 4), (8, 20), (0, 4))) as replays:
-        result = play(create(args, runner, StopChecker(None)))
+        result = schedule(create(args, runner, StopChecker(None)))
     replayed |= {len(step.slots) for step in replays if step.prompts is None}
     return result
 

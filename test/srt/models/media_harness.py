@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -481,13 +482,14 @@ def args_of(folder: Path, **options: Any) -> ServerArgs:
 
 def seeing_scheduler(
     folder: Path, encoder: MediaEncoder | None = None, rank: int = 0, rendezvous: str | None = None, **options: Any
-) -> Scheduler:
-    """Pixels lie in the folder of the model. encoder None: the model's own."""
+) -> Any:
+    """Returns a scheduler, or those of attention groups. Pixels lie in the folder of the model. encoder None: the
+    model's own."""
     args = args_of(folder, **options)
     runner = create_runner(args, rank, rendezvous, create_encoder=None if encoder is None else lambda plan: encoder)
     assert runner.media is not None
     runner.media.directory = folder
-    return Scheduler(args, runner, StopChecker(None))
+    return (AttentionGroups if args.attn_dp_size > 1 else Scheduler)(args, runner, StopChecker(None))
 
 
 def media_request(rid: str, prompt: Prompt, directory: Path, new_tokens: int, **params: Any) -> TokenizedGenerateReq:

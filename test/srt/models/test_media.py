@@ -14,6 +14,7 @@ from rank_processes import run_ranks
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.managers.scheduler import media_steps
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.prompt_media import MediaMismatch, PromptMedia, item_keys
 from sglang.srt.managers.scheduler.schedule_batch import ScheduleBatch
@@ -418,28 +419,34 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2, shared": {"tp_size": 2, "mm_enable_dp_encoder": True},
     "PP2": {"pp_size": 2},
 }
+GROUPS = {"DP2": {"tp_size": 2, "attn_dp_size": 2, "chunked_prefill_size": 32}}
+"""Attention groups with requests of their own, each with an encoder and features of its own."""
 NO_STAGES = ("gemma4_per_layer",)
 """Those with layers that attend to keys and values of earlier ones."""
 CUTS = [(name, layout) for name in SEEING for layout in LAYOUTS if layout != "PP2" or name not in NO_STAGES]
 
 
-def _play(scheduler: Scheduler, folder: Path, name: str) -> dict[str, list[int]]:
+def _play(scheduler: Scheduler | AttentionGroups, folder: Path, name: str) -> dict[str, list[int]]:
     collector = Collector()
     for i, prompt in enumerate([one_image(), three_images(), a_video(name), Prompt().text(12, 4), one_image()]):
         add(scheduler, media_request(f"r{i}", prompt, folder, NEW_TOKENS))
         scheduler.step()
         collector.take(scheduler)
     run_to_end(scheduler, collector)
-    assert_clean(scheduler)
+    for each in scheduler.schedulers if isinstance(scheduler, AttentionGroups) else [scheduler]:
+        assert_clean(each)
     return collector.tokens
 
 
-def _rank(rank: int, folders: dict[str, Path], out: Path) -> None:
+def _rank(rank: int, folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]]) -> None:
     torch.set_num_threads(1)
-    for name, layout in CUTS:
+    for name, layout in cuts:
         if name in folders:
-            rendezvous, options = f"file://{out}/{name}{layout}", LAYOUTS[layout]
-            scheduler = seeing_scheduler(folders[name], None, rank, rendezvous, chunked_prefill_size=16, **options)
+            rendezvous, options = (
+                f"file://{out}/{name}{layout}",
+                {"chunked_prefill_size": 16} | (LAYOUTS | GROUPS)[layout],
+            )
+            scheduler = seeing_scheduler(folders[name], None, rank, rendezvous, **options)
             torch.save(_play(scheduler, folders[name], name), out / f"{name}{layout}{rank}.pt")
             parallel_state.shutdown()
 
@@ -454,12 +461,25 @@ def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)
-    run_ranks(_rank, (folders, tmp_path), 2)
+    _check_ranks(folders, tmp_path, CUTS)
+
+
+def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]]) -> None:
+    run_ranks(_rank, (folders, out, cuts), 2)
     for name, folder in folders.items():
         one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
-        for layout in [layout for one_name, layout in CUTS if one_name == name]:
+        for layout in [layout for one_name, layout in cuts if one_name == name]:
             for rank in range(2):
-                assert torch.load(tmp_path / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
+                assert torch.load(out / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
+
+
+@pytest.mark.thorough
+def test_attention_groups_see_as_one_process_does(tmp_path: Path) -> None:
+    names = [name for name in SEEING if name not in NO_STAGES]  # whose tables by token groups do not share either
+    folders = {name: tmp_path / name for name in names}
+    for name, folder in folders.items():
+        save_seeing(name, folder)
+    _check_ranks(folders, tmp_path, [(name, "DP2") for name in names])
 
 
 def test_a_request_that_ends_early_needs_no_features(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:

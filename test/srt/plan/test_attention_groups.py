@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from sglang.srt.distributed.parallel_state import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups
+from sglang.srt.plan.drafts.draft_plan import layout_of_draft
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.memory import activation_bytes
@@ -45,14 +48,40 @@ def test_flags_name_the_groups(words: str, groups: int, replicas: int) -> None:
         ("--tp 4 --attn-dp-size 3", "--attn-dp-size 3 does not divide --tp-size 4"),
         ("--tp 2 --attn-dp-size 2 --pp-size 2", "does not go with stages"),
         ("--tp 2 --attn-dp-size 2 --dcp-size 2", "does not go with tokens that ranks share out"),
-        ("--tp 2 --attn-dp-size 2 --speculative-algorithm NGRAM", "--speculative-algorithm so far"),
-        ("--tp 2 --attn-dp-size 2 --enable-hierarchical-cache", "--enable-hierarchical-cache so far"),
+        ("--tp 2 --attn-dp-size 2 --mm-enable-dp-encoder", "whose groups encode images of their own"),
+        (
+            "--tp 2 --attn-dp-size 2 --enable-hierarchical-cache --hicache-storage-backend file",
+            "all ranks would ask the store",
+        ),
         ("--tp 2 --enable-dp-lm-head", "it needs --enable-dp-attention"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ServerArgs.from_cli(["--model-path", "x", *words.split()])
+
+
+def test_groups_that_draft_have_the_whole_vocabulary() -> None:
+    words = ["--model-path", "x", "--tp", "4", "--attn-dp-size", "2"]
+    assert not ServerArgs.from_cli(words).enable_dp_lm_head
+    assert ServerArgs.from_cli([*words, "--speculative-algorithm", "NGRAM"]).enable_dp_lm_head
+
+
+def test_a_group_has_a_draft_of_its_own() -> None:
+    """Its experts are shared by the ranks of the group alone, and its heads as those of the target."""
+    draft: Any = SimpleNamespace(model=SimpleNamespace(experts=object()))
+
+    def layout(ranks: RankLayout) -> RankLayout:
+        return layout_of_draft(ranks, draft)
+
+    assert layout(RankLayout(4, 4, attn_dp_size=4, dp_lm_head=True)) == ONE_RANK
+    assert layout(RankLayout(4, attn_dp_size=2, dp_lm_head=True)) == RankLayout(2)
+    assert layout(RankLayout(4, 2, pp_size=2)) == RankLayout(4, 2)
+    groups = groups_of(RankLayout(4, 2, attn_dp_size=2, dp_lm_head=True), 3).of_drafts
+    assert (groups.tp, groups.experts, groups.vocabulary) == (groups.attention,) * 3
+    assert (groups.ep.size, groups.expert_tp.size, groups.expert_tp.rank, groups.dp.size) == (1, 2, 1, 1)
+    alike = groups_of(RankLayout(4), 3)
+    assert alike.of_drafts is alike
 
 
 def test_tables_beside_the_embedding_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -43,6 +44,11 @@ windows of other heads with a draft layer for each depth, states beside latents,
 PAGES = {"deepseek_v4": 16, "minimax_m3": 4, "glm5_next": 4}
 """Sizes of pages that hold what these models cache or read as one."""
 LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
+GROUP_LAYOUTS: dict[str, dict[str, int]] = {
+    "dp2": {"tp_size": 2, "attn_dp_size": 2},
+    "tp4 x dp2": {"tp_size": 4, "attn_dp_size": 2},
+}
+"""Attention groups with requests of their own."""
 
 
 def no_weights(name: str, target: Path, folder: Path) -> dict[str, Any]:
@@ -170,7 +176,7 @@ class Outcome:
     num_cached: int = 0
     verified: int = 0
 
-    def take(self, scheduler: Scheduler) -> None:
+    def take(self, scheduler: Scheduler | AttentionGroups) -> None:
         messages, scheduler.outbox = scheduler.outbox, []
         for message in messages:
             for rid, ids, finish, logprobs in zip(
@@ -184,7 +190,7 @@ class Outcome:
                     self.finish[rid] = finish
 
 
-def play(scheduler: Scheduler) -> Outcome:
+def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
     """The schedule, by numbers of steps: every rank acts at the same ones."""
     result = Outcome()
 
@@ -206,7 +212,8 @@ def play(scheduler: Scheduler) -> Outcome:
         if scheduler.idle:
             break
         step()
-    assert_clean(scheduler)
+    for each in scheduler.schedulers if isinstance(scheduler, AttentionGroups) else [scheduler]:
+        assert_clean(each)
     stats = scheduler.stats
     result.num_retracted, result.num_cached = stats.num_retracted, stats._cached
     result.verified = 0 if stats.drafts is None else stats.drafts.num_steps
@@ -215,11 +222,12 @@ def play(scheduler: Scheduler) -> Outcome:
 
 def server_args(folder: Path, options: dict[str, Any]) -> ServerArgs:
     drafts = {"speculative_num_draft_tokens": 4} if "speculative_algorithm" in options else {}
+    groups = options.get("attn_dp_size", 1)
     page = next((tokens for name, tokens in PAGES.items() if name in folder.name), 1)
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=112,
-        page_size=page, max_running_requests=4, chunked_prefill_size=16, schedule_conservativeness=0.01, random_seed=3,
-        **drafts, **options,
+        page_size=page, max_running_requests=4 * groups, chunked_prefill_size=16 * groups,
+        schedule_conservativeness=0.01, random_seed=3, **drafts, **options,
     )  # fmt: skip
 
 
@@ -229,14 +237,23 @@ def outcome(args: ServerArgs, graphs: bool = False, rank: int = 0, rendezvous: s
         if graphs:
             with_attention(runner, DeviceLengths(), DeviceLengths())
             stack.enter_context(in_graphs(runner, GraphSizes((1, 3, 4), (8, 20), (0, 4))))
-        return play(Scheduler(args, runner, StopChecker(None)))
+        create = AttentionGroups if args.attn_dp_size > 1 else Scheduler
+        return play(create(args, runner, StopChecker(None)))
 
 
-def _rank(rank: int, args: ServerArgs, folder: Path) -> None:
+def _rank(rank: int, args: ServerArgs, folder: Path, graphs: bool = False) -> None:
     torch.set_num_threads(1)
-    result = outcome(args, rank=rank, rendezvous=f"file://{folder}/rendezvous")
+    result = outcome(args, graphs, rank, f"file://{folder}/rendezvous.{graphs}")
     (folder / f"{rank}.json").write_bytes(msgspec.json.encode(result))
     parallel_state.shutdown()
+
+
+def on_ranks(args: ServerArgs, folder: Path, graphs: bool = False) -> list[Outcome]:
+    """What each rank knows."""
+    count = args.tp_size * args.pp_size
+    run_ranks(_rank, (args, folder, graphs), count)
+    results = [Outcome(**json.loads((folder / f"{rank}.json").read_text())) for rank in range(count)]
+    return [msgspec.convert(msgspec.to_builtins(result), Outcome) for result in results]
 
 
 def same(result: Outcome, plain: Outcome) -> None:
@@ -266,15 +283,43 @@ def test_drafts_change_nothing(drafter: str, model: str, layout: str, tmp_path: 
     ranks = LAYOUTS[layout]
     args = server_args(target, options | ranks)
     if ranks:
-        run_ranks(_rank, (args, tmp_path), 2)
-        results = [Outcome(**json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(2)]
-        results = [msgspec.convert(msgspec.to_builtins(result), Outcome) for result in results]
+        results = on_ranks(args, tmp_path)
     else:
         results = [outcome(args, graphs=layout == "graphs")]
     for result in results:
         assert result.verified > 0
         same(result, plain)
     assert all(results[-1].logprobs[name] for name in WITH_LOGPROBS), "the last stage has them"
+
+
+def cases_of_groups() -> list[Any]:
+    """All of them, of which `make test` runs one."""
+    return [
+        pytest.param(
+            *(drafter, model, layout, graphs),
+            marks=[] if (drafter, model, layout, graphs) == ("EAGLE3", "qwen3", "dp2", True) else pytest.mark.thorough,
+        )
+        for drafter, (_, models) in DRAFTERS.items()
+        for model in models
+        for layout in GROUP_LAYOUTS
+        for graphs in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("drafter", "model", "layout", "graphs"), cases_of_groups())
+def test_drafts_change_nothing_of_attention_groups(
+    drafter: str, model: str, layout: str, graphs: bool, tmp_path: Path
+) -> None:
+    """In every rank's view of all groups. With graphs, steps that not all groups have one for are launched without."""
+    build, _ = DRAFTERS[drafter]
+    target = tmp_path / model
+    options = build(model, target, tmp_path / "draft")
+    plain = outcome(server_args(target, {}))
+    results = on_ranks(server_args(target, options | GROUP_LAYOUTS[layout]), tmp_path, graphs)
+    for result in results:
+        assert result.verified > 0 and result == results[0]
+        same(result, plain)
+        assert all(result.logprobs[name] for name in WITH_LOGPROBS)
 
 
 def test_every_drafter_model_and_layout_is_in_a_quick_case() -> None:

@@ -21,7 +21,7 @@ _NUMBERS = dict.fromkeys(("num_groups", "share", "ranks"), "i32")
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     """Every launch, with shares that begin on 16 bytes, as those of an all-reduce do, and with others."""
     values, message = {"x": "*bf16", "out": "*bf16", "message": "*u8"}, {"message": "*u8", "out": "*u8"}
-    kernels: tuple[tuple[str, Any, dict[str, str], dict[str, bool]], ...] = (
+    kernels: tuple[tuple[str, Any, dict[str, str], dict[str, Any]], ...] = (
         ("encode", quantized_sums.encode_kernel, values, {}),
         ("decode", quantized_sums.decode_kernel, values, {}),
         ("add", quantized_sums.add_kernel, values, {"ENCODES": False}),

@@ -13,7 +13,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -227,6 +227,16 @@ class Groups:
     dp: Group = ALONE  # requests
     context: Group = ALONE  # tokens
 
+    @property
+    def of_drafts(self) -> Groups:
+        """The groups that the layers of a draft see: what computes for the requests of an attention group alone is
+        shared by the ranks of the group alone."""
+        if self.dp.size == 1:
+            return self
+        shared = self.attention
+        dims = Group(shared.rank, shared.size)
+        return replace(self, tp=shared, vocabulary=shared, experts=shared, ep=ALONE, expert_tp=dims, dp=ALONE)
+
     def quantize_with(self, create: Callable[[Group], QuantizedSums]) -> None:
         """Quantize large sums of hidden states over `tp`, `attention` and `dp`, where they have several ranks; `create`
         makes what a group takes for them. Before the first graph is captured."""
@@ -282,13 +292,20 @@ _ONE_PROCESS = _State(Groups(), None)
 _state = _ONE_PROCESS
 
 
-def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Groups:
+def init(
+    ranks: RankLayout,
+    rank: int,
+    backend: str,
+    init_method: str,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+) -> Groups:
     """Join the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo; `init_method`
     as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing for one rank.
 
     The leader's machine has the store of a tcp:// address, and listens there alone. `timeout_s`: of collectives over
-    tensors. Raises what torch.distributed raises when a rank does not come, and UserError for an address that cannot be
-    had."""
+    tensors; `join_timeout_s`: of the meeting of several machines. Raises what torch.distributed raises when a rank of
+    this machine does not come, and UserError for one of another, or an address that cannot be had."""
     global _state, _num_broadcasts
     if not 0 <= rank < ranks.world_size:
         raise ValueError(f"rank {rank} is not in 0..{ranks.world_size - 1}")
@@ -302,7 +319,9 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     join_limit, limit = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)), timedelta(seconds=timeout_s)
     store = None
     if init_method.startswith("tcp://"):
-        store = _store(init_method.removeprefix("tcp://"), rank == ranks.leader, join_limit)
+        address = init_method.removeprefix("tcp://")
+        store = _store(address, rank == ranks.leader, timedelta(seconds=join_timeout_s))
+        _meet(store, address, rank, ranks.world_size, join_timeout_s)
     dist.init_process_group(
         backend,
         init_method=init_method if store is None else None,
@@ -345,14 +364,32 @@ def _store(address: str, here: bool, limit: timedelta) -> dist.TCPStore:
             return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=limit, wait_for_workers=False)
         except dist.DistError as error:
             raise UserError(
-                f"--dist-init-addr {address}: no server answers there ({str(error).splitlines()[0]}). Is machine 0"
-                " started, and the port open?"
+                f"--dist-init-addr {address}: no server answers there within {limit.total_seconds():g} s"
+                f" ({str(error).splitlines()[0]}). Is machine 0 started, is this an address of it, and the port open?"
             ) from error
     listener = _listener(host.strip("[]"), int(port))
     return dist.TCPStore(
         host.strip("[]"), int(port), is_master=True, timeout=limit, wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
+
+
+def _meet(store: dist.TCPStore, address: str, rank: int, count: int, limit_s: float) -> None:
+    """Waits until all ranks have come to the store. Raises UserError, which names those that have not."""
+    keys = [f"here/{other}" for other in range(count)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+    except dist.DistError as error:
+        try:
+            absent = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        except dist.DistError:  # machine 0 has given up before this one
+            absent = ["others"]
+        raise UserError(
+            f"--dist-init-addr {address}: of {count} ranks, {', '.join(absent)} did not come within {limit_s:g} s."
+            " Start the same command on every machine, each with its own --node-rank; --dist-timeout says how long they"
+            " wait."
+        ) from error
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -20,7 +20,6 @@ from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, StateRecord, Tok
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.metadata import SiteMetadata
-    from sglang.srt.layers.attention.shared_selection import SharedSelection
     from sglang.srt.mem_cache.layer_loads import LayerWaits
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.layer_spec import AttentionSite
@@ -71,8 +70,9 @@ class ForwardBatch:
     handed_on: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that one part of the model leaves for later parts in the same step, by name."""
 
-    shared_selection: SharedSelection | None = None
-    """Where passes of a draft read one selection: what layers with an indexer leave for later passes, or take."""
+    shared_selection: Any = None
+    """Where passes of a draft read one selection: what layers with an indexer leave for later passes, or take, as a
+    `shared_selection.SharedSelection`, whose module imports this one; else None."""
 
     compressed: Any = None
     """Data that layers of compressed attention read of the step: a `compressed.step.CompressedStep`, whose module

@@ -24,6 +24,11 @@ class DraftRunner:
         self.state, self.drafter, self.table, self.sampler = state, drafter, table, sampler
         self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN
 
+    @property
+    def says_confidence(self) -> bool:
+        """Returns whether the drafter says how likely each of its guesses stands."""
+        return getattr(getattr(self.drafter, "model", None), "confidence", None) is not None
+
     def settle(self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool = False) -> Settled:
         """tokens: sampled for the R rows of logits, or of a step without prompts [D * width], int64. Padding behind
         them belongs to request slot 0."""

@@ -127,7 +127,11 @@ class GraphRunner:
         """Returns the shape in which all attention groups compute, of which each has a step of its own."""
         if not steps.has_prompts:
             size = _at_least(self.sizes.batch_sizes, steps.num_decodes)
-            return None if size is None else StepShape(size, size)
+            if size is None or steps.width not in self.sizes.widths:
+                return None
+            return StepShape(size * steps.width, size, steps.width)
+        if steps.verify_beside_prompts or steps.has_media:
+            return None
         decodes = _at_least(self.sizes.mixed_decodes, steps.num_decodes)
         if decodes is None or steps.num_prompts > MAX_PROMPTS:
             return None
@@ -153,7 +157,7 @@ class GraphRunner:
             return {}
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
-        fields |= self._exchange_fields(largest)
+        fields |= self._exchange_fields(largest * self.sizes.widths[-1])
         if self.state.guesses:
             return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)

@@ -4,16 +4,16 @@ group, and gets the tokens of all, because it runs the schedulers of all."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import Groups
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, StepInput, StepResult
+from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, Settled, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.utils.device_arrays import event_on, to_device, to_host
@@ -29,6 +29,27 @@ class OwnRows:
     rows: slice
     logits: torch.Tensor
     gather: Gather
+
+
+@dataclass(frozen=True, slots=True)
+class EveryonesTokens:
+    """What the ranks sampled, of every group, in host memory once the step is over. `tokens` [A, R, k], `counts`
+    [A, R, 1] int32 and `guesses` [A, R, k - 1 or twice as many] as in `StepResult`: behind the guesses is how likely
+    they stand, where the drafter says so."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor | None = None
+    guesses: torch.Tensor | None = None
+
+    def file_guesses(self, result: StepResult, group: int, step: StepInput, num_guesses: int) -> None:
+        """Enters what belongs to the guesses of a group in its result."""
+        if self.counts is None or self.guesses is None:
+            return
+        count = len(result.next_token_ids)
+        guesses, sure = self.guesses[group, :count].split((num_guesses, self.guesses.shape[2] - num_guesses), dim=1)
+        result.counts = self.counts[group, :count, 0] if step.widths is not None else None
+        result.guesses = guesses if step.reads_guesses else None
+        result.confidence = sure.view(torch.float32) if sure.shape[1] else None
 
 
 class GroupOutput:
@@ -51,18 +72,69 @@ class GroupOutput:
         steps = forward.step.groups
         assert steps is not None
         tokens, packed = self._sampled(forward, steps, vocab_mask)
+        return self._results(forward, steps, EveryonesTokens(to_host(tokens[..., None])), packed)
+
+    def gather_verified(
+        self, forward: LaunchedForward, out: SamplerOutput, settled: Settled | None, says_confidence: bool
+    ) -> list[StepResult]:
+        """Returns the results of all groups where steps bring guesses: each group has sampled and settled its own rows
+        (`out`; None is settled of a group without work). says_confidence: the drafter does."""
+        steps, group, dp = forward.step.groups, self.groups.dp.rank, self.groups.dp
+        assert steps is not None
+        count, most = steps.num_requests[group], max(*steps.num_requests, 1)
+        tokens = out.next_token_ids.view(count, steps.steps[group].width)
+        columns = [F.pad(tokens, (0, steps.width - tokens.shape[1])).int()]
+        guesses = self.state.tokens_per_step - 1
+        if settled is None:
+            columns.append(tokens.new_zeros((0, 1 + guesses * (1 + says_confidence)), dtype=torch.int32))
+        else:
+            columns += [settled.counts[:, None], settled.guesses.int()]
+            if says_confidence:
+                sure = settled.confidence
+                sure = settled.guesses.new_zeros((count, guesses), dtype=torch.float32) if sure is None else sure
+                columns.append(sure.float().view(torch.int32))
+        rows = to_host(dp.all_gather(_padded(torch.cat(columns, dim=1), most), dim=0).view(dp.size, most, -1))
+        everyones = EveryonesTokens(*rows.split((steps.width, 1, rows.shape[2] - steps.width - 1), dim=2))
+        packed = None
+        if steps.logprobs is not None:
+            each = max(*steps.num_sampled, 1)
+            width = self._packed_width(steps.logprobs)
+            mine = torch.empty((0, width), dtype=torch.int32, device=tokens.device)
+            mine = mine if out.logprobs is None else out.logprobs
+            packed = dp.all_gather(_padded(mine, each), dim=0).view(dp.size, each, width)
+        return self._results(forward, steps, everyones, packed)
+
+    def own_request(self, step: StepInput) -> StepInput:
+        """Returns the step with what is asked of the logits of any group, so that the results of all are as wide."""
+        steps = step.groups
+        assert steps is not None
+        asked, group = steps.logprobs, self.groups.dp.rank
+        if asked is None:
+            return step
+        count, first = steps.num_requests[group], sum(steps.num_requests[:group])
+        of_request = first + np.repeat(np.arange(count, dtype=np.int64), step.width)
+        return replace(step, logprobs=LogprobRequest(asked.top_nums, asked.token_ids, of_request))
+
+    def _results(
+        self, forward: LaunchedForward, steps: GroupSteps, everyones: EveryonesTokens, packed: torch.Tensor | None
+    ) -> list[StepResult]:
+        """packed [A, rows, W]: log probabilities of the sampled rows, if any group asks."""
         prompts = [self._prompt_logprobs(forward, group, step) for group, step in enumerate(steps.steps)]
         hidden = [self._hidden(forward, group, step.hidden_rows) for group, step in enumerate(steps.steps)]
-        on_host, asked = to_host(tokens), steps.logprobs
+        asked = steps.logprobs
         packed = None if packed is None else to_host(packed)
         ready, results = event_on(self.state.device), []
-        for group, (step, count) in enumerate(zip(steps.steps, steps.num_sampled, strict=True)):
+        for group, (step, rows) in enumerate(zip(steps.steps, steps.num_sampled, strict=True)):
             logprobs = None
             if step.logprobs is not None:
                 assert packed is not None and asked is not None
-                logprobs = LogprobResult(packed[group, :count], step.logprobs, asked.num_ids)
-            rows = on_host[group, :count, None]
-            results.append(StepResult(rows, ready, None, logprobs, prompts[group], hidden[group]))
+                logprobs = LogprobResult(packed[group, :rows], step.logprobs, asked.num_ids)
+            result = StepResult(
+                everyones.tokens[group, : steps.num_requests[group], : step.width], ready, None, logprobs,
+                prompts[group], hidden[group],
+            )  # fmt: skip
+            everyones.file_guesses(result, group, step, self.state.tokens_per_step - 1)
+            results.append(result)
         return results
 
     def _sampled(
@@ -92,9 +164,12 @@ class GroupOutput:
         if asked is None:
             return everyones, None
         if packed is None:
-            width = 1 + 2 * min(asked.num_top, head.vocab_size) + asked.num_ids
+            width = self._packed_width(asked)
             packed = torch.empty((0, width), dtype=torch.int32, device=tokens.device)
         return everyones, mine.gather(packed)
+
+    def _packed_width(self, asked: LogprobRequest) -> int:
+        return 1 + 2 * min(asked.num_top, self.model.description.vocab_size) + asked.num_ids
 
     def _enter(self, forward: LaunchedForward, tokens: torch.Tensor) -> None:
         self.state.next_tokens[forward.slots, 0] = tokens.clamp(min=0)

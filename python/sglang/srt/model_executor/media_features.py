@@ -100,6 +100,12 @@ class MediaFeatures:
         self.num_encoded = 0
         """Items that were encoded since the start."""
 
+    def twin(self) -> MediaFeatures:
+        """Returns an empty cache that decides as this one does, for requests that other ranks compute."""
+        return MediaFeatures(
+            self.description, self.width, self.dtype, self.budget, self.device, None, sliced=self._sliced
+        )
+
     def __contains__(self, item: MediaItem) -> bool:
         return item.digest in self._entries
 

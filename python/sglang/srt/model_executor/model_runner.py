@@ -305,8 +305,7 @@ class ModelRunner:
     @torch.inference_mode()
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> list[StepResult]:
         """Launch the rest of a step of several attention groups, and return the results of all."""
-        assert self.output.of_groups is not None
-        return self.output.of_groups.sample(forward, vocab_mask)
+        return self.output.sample_groups(forward, vocab_mask)
 
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:

@@ -55,7 +55,7 @@ class PatchReader:
 
 
 def _read(file: BinaryIO, values: torch.Tensor) -> None:
-    into = memoryview(values.view(torch.uint8).numpy())
+    into = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
     while into:
         count = file.readinto(into)  # type: ignore[attr-defined]  # of a file without a buffer
         if not count:

@@ -111,17 +111,40 @@ class GroupSteps:
         """None: the group has no work."""
         only_largest = only_largest and not any(step is not None and step.logprobs is not None for step in steps)
         idle = tuple(step is None for step in steps)
-        return cls(tuple(idle_step() if step is None else step for step in steps), idle, only_largest)
+        waiting = idle_step(next((step.width for step in steps if step is not None and step.widths is not None), 0))
+        return cls(tuple(waiting if step is None else step for step in steps), idle, only_largest)
 
     @property
     def num_tokens(self) -> list[int]:
         """Rows of each group."""
-        return [len(step.out_cache_loc) for step in self.steps]
+        return [
+            len(step.slots) * step.width if step.prompts is None else len(step.out_cache_loc) for step in self.steps
+        ]
 
     @property
     def num_sampled(self) -> list[int]:
         """Sampled rows of each group."""
+        return [count * step.width for count, step in zip(self.num_requests, self.steps, strict=True)]
+
+    @property
+    def num_requests(self) -> list[int]:
+        """Sampled requests of each group."""
         return [0 if idle else len(step.sampled_slots) for step, idle in zip(self.steps, self.idle, strict=True)]
+
+    @property
+    def width(self) -> int:
+        """Most rows of a request of any group."""
+        return max(step.width for step in self.steps)
+
+    @property
+    def has_media(self) -> bool:
+        return any(step.prompts is not None and step.prompts.media is not None for step in self.steps)
+
+    @property
+    def verify_beside_prompts(self) -> bool:
+        """True if a group verifies guesses while another computes prompts."""
+        verify = any(step.widths is not None and not idle for step, idle in zip(self.steps, self.idle, strict=True))
+        return verify and self.has_prompts
 
     @property
     def num_decodes(self) -> int:
@@ -143,21 +166,25 @@ class GroupSteps:
 
     @property
     def logprobs(self) -> LogprobRequest | None:
-        """Returns what is asked of the sampled rows of all groups, one group behind the other."""
+        """Returns what is asked of the sampled requests of all groups, one group behind the other."""
         if all(step.logprobs is None for step in self.steps):
             return None
         top_nums: list[int] = []
         token_ids: list[list[int]] = []
-        for step, count in zip(self.steps, self.num_sampled, strict=True):
+        for step, count in zip(self.steps, self.num_requests, strict=True):
             asked = step.logprobs
             top_nums += [0] * count if asked is None else asked.top_nums
             token_ids += [[] for _ in range(count)] if asked is None else asked.token_ids
         return LogprobRequest(top_nums, token_ids)
 
 
-def idle_step(update: TableUpdate | None = None) -> StepInput:
-    """Returns the step of a group without work: the padding slot decodes."""
-    return StepInput(np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros(1, np.int32), table_update=update)
+def idle_step(width: int = 0) -> StepInput:
+    """Returns the step of a group without work: the padding slot decodes. width: rows of each request of a step that
+    verifies guesses; 0: it does not."""
+    step = StepInput(np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros(1, np.int32))
+    if width:
+        step.widths, step.width, step.reserved_lens = np.ones(1, np.int32), width, np.zeros(1, np.int32)
+    return step
 
 
 def no_prompts(idle: bool, num_decodes: int) -> PromptTokens:

@@ -3,6 +3,8 @@ host."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -70,10 +72,13 @@ class StepOutput:
         logits, arrays = of_groups.own_logits(output.logits, step.groups), output.arrays
         count = len(logits)
         if step.prompts is None:
-            slots, positions = arrays["decode_slots"][:count], output.batch.positions[:count] + 1
-        else:
-            slots, last_rows = (arrays[name][:count] for name in ("sampled_slots", "last_rows"))
-            positions = output.batch.positions[last_rows] + 1
+            slots, host_slots = self._rows(step, arrays["decode_slots"][: len(step.slots)], arrays)
+            positions = output.batch.positions[:count] + 1
+            return LaunchedForward(step, logits, slots[:count], host_slots[:count], positions, output)
+        if self.state.guesses:
+            self.state.count_prompts(arrays, step.num_decodes)
+        slots, last_rows = (arrays[name][:count] for name in ("sampled_slots", "last_rows"))
+        positions = output.batch.positions[last_rows] + 1
         return LaunchedForward(step, logits, slots, step.sampled_slots[:count], positions, output)
 
     def _rows(self, step: StepInput, slots: torch.Tensor, arrays: DeviceArrays) -> tuple[torch.Tensor, np.ndarray]:
@@ -126,6 +131,21 @@ class StepOutput:
             result.confidence = None if settled.confidence is None else to_host(settled.confidence)
         result.ready = event_on(self.state.device)
         return result
+
+    def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> list[StepResult]:
+        """Returns the results of all attention groups. With guesses each samples and drafts by itself: the ranks of a
+        group share the vocabulary and the draft. vocab_mask: of this group's rows."""
+        of_groups, steps = self.of_groups, forward.step.groups
+        assert of_groups is not None and steps is not None
+        if self.drafts is None:
+            return of_groups.sample(forward, vocab_mask)
+        if steps.idle[of_groups.groups.dp.rank]:
+            none = SamplerOutput(forward.slots.new_empty(0), None)
+            return of_groups.gather_verified(forward, none, None, self.drafts.says_confidence)
+        asked = replace(forward, step=of_groups.own_request(forward.step))
+        out = self._sampled(asked, vocab_mask)
+        settled = self._settle(forward, out.next_token_ids)
+        return of_groups.gather_verified(forward, out, settled, self.drafts.says_confidence)
 
     def _settle(self, forward: LaunchedForward, tokens: torch.Tensor) -> Settled:
         step, output = forward.step, forward.output

@@ -188,9 +188,15 @@ class CausalLM:
     base_prefix = "model."
     """Prefix that names lack in checkpoints which were saved without a head, as those of embedding models."""
 
-    def __init__(self, plan: Plan, device: torch.device | str | None = None, first_layer: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device | str | None = None,
+        first_layer: int = 0,
+        groups: parallel_state.Groups | None = None,
+    ) -> None:
         """Allocates the parameters. `device` overrides the plan's: `meta` builds the shapes only. `first_layer`: number
-        from which caches are counted."""
+        from which caches are counted. `groups`: those of this process if None."""
         self.description = model = plan.description
         quantization = model.quantization
         quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
@@ -198,7 +204,7 @@ class CausalLM:
             plan=plan,
             device=torch.device(device or plan.device),
             dtype=getattr(torch, plan.dtype),
-            groups=parallel_state.groups(),
+            groups=groups or parallel_state.groups(),
             quant=quant,
             weights=model.names,
             first_layer=first_layer,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.residual import FFN, SumStream
 from sglang.srt.models.block_draft import BlockDraft
@@ -206,7 +207,8 @@ class StandaloneDraft:
 
     def __init__(self, plan: Plan, target: CausalLM) -> None:
         assert plan.draft is not None
-        self.model = CausalLM(plan.of_draft, target.device, plan.draft.description.first_layer)
+        groups = parallel_state.groups().of_drafts
+        self.model = CausalLM(plan.of_draft, target.device, plan.draft.description.first_layer, groups)
         self.caches, self.vocab_size = self.model.caches, plan.draft.description.vocab_size
         self.model_path = plan.draft.config.model_path
         self.last_token = self.model.description.vocab_size - 1

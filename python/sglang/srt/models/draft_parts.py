@@ -59,7 +59,7 @@ class DraftParts:
             plan=plan.of_draft,
             device=target.device,
             dtype=getattr(torch, plan.dtype),
-            groups=parallel_state.groups(),
+            groups=parallel_state.groups().of_drafts,
             quant=Unquantized() if quantization is None else QuantizedMethod(quantization),
             weights=model.names,
             first_layer=self.draft.first_layer,

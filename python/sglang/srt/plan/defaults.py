@@ -124,7 +124,7 @@ def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int)
     mixers = {layer.mixer for layer in model.layers}
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
-    chosen = MLA | CompressedSparse | PooledSelection
+    chosen = (MLA, CompressedSparse, PooledSelection)
     if any(isinstance(mixer, chosen) or _chooses_blocks(mixer) for mixer in mixers):
         limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))

@@ -223,8 +223,6 @@ def _group_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]
         yield f"{asked}: groups with requests of their own do not share out tokens (--dcp-size {ranks.dcp_size})"
     if model.per_layer_inputs is not None or any(layer.ngrams != ABSENT for layer in model.layers):
         yield f"{asked}: tables that are looked up by token beside the embedding are shared by all ranks"
-    if model.media is not None:
-        yield f"{asked}: images and videos go with one group; --language-model-only serves the text model alone"
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
@@ -265,7 +263,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
 
 
 def _head_problems(
-    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSelection, tp_size: int
+    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSelection[GQA] | PooledSelection[MLA], tp_size: int
 ) -> Iterator[str]:
     shares = mixer.shares(tp_size)
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:

@@ -384,7 +384,7 @@ def _host_cache(
     processes = -(-serving.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - table_bytes * processes)
-    alike = ranks_share and serving.ranks.pp_size == 1 and args.nnodes == 1
+    alike = ranks_share and serving.ranks.pp_size == 1 and args.nnodes == 1 and serving.attn_dp_size == 1
     sharers = serving.ranks.world_size if alike else 1
     pools = processes // sharers
     return plan_host_cache(

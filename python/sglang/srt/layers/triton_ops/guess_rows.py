@@ -135,13 +135,12 @@ def verify_inputs(
     """As `native_guesses.verify_inputs`, of contiguous tensors."""
     num_reqs, num_tokens = len(slots), len(slots) * width
     num_tables, num_rows, context_len = req_to_token.shape
-    locs = _locs(num_tables, num_tokens, slots.device)
-    out = VerifyInputs(
-        *(_indices(num_tokens, slots.device) for _ in range(3)),
-        locs[:, :num_tokens],
-        *(_lengths(num_reqs, slots.device) for _ in range(3)),
-        _lengths(num_reqs + 1, slots.device),
-    )
+    device = slots.device
+    locs = _locs(num_tables, num_tokens, device)
+    input_ids, rows, positions = (_indices(num_tokens, device) for _ in range(3))
+    prefix_lens, seq_lens, ends = (_lengths(num_reqs, device) for _ in range(3))
+    start_loc = _lengths(num_reqs + 1, device)
+    out = VerifyInputs(input_ids, rows, positions, locs[:, :num_tokens], prefix_lens, seq_lens, ends, start_loc)
     if not num_tokens:
         out.start_loc.zero_()
         return out

@@ -11,7 +11,7 @@ between them. A request belongs to one group from its arrival on; the groups sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,17 @@ from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import AbortReq, BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
 from sglang.srt.model_executor.step import GroupSteps
 from sglang.srt.sampling.sampling_table import takes_largest
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar_manager import PendingGrammar
+    from sglang.srt.mem_cache.host_tier import CopyEngine
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.step import StepInput
+    from sglang.srt.speculative.depth import AdaptiveDepth
 
 
 class _NoTable:
@@ -44,16 +47,46 @@ class _NoTable:
         pass
 
 
+class _OthersCopies:
+    """Copies of a group whose caches other ranks have. Implements CopyEngine. Their ranks say how they went: the least
+    of what all ranks say counts."""
+
+    ready = True
+    loads_layers = False
+    state = CopyState.DONE
+    layers = None
+
+    def __init__(self, page_bytes: Sequence[int]) -> None:
+        self.page_bytes = page_bytes
+
+    def start(self) -> None:
+        pass
+
+    def submit(self, moves: Sequence[PageMoves], to_host: bool) -> _OthersCopies:
+        return self
+
+    def submit_layers(self, moves: Sequence[PageMoves]) -> _OthersCopies:
+        raise AssertionError("no rank loads layer by layer where one cannot")
+
+    def pace(self, rate: float | None) -> None:
+        pass
+
+
 class _GroupRunner:
     """What the scheduler of one group asks of the runner. Only the ranks of the group have its requests."""
 
-    tokens_per_step, tokens_ahead, next_tokens_read = 1, 0, 0
-    media = copies = storage = None
+    storage = None  # a store beyond main memory is refused
 
     def __init__(self, runner: ModelRunner, is_own: bool) -> None:
         self.plan = runner.plan
+        self.tokens_per_step, self.tokens_ahead = runner.tokens_per_step, runner.tokens_ahead
+        self.next_tokens_read = runner.next_tokens_read
         self.decodes_in_graph = runner.decodes_in_graph
         self.sampling_table: Any = runner.sampling_table if is_own else _NoTable()
+        self.media = runner.media if is_own or runner.media is None else runner.media.twin()
+        self.copies: CopyEngine | None = runner.copies
+        if runner.copies is not None and not is_own:
+            self.copies = _OthersCopies(runner.copies.page_bytes)
         self._runner = runner if is_own else None
 
     def begin(self, slot: int, tokens: list[int], position_delta: int) -> None:
@@ -61,26 +94,50 @@ class _GroupRunner:
             self._runner.begin(slot, tokens, position_delta)
 
 
+class _OneDepth:
+    """Has the interface of `AdaptiveDepth` for the schedulers of all groups, whose steps have the same width."""
+
+    def __init__(self, depth: AdaptiveDepth) -> None:
+        self.observe, self.expect = depth.observe, depth.expect
+        self._depth, self._width = depth, 1
+
+    def choose(self, num_requests: int) -> None:
+        """Chooses for the next step, of so many requests in the group that has most."""
+        self._width = self._depth.next_width(num_requests)
+
+    def next_width(self, num_requests: int) -> int:
+        return self._width
+
+    @property
+    def confidence_cuts(self) -> int:
+        return self._depth.confidence_cuts
+
+
 class AttentionGroups:
     """Has the interface of a `Scheduler`, and a scheduler for each group."""
 
-    host_tier = None  # --enable-hierarchical-cache is refused
+    host_tier = None  # each group has one
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
+    def __init__(
+        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
+    ) -> None:
+        """depth: as of a `Scheduler`."""
+        self.depth = None if depth is None else _OneDepth(depth)
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.group = runner.groups.dp.rank
         count = runner.groups.dp.size
         if args.max_queued_requests is not None:
             args = replace(args, max_queued_requests=-(-args.max_queued_requests // count))
         self.schedulers = [
-            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker)  # type: ignore[arg-type]
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth)  # type: ignore[arg-type]
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache
         self.router = ReplicaRouter(args.load_balance_method, count, caches)
         for group, scheduler in enumerate(self.schedulers):
             self.router.set_cache_size(group, scheduler.kv.size)
-        self.stats = StatsLogger(args.decode_log_interval, self.load)
+        tiers = [scheduler.host_tier for scheduler in self.schedulers if scheduler.host_tier is not None]
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, tiers)
         for scheduler in self.schedulers:
             scheduler.stats = self.stats
 
@@ -88,11 +145,20 @@ class AttentionGroups:
 
     def step(self) -> None:
         """Launch the next batches of all groups as one step, then read back those of the step before."""
+        if self.depth is not None:
+            self.depth.choose(max(len(scheduler.running.now) for scheduler in self.schedulers))
+        for scheduler in self.schedulers:
+            scheduler.settle_copies()
         batches = [None if scheduler.paused else scheduler.pick() for scheduler in self.schedulers]
         if any(batch is not None for batch in batches):
             self.launch(batches)
+        idles = not any(batch is not None for batch in batches) and not any(each.in_flight for each in self.schedulers)
         for scheduler, batch in zip(self.schedulers, batches, strict=True):
             scheduler.read_back(batch)
+        if idles:
+            next(
+                (scheduler for scheduler in self.schedulers if scheduler.copying), self.schedulers[0]
+            ).wait_for_copies()
 
     def launch(self, batches: list[ScheduleBatch | None]) -> None:
         """As `Scheduler.launch`. The masks of a group are filled by its ranks; what a mask needs read back is read by
@@ -134,7 +200,7 @@ class AttentionGroups:
                 ReplicaLoad(group, len(scheduler.reqs), sum(len(req.tokens) for req in scheduler.reqs.values()))
                 for group, scheduler in enumerate(self.schedulers)
             ]
-            owner = self.schedulers[self.router.choose(loads, msg.input_ids, msg.cache_namespace)]
+            owner = self.schedulers[self.router.choose(loads, msg.input_ids, msg.cache_namespace, msg.media or ())]
         return owner.add(msg, seed, stop_ids)
 
     def _owner(self, rid: str) -> Scheduler | None:

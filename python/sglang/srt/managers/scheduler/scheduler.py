@@ -114,26 +114,42 @@ class Scheduler:
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tier)
+        tiers = () if self.host_tier is None else (self.host_tier,)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, tiers)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
-        if self.host_tier is not None:
-            self.host_tier.settle()
-            redo_stale(self)
+        self.settle_copies()
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
+        idles = batch is None and not self.in_flight
         self.read_back(batch)
+        if idles:
+            self.wait_for_copies()
+
+    def settle_copies(self) -> None:
+        """Ends the copies of cached prefixes that have ended, and forgets the steps that read what a load did not
+        bring."""
+        if self.host_tier is not None:
+            self.host_tier.settle()
+            redo_stale(self)
+
+    def wait_for_copies(self) -> None:
+        """Sleeps a moment if cached prefixes are being copied."""
+        if self.host_tier is not None:
+            self.host_tier.wait()
+
+    @property
+    def copying(self) -> bool:
+        return self.host_tier is not None and self.host_tier.busy
 
     def read_back(self, batch: ScheduleBatch | None) -> None:
         """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
         if self.host_tier is not None:
             self.host_tier.launch(bool(self.running.reqs))
-            if batch is None and not self.in_flight:
-                self.host_tier.wait()
         ahead = 0 if batch is None else self.steps_ahead
         while len(self.in_flight) > ahead:
             self.process(self.in_flight.popleft())
@@ -178,8 +194,7 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing will change until a message arrives."""
         no_work = not self.waiting and not self.chunked and not self.running.reqs
-        copying = self.host_tier is not None and self.host_tier.busy
-        return not self.in_flight and not copying and (no_work or self.paused)
+        return not self.in_flight and not self.copying and (no_work or self.paused)
 
     def load(self) -> Load:
         return Load(len(self.running), len(self.waiting), self.kv.used_size(), self.kv.size)

@@ -71,11 +71,8 @@ class SchedulerProcess:
         decoder = tokenizer.text_decoder() if tokenizer is not None and self.leader else None
         alone = parallel_state.num_ranks() == 1
         stop_checker = StopChecker(decoder, None if alone else self.decisions.append)
-        self.scheduler: Scheduler | AttentionGroups
-        if runner.groups.dp.size > 1:
-            self.scheduler = AttentionGroups(args, runner, stop_checker)
-        else:
-            self.scheduler = Scheduler(args, runner, stop_checker, create_depth(args, runner))
+        create = AttentionGroups if runner.groups.dp.size > 1 else Scheduler
+        self.scheduler: Scheduler | AttentionGroups = create(args, runner, stop_checker, create_depth(args, runner))
         self.grammars = self._grammar_manager(ports)
         self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None

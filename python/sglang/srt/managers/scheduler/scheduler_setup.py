@@ -59,7 +59,8 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         assert rendezvous is not None
         if args.nnodes > 1:
             use_interface(args)
-        parallel_state.init(ranks, rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
+        backend = "nccl" if on_gpu else "gloo"
+        parallel_state.init(ranks, rank, backend, rendezvous, args.watchdog_timeout, args.dist_timeout)
         if args.nnodes > 1:
             agree(args, model.hf_config)
     links = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from sglang.srt.managers.scheduler.draft_stats import DraftStats
 from sglang.srt.managers.scheduler.schedule_batch import Req
@@ -40,10 +42,10 @@ class StatsLogger:
         decode_log_interval: int,
         load: Callable[[], Load],
         drafter: str | None = None,
-        host_tier: HostTier | None = None,
+        host_tiers: Sequence[HostTier] = (),
     ) -> None:
-        """drafter: of --speculative-algorithm."""
-        self._host_tier = host_tier
+        """drafter: of --speculative-algorithm. host_tiers: those of the schedulers that count here."""
+        self._host_tiers = host_tiers
         self._decode_log_interval = decode_log_interval
         self._load = load
         self.decode_steps = 0
@@ -125,8 +127,16 @@ class StatsLogger:
             spec_num_draft_tokens=drafts.width,
             spec_verify_calls=drafts.num_steps,
             spec_confidence_cuts=drafts.confidence_cuts,
-            host_cache=None if self._host_tier is None else _host_cache(self._host_tier),
+            host_cache=_summed([_host_cache(tier) for tier in self._host_tiers]),
         )
+
+
+def _summed(each: Sequence[HostCacheStats]) -> HostCacheStats | None:
+    """Returns the sums over several tiers, none of which has a store; None of none."""
+    if len(each) < 2:
+        return each[0] if each else None
+    names = [field.name for field in msgspec.structs.fields(HostCacheStats) if field.name != "storage"]
+    return HostCacheStats(**{name: sum(getattr(stats, name) for stats in each) for name in names})
 
 
 def _host_cache(tier: HostTier) -> HostCacheStats:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.host_tier import MOST_LOADS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 
-def redo_stale(scheduler: Scheduler, batch: ScheduleBatch | None = None) -> None:
+def redo_stale(scheduler: Any, batch: ScheduleBatch | None = None) -> None:
     """Lets launched steps forget the requests that read what failed loads were to bring, and sends these back to the
-    queue as they came. batch: a step that is being read back."""
+    queue as they came. scheduler: a `Scheduler`, whose module imports this one; batch: a step that is being read
+    back."""
     assert scheduler.host_tier is not None
     wrong = scheduler.host_tier.wrong_nodes()
     if not wrong:
@@ -32,7 +32,7 @@ def redo_stale(scheduler: Scheduler, batch: ScheduleBatch | None = None) -> None
     scheduler.host_tier.forget_wrong()
 
 
-def _requeue(scheduler: Scheduler, req: Req) -> None:
+def _requeue(scheduler: Any, req: Req) -> None:
     """Gives up a request's slots without keeping what it computed. It is not loaded for again."""
     if req in scheduler.chunked:
         scheduler.chunked.remove(req)

@@ -79,6 +79,8 @@ def detach(scheduler: Scheduler | AttentionGroups) -> str:
 
 
 def _not_now(scheduler: Scheduler | AttentionGroups) -> str:
+    if isinstance(scheduler, AttentionGroups):
+        return "Attention groups with requests of their own (--attn-dp-size) keep prefixes in main memory alone."
     if scheduler.host_tier is None:
         return NO_TIER
     scheduler.settle()

@@ -147,7 +147,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attend`."""
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
         turn(heads[:, :2].flatten(1, 2))
-        return self._attend(*heads.unbind(1), starts)
+        q, k, v = heads.unbind(1)
+        return self._attend(q, k, v, starts)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None = None

@@ -72,12 +72,27 @@ class DraftPlan:
 def plan_draft(asked: AskedDraft, ranks: RankLayout) -> DraftPlan:
     """Plans the rank's share of the draft. Raises UserError for a draft that the ranks cannot share."""
     description = asked.description
-    within_stage = replace(ranks, pp_size=1, dcp_size=1, ep_size=ranks.ep_size if description.model.experts else 1)
-    check_layout(description.model, within_stage)
-    of_rank = rank_weights(description.model, within_stage)
+    layout = layout_of_draft(ranks, description)
+    check_layout(description.model, layout)
+    of_rank = rank_weights(description.model, layout)
     if not description.separate:
         of_rank = replace(of_rank, front=description.front())
     return DraftPlan(asked, of_rank)
+
+
+def layout_of_draft(ranks: RankLayout, draft: DraftDescription) -> RankLayout:
+    """Returns the layout of the ranks that share the draft: of the last stage, or, where attention groups have requests
+    of their own, of one group, so that a group drafts without the others."""
+    if ranks.attn_dp_size > 1:
+        return RankLayout(ranks.attn_tp_size)
+    return replace(ranks, pp_size=1, dcp_size=1, ep_size=ranks.ep_size if draft.model.experts else 1)
+
+
+def _serving_of_draft(serving: Serving, draft: DraftPlan) -> Serving:
+    if serving.attn_dp_size == 1:
+        return replace(serving, pp_size=1)
+    ranks = draft.weights.ranks
+    return replace(serving, tp_size=ranks.tp_size, ep_size=1, pp_size=1, attn_dp_size=1, dp_lm_head=False)
 
 
 def with_draft_layers(target: ModelDescription, draft: DraftPlan | None) -> ModelDescription:
@@ -94,7 +109,7 @@ def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, serving: Ser
     if draft is None:
         return tuple(needs.values())
     norms = Need("fused_add_rmsnorm", q_dtype=serving.dtype)  # of what a draft reads, whatever its residual is
-    for need in (*needs_of(draft.weights, replace(serving, pp_size=1)), norms):
+    for need in (*needs_of(draft.weights, _serving_of_draft(serving, draft)), norms):
         for merged in _merged(needs, need):
             needs[merged.key] = merged
     return tuple(needs.values())

@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Two GPUs that hold different tokens: replicas, groups with requests of their own (DP attention), shared-out latents
+(DCP), beside two ranks that hold the same ones (TP2). About eight minutes on two H200s.
+
+    python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 540] [--skip answers,slice,replicas]
+
+1. answers   the embedded model and a small one with latents, in every layout: texts and tokens as one rank gives them
+2. slice     five layers of DeepSeek-V3's shapes: output tokens a second with 64 and 256 requests, decode steps behind
+             65,536 tokens, and the bytes of a GPU that a token of the cache takes
+3. replicas  two replicas of `--dense` (Qwen3-8B) beside one of them
+
+Weights of 2 and 3 are random; only the config.json and tokenizer of --dense are read. Prints a table, and ends with
+status 1 if a row is wrong. With `--device cpu` it tries itself over gloo, with small models and few requests: that
+shows whether it runs, and no times that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "evals")]
+
+import latent_slice  # noqa: E402
+import requirements  # noqa: E402
+import two_gpus  # noqa: E402
+from parts import Bench, table  # noqa: E402
+from two_gpus import EMBEDDED, SERVER_LIMIT_S, Server, Servers, Window, load  # noqa: E402
+
+TP2, DCP2 = ("--tp", "2"), ("--tp", "2", "--dcp-size", "2")
+GROUPS = ("--tp", "2", "--enable-dp-attention", "--attn-dp-size", "2")
+SMALL = ("--max-total-tokens", "32768", "--max-running-requests", "32", "--cuda-graph-max-bs", "16")
+SMALL_CPU = ("--device", "cpu", "--max-total-tokens", "8192", "--max-running-requests", "8")
+SLICE = ("--load-format", "dummy", "--max-total-tokens", "600000", "--chunked-prefill-size")
+SLICE = (*SLICE, "8192", "--max-running-requests", "512", "--cuda-graph-max-bs", "256")
+LONG = 65536
+LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
+TOKENS_HELD, FASTER, OF_TWO = 1.9, 1.0, 1.9
+"""Wanted: tokens that DCP2 holds beside TP2, decode steps behind long contexts, and replicas beside one."""
+SAME_TOKENS = 0.8
+"""Of the answers in bf16 with random weights, whose tokens are often as likely as one another."""
+
+
+def generated(server: Server, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """The greedy tokens behind each prompt, whose requests come together."""
+
+    def post(ids: list[int]) -> list[int]:
+        params = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        body = json.dumps({"input_ids": ids, "sampling_params": params}).encode()
+        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            found: list[int] = json.load(reply)["output_ids"]
+        return found
+
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(post, prompts))
+
+
+def answers(bench: Bench) -> None:
+    """Texts of the embedded model, and tokens of one with latents: prompts with common beginnings, more than a chunk
+    long."""
+    small = SMALL_CPU if bench.cpu else SMALL
+    layouts = {"TP2": TP2, "DP attention 2": GROUPS, "DP2": ("--dp-size", "2")}
+    latents = latent_slice.save_small(bench.window.out / "latents", EMBEDDED)
+    with ExitStack() as stack, bench.window.part("answers"):
+        servers = Servers(bench.window, stack)
+        texts = {"one": servers.start("one", EMBEDDED, *small, CUDA_VISIBLE_DEVICES="0")}
+        for name, flags in layouts.items():
+            texts[name] = servers.start(name.replace(" ", "_"), EMBEDDED, *small, *flags)
+        up = {name: future.result(bench.window.left(SERVER_LIMIT_S)) for name, future in texts.items()}
+        bench.compared(up.pop("one"), up)
+    with ExitStack() as stack, bench.window.part("tokens"):
+        servers, chunks = Servers(bench.window, stack), ("--chunked-prefill-size", "128", "--skip-tokenizer-init")
+        tokens = {"one": servers.start("latents_one", latents, *small, *chunks, CUDA_VISIBLE_DEVICES="0")}
+        for name, flags in {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}.items():
+            tokens[name] = servers.start(f"latents_{name.replace(' ', '_')}", latents, *small, *chunks, *flags)
+        found = {
+            name: generated(future.result(bench.window.left(SERVER_LIMIT_S)), prompts_of_latents(bench.cpu), 24)
+            for name, future in tokens.items()
+        }
+        wanted = found.pop("one")
+        for name, got in found.items():
+            same = sum(a == b for a, b in zip(wanted, got, strict=True))
+            least = 1.0 if bench.cpu else SAME_TOKENS
+            right = same >= least * len(wanted)
+            bench.row(f"latents, {name}: tokens as one rank's", f"{same} of {len(wanted)}", f"{least:.0%}", right)
+
+
+def prompts_of_latents(few: bool) -> list[list[int]]:
+    rng = random.Random(4)
+    trunk = [rng.randrange(2, 500) for _ in range(150)]
+    alone = [[rng.randrange(2, 500) for _ in range(rng.randrange(5, 300))] for _ in range(4 if few else 20)]
+    return [*alone, *(trunk + ids[:20] for ids in alone)]
+
+
+def bytes_a_token(server: Server) -> float:
+    """Bytes of a GPU that its caches take, by the tokens that both GPUs hold together."""
+    (state, *_) = server.info()["internal_states"]
+    found: float = state["memory_usage"]["kv_cache_bytes"] / state["max_total_num_tokens"]
+    return found
+
+
+def slice_(bench: Bench) -> None:
+    """TP2, DP attention 2 and DCP2 start side by side; one idles while another is measured."""
+    model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
+    flags = (*SMALL_CPU, "--load-format", "dummy") if bench.cpu else SLICE
+    layouts = {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}
+    held, long, served = dict[str, float](), dict[str, list[float]](), dict[str, list[float]]()
+    with ExitStack() as stack, bench.window.part("slice"):
+        servers = Servers(bench.window, stack)
+        started = {
+            name: servers.start(f"slice_{name.replace(' ', '_')}", model, *flags, *words)
+            for name, words in layouts.items()
+        }
+        ready: dict[str, Server] = {}
+        for name, future in started.items():
+            with bench.window.part(f"start, slice, {name}"):
+                ready[name] = future.result(bench.window.left(SERVER_LIMIT_S))
+                bench.window.say(f"slice, {name} was up after {ready[name].start_seconds:.0f} s")
+        for name, server in ready.items():
+            with bench.window.part(f"slice, {name}"):
+                held[name] = bytes_a_token(server)
+                bench.row(f"slice, {name}: bytes of a GPU a token", f"{held[name]:,.0f}")
+                long[name] = behind_long_contexts(bench, name, server)
+                served[name] = bench.served(f"slice, {name}", server)
+    compare(bench, held, long, served)
+
+
+def compare(bench: Bench, held: dict[str, float], long: dict[str, list[float]], served: dict[str, list[float]]) -> None:
+    """Rows of each layout beside TP2."""
+    for name in [name for name in held if name != "TP2" and "TP2" in held]:
+        ratio = held["TP2"] / held[name]
+        least = TOKENS_HELD if name == "DCP2" else 1.0
+        bench.row(f"{name} beside TP2: tokens held", f"{ratio:.2f}x", f"{least}x", ratio >= least)
+    for name in [name for name in long if name != "TP2" and "TP2" in long]:
+        for at_once, ours, theirs in zip(LONG_AT_ONCE, long[name], long["TP2"], strict=False):
+            what = f"{name} beside TP2: steps of {at_once} behind {LONG:,} tokens, speed"
+            right = None if bench.cpu or name != "DCP2" else theirs / ours >= FASTER
+            bench.row(what, f"{theirs / ours:.2f}x", f"{FASTER}x" if name == "DCP2" else "", right)
+    for name in [name for name in served if name != "TP2" and "TP2" in served]:
+        for (at_once, _), ours, theirs in zip(bench.loads(), served[name], served["TP2"], strict=False):
+            bench.row(f"{name} beside TP2: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
+
+
+def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]:
+    """Milliseconds between the tokens of requests of so many tokens."""
+    found = []
+    for at_once in LONG_AT_ONCE:
+        lengths = (64, 8) if bench.cpu else (LONG, LONG_OUTPUT)
+        row = load(bench.window, server, at_once, at_once, lengths, 1.0)
+        step: float = row["median_itl_ms"]
+        text = f"{step:.2f} ms between tokens, first {row['mean_ttft_ms']:.0f} ms"
+        bench.window.say(f"slice, {name}, {at_once} of {lengths[0]:,} tokens: {text}")
+        bench.row(
+            f"slice, {name}: {at_once} of {lengths[0]:,} tokens",
+            text,
+            f"{at_once} answers",
+            row["completed"] == at_once,
+        )
+        found.append(step)
+    return found
+
+
+def replicas(bench: Bench) -> None:
+    """Two replicas, with twice the requests and with as many, beside one."""
+    each = bench.loads()[-1][0] // 2
+    flags = bench.tiny() if bench.cpu else two_gpus.SERVER
+    flags = (*flags, "--max-total-tokens", "8192" if bench.cpu else "150000")
+    found: dict[str, dict[int, float]] = {}
+    for name, words in {"one": (), "DP2": ("--dp-size", "2")}.items():
+        with ExitStack() as stack, bench.window.part(f"replicas, {name}"):
+            gpu = {"CUDA_VISIBLE_DEVICES": "0"} if name == "one" else {}
+            future = Servers(bench.window, stack).start(f"dense_{name}", bench.model, *flags, *words, **gpu)
+            server = future.result(bench.window.left(SERVER_LIMIT_S))
+            lengths = (48, 8) if bench.cpu else two_gpus.SERVER_LENGTHS
+            found[name] = {}
+            for at_once in (each, 2 * each):
+                load(bench.window, server, at_once, at_once, lengths)
+                row: dict[str, Any] = load(bench.window, server, at_once, 4 * at_once, lengths)
+                found[name][at_once] = row["output_throughput"]
+                text = f"{row['output_throughput']:.0f} tok/s"
+                bench.window.say(f"replicas, {name}, {at_once} at a time: {text}")
+                right = row["completed"] == 4 * at_once
+                bench.row(f"replicas, {name}, {at_once} at a time", text, f"{4 * at_once} answers", right)
+    if len(found) == 2 and all(len(loads) == 2 for loads in found.values()):
+        ratio, same = found["DP2"][2 * each] / found["one"][each], found["DP2"][2 * each] / found["one"][2 * each]
+        right = None if bench.cpu else ratio >= OF_TWO
+        bench.row(f"DP2 with {2 * each} beside one with {each}", f"{ratio:.2f}x", f"{OF_TWO}x", right)
+        bench.row(f"DP2 beside one, both with {2 * each}", f"{same:.2f}x")
+
+
+PARTS = {"answers": answers, "slice": slice_, "replicas": replicas}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dense", type=Path, default=EMBEDDED)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds")
+    parser.add_argument("--skip", default="", help=f"of {', '.join(PARTS)}")
+    args = parser.parse_args(argv)
+    if why := requirements.complaint():
+        print(why, flush=True)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    window = Window(args.out.resolve(), args.limit)
+    bench = Bench(window, args.dense, args.device == "cpu")
+    if not bench.cpu:
+        with window.part("sgl-kernel"):
+            two_gpus.install_kernels(window)
+    for name, run in PARTS.items():
+        if name not in args.skip.split(","):
+            run(bench)
+    print(f"\n{table(bench.rows)}\n\n{time.monotonic() - window.started:.0f} s", flush=True)
+    print("\n".join(window.failures) or "nothing failed", flush=True)
+    return 1 if window.failures or any(row.right is False for row in bench.rows) or not bench.rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

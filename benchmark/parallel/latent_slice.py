@@ -1,0 +1,132 @@
+"""Models of DeepSeek-V3's form: a few layers of its shapes with random weights, and a small one with a checkpoint,
+whose answers every layout must give alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+EXPERT_LAYERS = 2
+SHAPES: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""Of DeepSeek-V3's config.json, without its layers for multi-token prediction."""
+QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
+"""The latents stay as wide as DeepSeek-V3's, which its kernels are for."""
+
+
+def save_slice(folder: Path, tokenizer: Path, small: bool = False) -> Path:
+    """Writes the config.json of three dense layers and two of experts in FP8, as wide as DeepSeek-V3's, with the
+    tokenizer of another model; `small`: of a few narrow ones, to try a script."""
+    layers = SHAPES["first_k_dense_replace"] + EXPERT_LAYERS
+    config = SHAPES | (SMALL if small else {"num_hidden_layers": layers, "quantization_config": QUANTIZED})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder / file)
+    return folder
+
+
+def save_small(folder: Path, tokenizer: Path) -> Path:
+    """Writes a checkpoint of a small model, with the tokenizer of another."""
+    save_slice(folder, tokenizer, small=True)
+    config = SHAPES | SMALL
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape, generator=generator) * 0.08
+        for name, shape in _shapes(config).items()
+    }
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def _shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the checkpoint's tensors."""
+    hidden, heads, latent, rope = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["qk_rope_head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (c["vocab_size"], hidden),
+    }
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        shapes |= {f"{at}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        attention = {
+            "q_a_proj": (c["q_lora_rank"], hidden),
+            "q_a_layernorm": (c["q_lora_rank"],),
+            "q_b_proj": (heads * (c["qk_nope_head_dim"] + rope), c["q_lora_rank"]),
+            "kv_a_proj_with_mqa": (latent + rope, hidden),
+            "kv_a_layernorm": (latent,),
+            "kv_b_proj": (heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), latent),
+            "o_proj": (hidden, heads * c["v_head_dim"]),
+        }
+        shapes |= {f"{at}self_attn.{name}.weight": shape for name, shape in attention.items()}
+        if i < c["first_k_dense_replace"]:
+            shapes |= _mlp(f"{at}mlp.", hidden, c["intermediate_size"])
+            continue
+        shapes[f"{at}mlp.gate.weight"] = (c["n_routed_experts"], hidden)
+        shapes[f"{at}mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
+        shapes |= _mlp(f"{at}mlp.shared_experts.", hidden, c["moe_intermediate_size"] * c["n_shared_experts"])
+        for expert in range(c["n_routed_experts"]):
+            shapes |= _mlp(f"{at}mlp.experts.{expert}.", hidden, c["moe_intermediate_size"])
+    return shapes
+
+
+def _mlp(at: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{at}gate_proj.weight": (width, hidden),
+        f"{at}up_proj.weight": (width, hidden),
+        f"{at}down_proj.weight": (hidden, width),
+    }
