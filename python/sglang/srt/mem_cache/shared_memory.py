@@ -26,14 +26,14 @@ def shared_tensor(
     """Returns [num_bytes] uint8, of zeros, which is the same memory on all ranks. `first`: whether this rank makes it;
     one does. `agree`: the least of the ranks' values at each position. A collective. Raises SharingFailed on all ranks
     if one of them cannot map it."""
-    own = _create(num_bytes) if first else -1
-    pid, descriptor = agree([os.getpid(), own] if own >= 0 else [NOBODY, NOBODY])
+    file = _create(num_bytes) if first else -1
+    pid, descriptor = agree([os.getpid(), file] if file >= 0 else [NOBODY, NOBODY])
     mapped = None
     if descriptor != NOBODY:
-        mapped = _map(own, num_bytes) if first else _open(f"{proc}/{pid}/fd/{descriptor}", num_bytes)
+        mapped = _map(file, num_bytes) if first else _open(f"{proc}/{pid}/fd/{descriptor}", num_bytes)
     (everybody,) = agree([int(mapped is not None)])
-    if own >= 0:
-        os.close(own)
+    if file >= 0:
+        os.close(file)
     if mapped is None or not everybody:
         raise SharingFailed
     return torch.frombuffer(mapped, dtype=torch.uint8)
