@@ -25,8 +25,7 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
     def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
         tower, prefix, places = self.tower, self.tower.prefixes[0], part.places
         by_window = places["order"]
-        pixels = part.pixels.to(self.dtype)
-        x = self._linear(prefix + "patch_embed.proj", self._squares(pixels, by_window))
+        x = self._linear(prefix + "patch_embed.proj", self._squares(part.pixels.to(self.dtype), by_window))
         turn = self._turn(places)
         for i in range(tower.num_layers):
             seen = places["starts" if i in tower.full_layers else "window_starts"]

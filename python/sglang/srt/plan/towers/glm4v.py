@@ -62,7 +62,7 @@ class Glm4vTower(Tower):
 
     def activation_size(self) -> int:
         merged = (2 * self.out_size + 3 * self.intermediate_size) // self.merge**2
-        return 2 * self.hidden_size + max(8 * self.hidden_size, 3 * self.out_size, merged)
+        return 2 * self.hidden_size + max(8 * self.hidden_size, 3 * self.out_size, merged) + self.place_size
 
 
 def describe_glm4v(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:

@@ -50,7 +50,7 @@ class Qwen2_5VLTower(Tower):
         yield from linear_shapes(_PREFIX + "merger.mlp.2", self.out_size, merged)
 
     def activation_size(self) -> int:
-        return 2 * self.hidden_size + max(8 * self.hidden_size, 3 * self.intermediate_size)
+        return 2 * self.hidden_size + max(8 * self.hidden_size, 3 * self.intermediate_size) + self.place_size
 
 
 def describe_qwen2_5_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen2_5VLTower:

@@ -128,11 +128,19 @@ class Tower(ABC):
             for group in range(groups)
         ]
 
+    @property
+    def place_size(self) -> int:
+        """Returns the values of 16 bits of a patch's place: cosines and sines of a head's pairs in float32, and its
+        neighbours in the table of positions."""
+        return 4 * self.head_dim
+
     def activation_size(self) -> int:
         """Returns the values that a step holds for each patch at most: the stream, its norm, queries, keys and values
-        with pairs in float32 while they are turned, or the wide layer twice; and the features that are there."""
+        with pairs in float32 while they are turned, or the wide layer twice; the features that are there; and its
+        place."""
         features = len(self.deepstack) * self.out_size // self.merge**2
-        return 2 * self.hidden_size + max(8 * self.hidden_size, 2 * self.intermediate_size) + features
+        widest = max(8 * self.hidden_size, 2 * self.intermediate_size)
+        return 2 * self.hidden_size + widest + features + self.place_size
 
 
 def linear_shapes(name: str, rows: int, cols: int, bias: bool = True) -> Iterator[NamedShape]:
