@@ -35,5 +35,7 @@ def resolver() -> None:
 if __name__ == "__main__":
     resolver()
     launch.SCHEDULER_ENTRY = "srt.managers.fake_scheduler:run_scheduler"
-    launch.describe_served_model = lambda args, model: SimpleNamespace(media=True)  # type: ignore[assignment,return-value]
+    tower = SimpleNamespace(pixel_dtype=lambda dtype: "float32")
+    seeing = SimpleNamespace(media=SimpleNamespace(tower=tower))
+    launch.describe_served_model = lambda args, model: seeing  # type: ignore[assignment,return-value]
     sys.exit(report_user_errors(lambda: serve(None, "launch_seeing")))

@@ -182,6 +182,7 @@ class FakeRunner:
 
 def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
     args = SimpleNamespace(
+        attn_dp_size=1,
         disable_radix_cache=False,
         disable_overlap_schedule=False,
         pp_size=1,

@@ -16,6 +16,7 @@ READ_CLOCKS = {
     "managers/scheduler/schedule_batch.py": "marks requests for rank 0's time-outs",
     "managers/scheduler/scheduler_stats.py": "measures",
     "mem_cache/host_tier.py": "measures",
+    "mem_cache/copy_engine.py": "in threads: paces copies, whose ends all ranks agree on",
     "mem_cache/storage/tier.py": "all ranks agree on which waits are over",
     "mem_cache/storage/engine.py": "in threads, whose results all ranks agree on",
     "mem_cache/storage/file_store.py": "in threads: times of use of files",
