@@ -1,6 +1,6 @@
 """Rows of steps that verify guesses and of drafts, each in one launch. Reference: `native_guesses`.
 
-Around a step of milliseconds some sixty operations on a few numbers each would take a twentieth of it.
+Plain torch takes some fifty launches for a step with three guesses, each for a few numbers.
 """
 
 from __future__ import annotations
