@@ -113,7 +113,7 @@ def test_errors_of_many_sums_stay_within_the_bound(ranks: int, tmp_path: Path) -
 
 
 def test_the_bound_is_not_loose() -> None:
-    """Some errors are as large as nine tenths of it; a typical one is a thirtieth of the sum."""
+    """Some errors are more than seven tenths of it; a typical one is less than a twenty-fifth of the sum."""
     worst, typical = 0.0, []
     for seed in range(60):
         every = [summand(seed, rank, (8, 256), torch.bfloat16) for rank in range(2)]
