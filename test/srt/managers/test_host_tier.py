@@ -102,8 +102,8 @@ class HostSchedule(Schedule):
         for window in tier.host.windows:
             window.evict(self.random.randrange(0, 40))
 
-    def run(self) -> None:
-        super().run()
+    def check(self) -> None:
+        super().check()
         tier = self.scheduler.host_tier
         tier.check()
         self.seen["loaded"] += tier.counts.loaded_tokens
@@ -312,6 +312,7 @@ def test_a_prefix_returns(folder: Path) -> None:
     assert stats is not None and stats.load_back_tokens == len(PROMPT) - 1
     assert stats.load_back_bytes == stats.load_back_tokens * server.copies.page_bytes[0]
     assert stats.hicache_host_used_tokens >= len(PROMPT) - 1 and not stats.hicache_failed_copies
+    assert not stats.load_back_overlapped_bytes and not stats.load_back_overlapped_seconds
     server.check()
     assert server.scheduler.flush_cache()
     assert server.tier.usage()["free"] == server.tier.usage()["total"]
@@ -478,6 +479,9 @@ def test_a_prompt_begins_when_its_first_layer_is_there(
     assert order.index(f"arrived {last}") < order.index(f"layer {last}")
     meta = server.meta["returns"]
     assert meta.cached_tokens == meta.host_tokens == len(PROMPT) - 1 and server.tier.counts.layered_loads == 1
+    stats = server.scheduler.stats.snapshot().host_cache
+    assert stats is not None and stats.load_back_overlapped_bytes == stats.load_back_bytes > 0
+    assert stats.load_back_overlapped_seconds == stats.load_back_seconds >= 0.2
     server.check()
 
 

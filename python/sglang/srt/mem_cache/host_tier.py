@@ -131,6 +131,9 @@ class HostCounts:
     loaded_bytes: int = 0
     layered_loads: int = 0
     """Loads behind which a prompt began before they had ended."""
+    layered_bytes: int = 0
+    """Of these loads, those that ended well, as the next."""
+    layered_seconds: float = 0.0
     dropped_tokens: int = 0
     """Tokens that were to be saved and were not: the GPU's copy was evicted first, or main memory had no room."""
     failed_copies: int = 0
@@ -481,6 +484,8 @@ class HostTier:
             counts.loaded_tokens += num_tokens
             counts.loaded_bytes += num_bytes
             counts.loading_seconds += seconds
+            counts.layered_bytes += num_bytes * copy.by_layer
+            counts.layered_seconds += seconds * copy.by_layer
 
     def _num_bytes(self, transfer: Transfer) -> int:
         return sum(len(m) * size for m, size in zip(transfer.all_moves(), self._engine.page_bytes, strict=True))

@@ -167,7 +167,7 @@ def plan_host_cache(
     `processes`: the pools on the machine. `ranks_share`: as in the plan. `weights`: of the rank; None: unknown.
     `unasked`: no flag asks for it, so that nothing is said where it has no effect. `sharers`: as in the plan.
     Raises UserError for a size that was asked for and does not fit."""
-    if not args.enable_hierarchical_cache:
+    if not args.enable_hierarchical_cache and not unasked:
         return None, []
     if arch.unified_memory:
         return None, [
