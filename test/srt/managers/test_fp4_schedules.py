@@ -72,21 +72,6 @@ def test_prefixes_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert seen["loaded"] and seen["saved"], seen
 
 
-@pytest.mark.slow
-@pytest.mark.schedules
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
-@pytest.mark.parametrize("name", MODELS)
-def test_many_prefixes_in_main_memory(name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
-    world = HostWorld(name, tmp_path, options={**HOST, "hicache_write_policy": policy})
-    with short_pauses():
-        for page in PAGES:
-            for guesses in GUESSES:
-                seen = host_schedules(world, guesses, page, range(10))
-                assert seen["loaded"] and seen["saved"], (page, guesses, seen)
-
-
 def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, count: int) -> None:
     with short_pauses(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
