@@ -65,7 +65,7 @@ thorough: install
 	$(BIN)/pytest -m thorough test $(ARGS)
 
 failures: install
-	$(BIN)/pytest -m failures test/e2e $(ARGS)
+	$(BIN)/pytest -m failures test/e2e test/http/test_killed_store.py $(ARGS)
 
 gpu: install
 	$(BIN)/python scripts/gpu_checks.py $(ARGS)
