@@ -50,6 +50,8 @@ KERNEL_LOSS = 0.15
 """Predicted: the share of a load's time by which it takes longer by the kernel, layer by layer, than by the copy engine
 in whole pages (0.85 of a pinned copy and about 0.97)."""
 POLL_S = 0.0005
+READY_POLL_S = 0.02
+"""Between two steps of an idle server whose main memory is not ready yet."""
 
 
 class Entry(Enum):
@@ -342,7 +344,12 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """Returns whether copies are under way."""
+        """Returns whether copies are under way, or prefixes wait until main memory can take them: a server without
+        requests would not ask again whether it can."""
+        return self._moving or (bool(self._offers) and not self._ready)
+
+    @property
+    def _moving(self) -> bool:
         return bool(self._copies) or (self.storage is not None and self.storage.busy)
 
     def launch(self, decoding: bool = False) -> None:
@@ -448,9 +455,9 @@ class HostTier:
             self.settle()
 
     def wait(self) -> None:
-        """Sleeps a moment while copies are under way."""
+        """Sleeps a moment while it is busy."""
         if self.busy:
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self._moving else READY_POLL_S)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -462,6 +469,7 @@ class HostTier:
         """The use of main memory's pools; what is missing in a sum is being written."""
         tree = self.host.tree
         usage: dict[str, object] = {
+            "ready": self._ready,
             "free": tree.allocator.available_size(),
             "cached": tree.total_size(),
             "total": tree.allocator.size,
