@@ -74,9 +74,7 @@ def sessions(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
         say(f"{length:,} tokens computed: {row['ttft_ms']:.0f} ms")
         found["computed"].append(row)
         texts[length] = prompt + answer
-    found["saved_s"] = wait_for_host(
-        engine, lambda host: host["cached"] >= sum(lengths), options["save_limit_s"]
-    )
+    found["saved_s"] = wait_for_host(engine, lambda host: host["cached"] >= sum(lengths), options["save_limit_s"])
     say(f"saved after {found['saved_s']:.1f} s")
     for _ in range(options["rounds"]):
         for length in lengths:

@@ -326,6 +326,18 @@ def test_only_what_is_used_twice_is_copied(folder: Path) -> None:
     assert through.tier.counts.saved_tokens >= len(PROMPT)
 
 
+def test_saves_keep_up_with_a_long_prompt(folder: Path) -> None:
+    server = Server(folder, hicache_write_policy="write_through")
+    server.tier.plan = replace(server.tier.plan, save_tokens=4)
+    server.add("long", PROMPT)
+    while not server.tier._copies:
+        server.steps(1)
+    assert server.tier._copies[0].transfer.num_tokens == 32, "what a step computes, and not what a decode step hides"
+    while not server.scheduler.idle:
+        server.steps(1)
+    server.check()
+
+
 def test_a_server_without_requests_notices_that_main_memory_is_ready(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
