@@ -11,7 +11,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from servers import Server, last_meta
@@ -19,7 +19,7 @@ from servers import Server, last_meta
 TOKEN_LIMIT = 10_000
 """Token ids of prompts lie below."""
 UNKNOWN_SAVES_S = 5.0
-"""Wait for a server that does not say what main memory has."""
+"""Wait for a server that does not say what main memory has, each time."""
 
 
 def say(text: str) -> None:
@@ -44,8 +44,9 @@ async def ask(server: Server, ids: Sequence[int], output: int) -> tuple[dict[str
     return row, tokens
 
 
-def wait_for_saves(server: Server, num_tokens: int, limit: float) -> float:
-    """Waits until main memory has so many tokens; where the server does not say how many, for some seconds."""
+def wait_for_host(server: Server, reached: Callable[[dict[str, Any]], bool], limit: float) -> float:
+    """Waits until main memory's state is as wanted; where the server does not say what it is, for some seconds. Returns
+    the seconds."""
     start = time.perf_counter()
     while time.perf_counter() - start < limit:
         try:
@@ -53,7 +54,7 @@ def wait_for_saves(server: Server, num_tokens: int, limit: float) -> float:
         except (KeyError, TypeError, IndexError):
             time.sleep(UNKNOWN_SAVES_S)
             break
-        if host["cached"] >= num_tokens:
+        if reached(host):
             break
         time.sleep(0.1)
     return time.perf_counter() - start
@@ -65,6 +66,8 @@ async def sessions(server: Server, options: dict[str, Any]) -> dict[str, Any]:
     lengths, more = options["sessions"], options["more"]
     for length in (more * 8, more * 8, more):
         await ask(server, new_tokens(rng, length), 4)
+    ready_s = wait_for_host(server, lambda host: host.get("ready", True), 3 * options["save_limit_s"])
+    say(f"main memory ready after {ready_s:.1f} s")
     texts: dict[int, list[int]] = {}
     rows: dict[str, Any] = {"computed": [], "on the GPU": [], "loaded": []}
     for length in lengths:
@@ -75,7 +78,7 @@ async def sessions(server: Server, options: dict[str, Any]) -> dict[str, Any]:
         texts[length] = prompt + answer
         row, _ = await ask(server, texts[length] + new_tokens(rng, more), 8)
         rows["on the GPU"].append({"session": length, **row})
-    rows["saved_s"] = wait_for_saves(server, sum(lengths), options["save_limit_s"])
+    rows["saved_s"] = wait_for_host(server, lambda host: host["cached"] >= sum(lengths), options["save_limit_s"])
     say(f"saved after {rows['saved_s']:.1f} s")
     for _ in range(options["rounds"]):
         for length in lengths:
