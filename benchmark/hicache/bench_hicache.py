@@ -135,17 +135,17 @@ def start_servers(args: argparse.Namespace, model: Path, ours: dict[str, str]) -
     every |= {"context_length": 200_000 // scale, "chunked_prefill_size": 8192 // scale, "max_running_requests": 40}
     tier: dict[str, Any] = {"max_total_tokens": 133_120 // scale + (512 if args.tiny else 0)}
     tier |= {"enable_hierarchical_cache": True, "hicache_size": 1 if args.tiny else 40}
-    own = every | {"device": args.device, "cuda_graph_max_bs": 40}
+    flags = every | {"device": args.device, "cuda_graph_max_bs": 40}
     command = [sys.executable, "-m", "sglang.launch_server"]
     options = {
-        WITH: (command, own | tier | ({"hicache_ratio": 4.0, "hicache_size": 0} if args.tiny else {}), ours),
-        WITHOUT: (command, own | {"max_total_tokens": 24_576, "disable_hierarchical_cache": True}, ours),
+        WITH: (command, flags | tier | ({"hicache_ratio": 4.0, "hicache_size": 0} if args.tiny else {}), ours),
+        WITHOUT: (command, flags | {"max_total_tokens": 24_576, "disable_hierarchical_cache": True}, ours),
     }
     if (peer := peer_command(args)) is not None:
         options[PEER] = (peer[0], every | tier | PEER_OPTIONS | {"attention_backend": args.peer_attention}, peer[1])
     return {
-        name: Server(words, flags, env, args.out.with_name(f"{name.replace(' ', '_')}.log"), args.port + number)
-        for number, (name, (words, flags, env)) in enumerate(options.items())
+        name: Server(words, options_of, env, args.out.with_name(f"{name.replace(' ', '_')}.log"), args.port + number)
+        for number, (name, (words, options_of, env)) in enumerate(options.items())
     }
 
 

@@ -91,7 +91,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    found = []
+    crossed = []
     for layout in LAYOUTS:
         for name, kind in KINDS.items():
             if layout != "one rank" and not kind.on_ranks:
@@ -99,9 +99,9 @@ def cells() -> list[Cell]:
             guesses = kind.guesses if layout == "one rank" else kind.guesses[:: len(GUESSES) - 1]
             for number, guess in enumerate(guesses):
                 for policy in COPIED:
-                    page = kind.pages[(len(found) + number) % len(kind.pages)]
-                    found.append(Cell(name, layout, guess, page, policy))
-    return found
+                    page = kind.pages[(len(crossed) + number) % len(kind.pages)]
+                    crossed.append(Cell(name, layout, guess, page, policy))
+    return crossed
 
 
 CELLS = cells()
