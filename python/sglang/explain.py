@@ -465,6 +465,8 @@ def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
     if options.time and explanation.refused is None:
         where = explanation.serving, explanation.arch, options.time_context
         content["time"] = time_json(explanation.model, *where)
+        if explanation.host is not None:
+            content["main_memory"]["loading_seconds"] = explanation.host.loading_seconds(options.time_context)
         if explanation.width > 1:
             content["time_with_drafts"] = drafted_json(_drafts(explanation, options), *where)
     return json.dumps(content, indent=2)
@@ -475,6 +477,12 @@ def _text(explanation: Explanation, options: argparse.Namespace) -> str:
         return to_text(explanation)
     where = explanation.serving, explanation.arch, options.time_context
     lines = [to_text(explanation).splitlines()[0], *time_lines(explanation.model, *where)]
+    if explanation.host is not None:
+        seconds = explanation.host.loading_seconds(options.time_context)
+        lines.append(
+            f"A session that returns with {options.time_context:,} tokens in main memory waits {1e3 * seconds:,.1f} ms"
+            " for them, and then for a step with its new ones (predicted)."
+        )
     if explanation.width > 1:
         lines += ["", *drafted_lines(_drafts(explanation, options), *where)]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.plan.host_cache import COPIED, GIB, HostCachePlan
+from sglang.srt.plan.host_cache import BUS_RATE, COPIED, GIB, HostCachePlan
 
 UNBOUNDED = 1 << 60
 """Free bytes of a machine of which nothing is known: what is taken then is the most that would be."""
@@ -45,6 +45,11 @@ class HostMemory:
     def node_bytes(self) -> int:
         """Of each node: a GPU's bytes lie at its own."""
         return -(-self.machine_bytes // self.machine.numa_nodes)
+
+    def loading_seconds(self, num_tokens: int) -> float:
+        """Predicted: of a session that returns with so many tokens, until a step can go on behind them. Windows are
+        left out."""
+        return self.pools.copied_bytes(num_tokens, self.pools.sizes.has_states) / BUS_RATE
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -238,6 +238,11 @@ def test_explain_counts_main_memory_of_each_numa_node(tmp_path: Path, capsys: py
     assert memory["bytes_of_numa_node"] == -(-memory["bytes_of_machine"] // 2)
     assert memory["ranks_of_a_pool"] == 2, "latents are stored once a machine"
     assert explained(tmp_path, capsys, *asked, "--host-memory", "64")["bytes_of_machine"] < 0.8 * 54 * GIB
+    timed = [
+        explained(tmp_path, capsys, *asked, "--time", "--time-context", str(tokens))["loading_seconds"]
+        for tokens in (64, 128)
+    ]
+    assert timed[1] == pytest.approx(2 * timed[0]) and timed[0] > 0
     assert explain.main(["--model-path", str(tmp_path), *asked, "--arch", "sm_120", "--host-memory", "30"]) == 0
     assert "for each GPU at its NUMA node" in capsys.readouterr().out
     refused = ("--arch", "rtx-pro-6000-server", "--model-path", str(tmp_path), *asked, "--hicache-size", "40")
