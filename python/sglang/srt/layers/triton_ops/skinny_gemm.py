@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.prefetch import prefetch
 from sglang.srt.layers.triton_ops.scaled_dot import load_rows, load_rows_there
 
 SkinnyTile = dict[str, int]
@@ -28,22 +29,10 @@ def _tile(n: int, k: int, early: int, ahead: int, warps: int, stages: int) -> Sk
     return {"BLOCK_N": n, "BLOCK_K": k, "EARLY": early, "AHEAD": ahead, "num_warps": warps, "num_stages": stages}
 
 
-TILE = _tile(32, 256, 1, 512, 4, 4)
-NARROW_TILE = _tile(16, 256, 1, 1024, 4, 4)
+TILE = _tile(32, 256, 0, 1024, 4, 4)
+NARROW_TILE = _tile(16, 256, 0, 1024, 4, 4)
 NARROW_COLS = 8192
 """Up to so many columns programs are narrow, so that all SMs have one."""
-LINE = tl.constexpr(64)
-"""Elements of a line of the L2 cache."""
-
-
-@triton.jit
-def prefetch(w, w_rows, first, K, COLUMNS: tl.constexpr):
-    """Ask for columns first .. first + COLUMNS - 1 of these rows of w. Nothing waits for them."""
-    column = tl.minimum(first + tl.arange(0, COLUMNS // LINE) * LINE, K - 1)
-    at = (w + w_rows[:, None] * K + column[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -72,14 +61,14 @@ def skinny_gemm_kernel(
     w_rows = tl.where(cols < N, cols, first).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     w_at = w + w_rows[:, None] * K + k[None, :]
+    if PDL and AHEAD > 0:
+        prefetch(w + EARLY * BLOCK_K, w_rows, K, K - EARLY * BLOCK_K, AHEAD)
     weights = ()  # type: tuple[tl.tensor, ...]
     for step in tl.static_range(EARLY):
         weights = weights + (load_rows(w_at + step * BLOCK_K, K - step * BLOCK_K, BLOCK_K, EVEN_K),)
     if HAS_BIAS:
         row_bias = tl.load(bias + w_rows)
     if PDL:
-        if AHEAD > 0:
-            prefetch(w, w_rows, EARLY * BLOCK_K, K, AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, BLOCK_M)
