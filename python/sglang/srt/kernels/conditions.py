@@ -157,22 +157,27 @@ def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 
-GEMV_LEAST_K = 512
-"""Columns that it takes at least; a test holds both to the launcher's."""
-GEMV_MULTIPLE = 16
-"""The divisor of the columns that it serves."""
+FEW_LEAST_K = 512
+"""Columns that kernels for few rows take at least; a test holds the three to the launchers'."""
+FEW_MULTIPLE = 16
+"""The divisor of the columns that they serve."""
+FEW_MOST_ROWS = 16
+"""The tokens of a step that they serve."""
 
 
-def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
+def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
     """Describe which of the products of unquantized weights is served by which kernel."""
-    by_gemv: dict[bool, list[str]] = {True: [], False: []}
+    by_few: dict[bool, list[str]] = {True: [], False: []}
     for rows, cols, bias in need.shapes:
-        by_gemv[cols >= GEMV_LEAST_K and cols % GEMV_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
-    served, left = by_gemv[True], by_gemv[False]
-    text = "cublas for steps of several tokens"
+        by_few[cols >= FEW_LEAST_K and cols % FEW_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
+    served, left = by_few[True], by_few[False]
+    text = f"cublas for steps of more than {FEW_MOST_ROWS} tokens"
     if left:
-        text += f", and for one token with K below {GEMV_LEAST_K} or no multiple of {GEMV_MULTIPLE}: {', '.join(left)}"
-    return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
+        text += f", and for all with K below {FEW_LEAST_K} or no multiple of {FEW_MULTIPLE}: {', '.join(left)}"
+    if served:
+        text += f"; gemv_kernel for one token, skinny_gemm_kernel for 2 to {FEW_MOST_ROWS} with {', '.join(served)}"
+        text += ": the time is that of reading the weight, which they begin ahead of x"
+    return text
 
 
 SCALED_MM_ROWS = 1024

@@ -113,6 +113,7 @@ def tiles_kernel(
     if PDL:
         if AHEAD > 0:
             prefetch(w, w_rows, w_stride, tl.minimum(chunk, K - begin), AHEAD)
+            prefetch(w_scale, w_rows // 128 if KIND == "group128" else w_rows, ws_stride, 1, 1)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total, _ = multiply(

@@ -31,6 +31,7 @@ def _tile(n: int, k: int, early: int, ahead: int, warps: int, stages: int) -> Sk
 
 TILE = _tile(32, 256, 0, 1024, 4, 4)
 NARROW_TILE = _tile(16, 256, 0, 1024, 4, 4)
+TILES = (TILE, NARROW_TILE)
 NARROW_COLS = 8192
 """Up to so many columns programs are narrow, so that all SMs have one."""
 
