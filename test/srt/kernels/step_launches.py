@@ -98,9 +98,9 @@ class Recorder(TorchDispatchMode):
         constants = {names[path[0]]: value for path, value in compile["constants"].items()}
         early = constants.get("PDL") is True
         before_the_wait = inspect.getsource(kernel.fn).partition("gdc_wait")[0]
-        counts = [constants[name] for name in ("EARLY", "AHEAD") if name in constants]
+        some = constants.get("EARLY", 1) > 0
         loads = ("tl.load(", "load_weights(", "_matrix_part(", "prefetch(")
-        loads_first = early and (not counts or any(counts)) and any(load in before_the_wait for load in loads)
+        loads_first = early and some and any(load in before_the_wait for load in loads)
         self.note(Launch(kernel_name(kernel).partition(".")[2], early, loads_first))
         return True  # nothing is compiled
 

@@ -12,7 +12,7 @@ import pytest
 import sglang
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MOST_ROWS, FEW_MULTIPLE, MIXED_ROWS
+from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, MIXED_ROWS, SKINNY_LEAST_N, SKINNY_MOST_ROWS
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
@@ -240,12 +240,12 @@ def test_products_of_16_bit_weights_say_what_serves_them() -> None:
     shapes = ((4096, 1024, False), (7168, 256, False), (64, 840, False), (512, 2880, True))
     assert resolve(Need("linear", shapes=shapes), arch_by_name("sm_120"), FITS, BOTH).remark == (
         "cublas for steps of more than 16 tokens, and for all with K below 512 or no multiple of 16: 7168x256, 64x840;"
-        " gemv_kernel for one token, skinny_gemm_kernel for 2 to 16 with 4096x1024, 512x2880 + bias: the time is that"
-        " of reading the weight, which they begin ahead of x"
+        " gemv_kernel for one token, skinny_gemm_kernel for more, which read the weight once and begin with it ahead of"
+        " x: 4096x1024; gemv_kernel for one token, else cublas, with N below 2048: 512x2880 + bias"
     )
     assert (gemv.LEAST_K, gemv.ROW_MULTIPLE) == (FEW_LEAST_K, FEW_MULTIPLE)
     assert (skinny_gemm.LEAST_K, skinny_gemm.ROW_MULTIPLE) == (FEW_LEAST_K, FEW_MULTIPLE)
-    assert skinny_gemm.MAX_ROWS == FEW_MOST_ROWS
+    assert (skinny_gemm.LEAST_COLS, skinny_gemm.MAX_ROWS) == (SKINNY_LEAST_N, SKINNY_MOST_ROWS)
 
 
 def test_mixed_four_and_eight_bits_are_widened() -> None:

@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.triton_ops import gemv, norm, pdl, skinny_gemm
 
 DEVICE = interpreter.DEVICE
-SMALL_TILE = {"BLOCK_N": 16, "BLOCK_K": 64, "EARLY": 1, "AHEAD": 64, "num_warps": 4, "num_stages": 3}
-TILES = {
-    "small": SMALL_TILE,
-    "nothing early": SMALL_TILE | {"EARLY": 0},
-    "more early than there is": SMALL_TILE | {"EARLY": 5},
-    "the table's": skinny_gemm.NARROW_TILE,
-    "the table's wide one": skinny_gemm.TILE,
-}
+SMALL_TILE = {"BLOCK_N": 16, "BLOCK_K": 64, "AHEAD": 64, "num_warps": 4, "num_stages": 3}
 
 
 def operands(rows: int, cols: int, size: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,46 +50,52 @@ def test_rows_against_fp64(rows: int, cols: int, size: int, dtype: torch.dtype) 
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("tile", TILES)
-def test_tiles_against_fp64(tile: str) -> None:
+@pytest.mark.parametrize("tile", skinny_gemm.TILES)
+def test_tiles_against_fp64(tile: skinny_gemm.SkinnyTile) -> None:
     x, w = operands(3, 35, 528)
     exact = x.double() @ w.double().T
-    out = skinny_gemm.skinny_gemm(followed_by_nan(x), followed_by_nan(w), TILES[tile], torch.float32)
+    out = skinny_gemm.skinny_gemm(followed_by_nan(x), followed_by_nan(w), tile, torch.float32)
     assert_exact_but_for_rounding(out, exact)
+
+
+@pytest.mark.parametrize("shape", [(2048, 512), (4096, 12288), (151936, 4096), (151936, 8192)])
+def test_a_tile_for_every_shape(shape: tuple[int, int]) -> None:
+    assert skinny_gemm.tile_for(*shape) in skinny_gemm.TILES
+    assert shape[0] <= skinny_gemm.WIDE_COLS or skinny_gemm.tile_for(*shape) == skinny_gemm.WIDE_TILE
 
 
 @interpreter.kernel_test
 def test_rows_of_a_wider_tensor_and_more_dims() -> None:
-    x, w = operands(6, 33, 512)
+    x, w = operands(6, skinny_gemm.LEAST_COLS, 512)
     wide = torch.cat([x, torch.full_like(x, float("nan"))], dim=1)[:, :512]
     expected = skinny_gemm.skinny_gemm(x, w)
     assert torch.equal(gemv.linear(wide, w), expected)
-    assert torch.equal(gemv.linear(x.view(2, 3, 512), w), expected.view(2, 3, 33))
+    assert torch.equal(gemv.linear(x.view(2, 3, 512), w), expected.view(2, 3, len(w)))
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
-def test_a_row_does_not_depend_on_the_others(out_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("tile", skinny_gemm.TILES)
+def test_a_row_does_not_depend_on_the_others(tile: skinny_gemm.SkinnyTile) -> None:
     """Neither on their number nor on what they are: the guesses of a step change nothing about the tokens beside
     them."""
     x, w = operands(16, 33, 528)
-    whole = gemv.linear(x, w, out_dtype=out_dtype)
-    for rows in (2, 7):
+    whole = skinny_gemm.skinny_gemm(x, w, tile, torch.float32)
+    for rows in (1, 2, 7):
         others = torch.full_like(x[1:rows], 3.0e4)
-        for i in range(0, 16, 5):
-            out = gemv.linear(torch.cat([x[i : i + 1], others]), w, out_dtype=out_dtype)
+        for i in (0, 5, 15):
+            out = skinny_gemm.skinny_gemm(torch.cat([x[i : i + 1], others]), w, tile, torch.float32)
             assert torch.equal(out[0], whole[i])
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("rows", "size"), [(17, 512), (2, 96), (2, 520), (0, 512)])
-def test_what_does_not_fit_goes_to_torch(rows: int, size: int) -> None:
-    x, w = operands(rows, 16, size)
-    assert not skinny_gemm.supports(x, w)
+@pytest.mark.parametrize(("rows", "cols", "size"), [(17, 2048, 512), (2, 2048, 96), (2, 2048, 520), (2, 2032, 512)])
+def test_what_does_not_fit_goes_to_torch(rows: int, cols: int, size: int) -> None:
+    x, w = operands(rows, cols, size)
+    assert not skinny_gemm.supports(x, w) and not skinny_gemm.supports(x[:0], w)
     assert torch.equal(gemv.linear(x, w), F.linear(x, w))
 
 
-SHAPES = [(6144, 4096), (4096, 12288), (34816, 5120), (151936, 1024), (5120, 2880), (128, 2048), (1027, 7168)]
+SHAPES = [(6144, 4096), (4096, 12288), (34816, 5120), (151936, 1024), (5120, 2880), (2051, 7168)]
 
 
 @pytest.mark.gpu

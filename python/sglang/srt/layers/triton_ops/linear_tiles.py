@@ -106,9 +106,6 @@ SPLIT_ROWS = 64
 """Up to so many rows K may be split for reading alone: with more, the partial sums would cost what the weights do."""
 MAX_SPLITS = 8
 MIN_SPLIT_COLS = 512
-AHEAD_COLS = 1024
-AHEAD_KINDS = frozenset({"scaled", "group128"})
-"""The kinds with weights of eight bits, one after the other in memory."""
 NARROW_ROWS = 512
 """Up to so many rows a product of few columns, whose tiles leave SMs idle, takes the tile of fewer columns, and K is
 split until all SMs have one program or a few have two."""
@@ -147,12 +144,6 @@ def last_resort(kind: str) -> ScaledTile:
 def swaps(tile: Tile, features: Collection[str]) -> bool:
     """Whether the weights are the first operand of the matrix instruction."""
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
-
-
-def ahead(kind: str, tile: Tile) -> int:
-    """The columns of a program's weights that are asked for before the wait: only where rows are few is it the weights
-    that a product waits for."""
-    return AHEAD_COLS if kind in AHEAD_KINDS and tile["BLOCK_M"] == 16 else 0
 
 
 def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features: Collection[str] = ()) -> int:

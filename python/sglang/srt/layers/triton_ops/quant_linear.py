@@ -25,8 +25,7 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
-from sglang.srt.layers.triton_ops.linear_tiles import FEW, MANY, ahead, num_splits, swaps
-from sglang.srt.layers.triton_ops.prefetch import prefetch
+from sglang.srt.layers.triton_ops.linear_tiles import FEW, MANY, num_splits, swaps
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP, multiply
 from sglang.srt.layers.triton_ops.streamed_dot import (
@@ -69,7 +68,6 @@ def tiles_kernel(
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
     ONE_SCALE: tl.constexpr,
-    AHEAD: tl.constexpr,  # columns of w that are asked for before the kernel waits for x
     KIND: tl.constexpr,
     ELEMENT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -79,6 +77,9 @@ def tiles_kernel(
     PDL: tl.constexpr,
 ):
     """Program (tile, split). GROUP_M row blocks share each column of weights while it is in cache."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     split = tl.program_id(1)
     num_blocks = tl.cdiv(T, BLOCK_M)
@@ -110,12 +111,6 @@ def tiles_kernel(
         if KIND == "group128":
             x_scale += begin // 128
             w_scale += begin // 128
-    if PDL:
-        if AHEAD > 0:
-            prefetch(w, w_rows, w_stride, tl.minimum(chunk, K - begin), AHEAD)
-            prefetch(w_scale, w_rows // 128 if KIND == "group128" else w_rows, ws_stride, 1, 1)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     total, _ = multiply(
         x, x_scale, x_rows, there, x_stride, xs_stride, w, w_scale, w_rows, w_stride, ws_stride, 0,
         tl.minimum(chunk, K - begin),
@@ -348,7 +343,6 @@ def tile_launch(
         "EVEN_K": cols % step == 0,
         "SWAP": swaps(tile, features),
         "ONE_SCALE": 128 % tile["BLOCK_N"] == 0,
-        "AHEAD": ahead(product.kind, tile),
     }
 
 
