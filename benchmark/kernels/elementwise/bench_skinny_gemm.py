@@ -49,33 +49,35 @@ SHAPES = {
 STEP = {"8B qkv": 36, "8B o": 36, "8B gate_up": 36, "8B down": 36, "8B lm_head": 1}
 """How often Qwen3-8B multiplies by each in a step."""
 BLOCKS = [
-    (16, 256, 4, 4),
-    (16, 256, 4, 6),
     (16, 256, 2, 4),
+    (16, 256, 4, 6),
     (16, 512, 4, 3),
-    (16, 512, 4, 4),
+    (32, 64, 4, 12),
+    (32, 128, 2, 7),
     (32, 128, 4, 5),
     (32, 128, 4, 7),
-    (32, 256, 4, 3),
     (32, 256, 4, 4),
-    (32, 256, 8, 4),
     (64, 64, 4, 6),
+    (64, 64, 4, 9),
     (64, 128, 4, 4),
     (64, 128, 4, 5),
-    (64, 128, 8, 4),
+    (64, 128, 8, 5),
     (128, 64, 4, 5),
     (128, 64, 8, 5),
 ]
-"""Columns of y, of w, warps and stages; all fit 101,376 bytes."""
-EARLY = [(0, 1024), (0, 0), (0, 512), (0, 2048), (0, 4096), (1, 0), (1, 1024), (2, 0)]
-"""Blocks and further columns that are asked for before the wait: the first with all blocks, the others with the best
-three."""
+"""Columns of y, columns of w, warps and stages; without wgmma all fit 101,376 bytes."""
+AHEAD = [512, 128, 1024, 2048, 4096]
+"""Columns that are asked for before the wait: the first with all blocks, the others with the best three."""
 TUNE_BUDGET_S, BUDGET_S = 0.02, 0.05
 
 
-def _tile(blocks: tuple[int, int, int, int], early: tuple[int, int]) -> SkinnyTile:
-    keys = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "EARLY", "AHEAD")
-    return dict(zip(keys, (*blocks, *early), strict=True))
+def _tile(blocks: tuple[int, int, int, int], ahead: int) -> SkinnyTile:
+    keys = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "AHEAD")
+    return dict(zip(keys, (*blocks, ahead), strict=True))
+
+
+def _text(tile: SkinnyTile) -> str:
+    return "{BLOCK_N}x{BLOCK_K}, {AHEAD} ahead, {num_warps} warps, {num_stages} stages".format(**tile)
 
 
 class Product:
@@ -122,17 +124,13 @@ def measure(product: Product, rows: int) -> dict[str, float]:
 
 
 def best_tiles(product: Product, rows: int) -> list[tuple[float, SkinnyTile]]:
-    """The fastest five, and the first candidate of each block's early loads."""
-
-    def timed(tiles: Sequence[SkinnyTile]) -> list[tuple[float, SkinnyTile]]:
-        return [(product.seconds_of_tile(tile, rows), tile) for tile in tiles]
-
-    by_blocks = {blocks: product.seconds_of_tile(_tile(blocks, EARLY[0]), rows) for blocks in BLOCKS}
+    """The fastest five, with their seconds."""
+    by_blocks = {blocks: product.seconds_of_tile(_tile(blocks, AHEAD[0]), rows) for blocks in BLOCKS}
     best = heapq.nsmallest(3, by_blocks, key=by_blocks.__getitem__)
-    first = [(seconds, _tile(blocks, EARLY[0])) for blocks, seconds in by_blocks.items()]
-    return heapq.nsmallest(
-        5, first + timed([_tile(b, early) for b in best for early in EARLY[1:]]), key=lambda pair: pair[0]
-    )
+    times = [(seconds, _tile(blocks, AHEAD[0])) for blocks, seconds in by_blocks.items()]
+    more = [_tile(blocks, ahead) for blocks in best for ahead in AHEAD[1:]]
+    times += [(product.seconds_of_tile(tile, rows), tile) for tile in more]
+    return heapq.nsmallest(5, times, key=lambda pair: pair[0])
 
 
 def compile_tiles(tiles: Sequence[SkinnyTile]) -> None:
@@ -150,7 +148,7 @@ def compile_tiles(tiles: Sequence[SkinnyTile]) -> None:
 
 def compile_all() -> None:
     start, count = time.monotonic(), min(14, os.cpu_count() or 1)
-    tiles = [_tile(blocks, early) for blocks in BLOCKS for early in EARLY]
+    tiles = [_tile(blocks, ahead) for blocks in BLOCKS for ahead in AHEAD]
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
         list(pool.map(compile_tiles, [tiles[i::count] for i in range(count)]))
     print(f"{len(tiles)} tiles compiled in {time.monotonic() - start:.0f} s", flush=True)
@@ -183,9 +181,9 @@ def main() -> None:
             print(f"{name:12} {rows:2}  {text_of(seconds, 2 * cols * size, ceiling)}", flush=True)
         if args.tune:
             best = best_tiles(product, args.tune_rows)
-            results[f"{name} tuned"] = {str(list(tile.values())): seconds for seconds, tile in best}
-            tiles = "; ".join(f"{s * 1e6:.1f} {list(tile.values())}" for s, tile in best)
-            print(f"  now {list(tile_for(cols, size).values())}; best {list(best[0][1])}: {tiles}", flush=True)
+            results[f"{name} tuned"] = {_text(tile): seconds for seconds, tile in best}
+            tiles = "; ".join(f"{s * 1e6:.1f} us {_text(tile)}" for s, tile in best)
+            print(f"  now {_text(tile_for(cols, size))}; best {tiles}", flush=True)
     for rows in args.rows:
         if all(f"{name} {rows}" in results for name in STEP):
             sums = {

@@ -3,9 +3,8 @@
     python benchmark/kernels/quantization/bench_quant_linear.py [--schemes fp8_block nvfp4] [--only 8B] [--tune]
 
 Few rows: microseconds and the share of the read ceiling at which the weight is streamed. Many: TFLOP/s and the share of
-what cuBLAS reaches in bf16 with 8,192 rows. Times include the quantization of the activations. Up to 16
-rows weights of eight bits are timed besides by tiles for 16 rows, which ask for weights before they wait for x, or do
-not. --tune tries other tiles and names the best. Weights rotate, so that caches are cold.
+what cuBLAS reaches in bf16 with 8,192 rows. Times include the quantization of the activations. --tune tries other tiles
+and names the best. Weights rotate, so that caches are cold.
 """
 
 from __future__ import annotations
@@ -41,9 +40,6 @@ SHAPES = {
     "8B qkv": (6144, 4096),
     "8B gate_up": (24576, 4096),
     "8B down": (4096, 12288),
-    "27B in_proj": (16384, 5120),
-    "27B gate_up": (34816, 5120),
-    "27B down": (5120, 17408),
     "GLM-4.7 qkv TP8": (1792, 5120),
     "GLM-4.7 o TP8": (5120, 1536),
     "0.6B qkv": (4096, 1024),
@@ -114,12 +110,8 @@ def torch_scaled(x: torch.Tensor, weights: list[PackedWeight]) -> float:
     return seconds([lambda w=w, v=v: call(w, v) for w, v in views])
 
 
-def candidates(num_rows: int) -> list[dict[str, int]]:
-    """For up to 16 rows those whose programs are small enough for all SMs to have some."""
-    if num_rows <= 16:
-        shapes = itertools.product((16,), (32, 64, 128), (128, 256), (4,), (3, 4, 5, 7))
-    else:
-        shapes = itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5))
+def candidates() -> list[dict[str, int]]:
+    shapes = itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5))
     keys = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
     return [dict(zip(keys, shape, strict=True)) | {"GROUP_M": 8} for shape in shapes]
 
@@ -129,7 +121,7 @@ def best_tile(x: torch.Tensor, weights: list[PackedWeight]) -> tuple[float, dict
     from triton.runtime.errors import OutOfResources
 
     best: tuple[float, dict[str, int]] = (float("inf"), {})
-    for tile in candidates(len(x)):
+    for tile in candidates():
         if tile["BLOCK_M"] > max(16, 2 * len(x)) or (weights[0].product.kind == "group128" and tile["BLOCK_K"] > 128):
             continue
         try:
@@ -173,11 +165,6 @@ def main() -> None:
         for num_rows in args.rows:
             x = torch.randn(num_rows, cols, dtype=torch.bfloat16, device="cuda")
             found = {"ours": ours(x, weights), "cublas_bf16": cublas(x, rows)}
-            if num_rows <= 16 and SCHEMES[name].bits != 4:
-                first = linear_tiles.tile_rows(weights[0].product.kind, arch.features)[0].tile
-                found["tiles"] = ours(x, weights, first)
-                with patch.object(linear_tiles, "AHEAD_COLS", 0):
-                    found["tiles, nothing ahead"] = ours(x, weights, first)
             if name in SCALED_MM_SCHEMES and num_rows >= 16 and not problem_of(Need("linear", quant=name)):
                 found["torch_scaled_mm"] = torch_scaled(x, weights)
             line = {"shape": shape, "scheme": name, "rows": num_rows, "seconds": found}
