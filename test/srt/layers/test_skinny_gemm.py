@@ -28,10 +28,10 @@ def followed_by_nan(x: torch.Tensor) -> torch.Tensor:
     return memory[: x.numel()].view(x.shape)
 
 
-def assert_exact_but_for_rounding(out: torch.Tensor, exact: torch.Tensor) -> None:
-    """Sums are in fp32, and rounded once."""
+def assert_exact_but_for_rounding(out: torch.Tensor, exact: torch.Tensor, of_sums: float = 1e-5) -> None:
+    """Sums are in fp32, to `of_sums` where they cancel, and rounded once."""
     rounding = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}[out.dtype]
-    torch.testing.assert_close(out.double(), exact, rtol=1.01 * rounding, atol=1e-5)
+    torch.testing.assert_close(out.double(), exact, rtol=1.01 * rounding, atol=of_sums)
 
 
 @interpreter.kernel_test
@@ -111,7 +111,7 @@ def test_published_shapes(cols: int, size: int, dependent_launch: bool) -> None:
             whole = gemv.linear(x, w)
             for rows in range(2, 17):
                 out = gemv.linear(x[:rows], w)
-                assert_exact_but_for_rounding(out, exact[:rows])
+                assert_exact_but_for_rounding(out, exact[:rows], 2e-4)  # of 12,288 products about 1
                 assert torch.equal(out, whole[:rows])
     finally:
         pdl.enable(False)
