@@ -161,10 +161,22 @@ class DFlash:
         first = 0 if keys.get("shift_label") else 1
         size = self.config.get("block_size") or keys["block_size"]
         rows = self.rows(tokens, size, keys["mask_token_id"])[first : first + count]
-        base = self.target.logits(rows)
+        base = self.logits(rows)
         if keys.get("projector_type") == "domino":
             return domino(self.w, keys, self.target, rows, base, tokens[-1])
         return selected(self.w, keys, rows, base, tokens[-1]) if "selector_rank" in keys else base
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Of all tokens, by the target's head, or one for the tokens of `d2t` alone."""
+        if "d2t" not in self.w:
+            return self.target.logits(rows)
+        return self.spread(rows @ self.w["lm_head.weight"].T, -torch.inf)
+
+    def spread(self, values: Tensor, others: float) -> Tensor:
+        """Values [..., rows of d2t] for all tokens."""
+        tokens = self.w["d2t"] + torch.arange(len(self.w["d2t"]))
+        whole = values.new_full((*values.shape[:-1], self.config["vocab_size"]), others)
+        return whole.index_copy(-1, tokens, values)
 
     def rows(self, tokens: list[int], size: int, mask: int) -> Tensor:
         """The output [size, H] of a block behind all tokens but the last one."""
@@ -245,9 +257,9 @@ class DSpark(DFlash):
     def __call__(self, tokens: list[int], count: int) -> Tensor:
         rows = self.guessing(tokens, count)
         given, previous, state = [], tokens[-1], torch.zeros(self.config["markov_rank"])
-        for row, base in zip(rows, self.target.logits(rows), strict=True):
+        for row, base in zip(rows, self.logits(rows), strict=True):
             bias, state = markov_bias(self.w, self.config["markov_head_type"], row, previous, state)
-            given.append(base + bias)
+            given.append(base + (self.spread(bias, 0.0) if "d2t" in self.w else bias))
             previous = int(given[-1].argmax())
         return torch.stack(given)
 

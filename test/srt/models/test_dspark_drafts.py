@@ -13,7 +13,7 @@ from sglang.srt.errors import UserError
 
 from .draft_harness import DraftRunner, plan_with_draft
 from .harness import random_tokens
-from .test_dflash_drafts import BLOCK, CAPTURES, HIDDEN, target
+from .test_dflash_drafts import BLOCK, CAPTURES, DRAFT_VOCAB, HIDDEN, target, written
 from .test_dflash_drafts import CONFIG as BACKBONE
 from .test_dflash_drafts import weights as backbone_weights
 from .test_eagle3_drafts import save
@@ -48,7 +48,7 @@ def weights(config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
         "embed_tokens.weight": (vocab, hidden),
         "lm_head.weight": (vocab, hidden),
         "markov_head.markov_w1.weight": (vocab, rank),
-        "markov_head.markov_w2.weight": (vocab, rank),
+        "markov_head.markov_w2.weight": (config.get("draft_vocab_size", vocab), rank),
         "confidence_head.proj.weight": (1, hidden + rank),
         "confidence_head.proj.bias": (1,),
     }
@@ -56,12 +56,17 @@ def weights(config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
     if config["markov_head_type"] in gates:
         name, rows, cols = gates[config["markov_head_type"]]
         shapes |= {f"markov_head.{name}.weight": (rows, cols), f"markov_head.{name}.bias": (rows,)}
-    return tensors | {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+    more = {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+    return more | tensors
 
 
-@pytest.mark.parametrize("config", [*(CONFIG | {"markov_head_type": kind} for kind in KINDS), SPECFORGE])
+REDUCED = CONFIG | {"draft_vocab_size": DRAFT_VOCAB}
+SPECULATORS = written(REDUCED, "dspark")
+
+
+@pytest.mark.parametrize("config", [*(CONFIG | {"markov_head_type": kind} for kind in KINDS), SPECFORGE, SPECULATORS])
 def test_a_draft_as_published(config: dict[str, Any], target: Path, tmp_path: Path) -> None:
-    tensors = weights({"markov_head_type": "vanilla"} | config)
+    tensors = weights(REDUCED if config is SPECULATORS else {"markov_head_type": "vanilla"} | config)
     plan = plan_with_draft(target, "DSPARK", save(tmp_path / "draft", config, tensors))
     runner = DraftRunner(plan)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())

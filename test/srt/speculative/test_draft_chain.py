@@ -57,16 +57,16 @@ def dflash(folder: Path, variant: str) -> Pair:
     config = dflash_drafts.VARIANTS[variant]
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
     tensors = dflash_drafts.weights(config)
-    draft = save(folder / "draft", config, tensors)
+    draft = save(folder / "draft", dflash_drafts.stored(variant), tensors)
     flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
     return Pair(folder / "target", flags, DFlash(tensors, config, target, dflash_drafts.CAPTURES))
 
 
-def dspark(folder: Path, **keys: Any) -> Pair:
+def dspark(folder: Path, speculators: bool = False, **keys: Any) -> Pair:
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
     config = dspark_drafts.CONFIG | keys
     tensors = dspark_drafts.weights(config)
-    draft = save(folder / "draft", config, tensors)
+    draft = save(folder / "draft", dflash_drafts.written(config, "dspark") if speculators else config, tensors)
     flags = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(draft)}
     return Pair(folder / "target", flags, DSpark(tensors, config, target, dflash_drafts.CAPTURES))
 
@@ -85,6 +85,9 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     "v4_mtp": functools.partial(v4, dspark=False),
     "v4_dspark": functools.partial(v4, dspark=True),
     "dspark_shifted": functools.partial(dspark, sample_from_anchor=False),
+    "dspark_speculators": functools.partial(
+        dspark, speculators=True, draft_vocab_size=dflash_drafts.DRAFT_VOCAB, markov_head_type="gated"
+    ),
 }
 
 
@@ -151,6 +154,9 @@ class Proposals:
         pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),
         ("dspark_rnn", {}),
         pytest.param("dspark_shifted", {}, marks=pytest.mark.thorough),
+        ("dflash_speculators", {}),
+        pytest.param("dflash_speculators_selector", {}, marks=pytest.mark.thorough),
+        ("dspark_speculators", {"page_size": 8}),
         ("v4_mtp", {"chunked_prefill_size": 16}),
         ("v4_dspark", {"chunked_prefill_size": 16}),
     ],

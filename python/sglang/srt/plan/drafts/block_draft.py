@@ -28,15 +28,20 @@ _MODEL_NAMES: Mapping[str, str] = {
     "hidden_norm": "hidden_norm",
     "norm": "norm",
     "lm_head": "lm_head",
+    "": "",
 }
 _LAYER_NAMES = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
+
+OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
+"""Copies of the target's tensors that the speculators library stored while it trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
     """The keys of a block draft beside those of its layers. `trained`: rows of the blocks that it was trained with.
-    `captures`: the target layers whose outputs it reads. `unread`: beginnings of the names of tensors that nothing here
-    asks for."""
+    `captures`: the target layers whose outputs it reads. `head_size`: tokens of an output head of its
+    own, which are some of the target's; 0: the target's head. `unread`: beginnings of the names of tensors that nothing
+    here asks for."""
 
     trained: int
     mask_token: int
@@ -45,6 +50,7 @@ class BlockSettings:
     head: Head | None = None
     convolution: Convolution | None = None
     confidence: Confidence | None = None
+    head_size: int = 0
     unread: tuple[str, ...] = ()
 
 
@@ -109,8 +115,16 @@ def describe_block_draft(
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
         captures=settings.captures,
+        head_size=settings.head_size,
+        reduced=settings.head_size > 0,
     )
     return finished(draft, target)
+
+
+def reduced_head(keys: ConfigReader, target: ModelDescription) -> int:
+    """Returns the tokens of the draft's output head where they are fewer than the target's; 0: the target's head."""
+    size = keys.count("draft_vocab_size")
+    return 0 if size >= target.vocab_size else size
 
 
 def check_captures(named: list[Any], num_target_layers: int, source: str) -> tuple[int, ...]:

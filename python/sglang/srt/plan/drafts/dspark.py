@@ -13,11 +13,13 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DSPARK, USUAL_DSPARK_SIZE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.block_draft import (
+    OF_VERIFIER,
     BlockSettings,
     check_architecture,
     check_captures,
     describe_block_draft,
     names_of,
+    reduced_head,
 )
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
@@ -65,7 +67,8 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
     if kind not in MARKOV_KINDS:
         known = ", ".join(MARKOV_KINDS)
         raise UserError(f"{keys.source}: markov_head_type {kind!r} is not supported; supported: {known}.")
-    head = Markov(rank, kind) if rank else None
+    size = reduced_head(keys, target)
+    head = Markov(rank, kind, size) if rank else None
     names = names_of({**_NAMES, "markov_gate": _GATES.get(kind, "")})
     settings = BlockSettings(
         trained=block_rows(keys),
@@ -73,6 +76,8 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
         captures=check_captures(keys.require("target_layer_ids", list), len(target.layers), keys.source),
         first_row=first_row(keys),
         head=head,
+        head_size=size,
+        unread=OF_VERIFIER,
         confidence=_confidence(keys, rank),
     )
     return describe_block_draft(config, target, settings, names)
