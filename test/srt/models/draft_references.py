@@ -273,6 +273,46 @@ class DSpark(DFlash):
         return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]])
 
 
+@dataclass
+class Gemma4DSpark(DSpark):
+    """As DSpark, with layers of Gemma 4 that attend to all tokens, transformers' rotation, scaled embeddings, and
+    logits that are bent."""
+
+    def logits(self, rows: Tensor) -> Tensor:
+        cap = self.config["final_logit_softcapping"]
+        return (self.target.logits(rows) / cap).tanh() * cap
+
+    def rows(self, tokens: list[int], size: int, mask: int) -> Tensor:
+        w, eps = self.w, self.config["rms_norm_eps"]
+        streams, _ = self.target.streams(tokens[:-1])
+        joined = torch.cat([streams[layer] for layer in self.captures], dim=-1)
+        context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+        h = self.target.embedded([tokens[-1], *[mask] * (size - 1)]) * self.config["hidden_size"] ** 0.5
+        for i in range(self.config["num_hidden_layers"]):
+            at = f"layers.{i}."
+            norm = lambda x, name, at=at: rms(x, w[f"{at}{name}_layernorm.weight"], eps)  # noqa: E731
+            h = h + norm(self.attention(norm(h, "input"), context, f"{at}self_attn."), "post_attention")
+            x = norm(h, "pre_feedforward")
+            gate, up = (x @ w[f"{at}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            x = (F.gelu(gate, approximate="tanh") * up) @ w[f"{at}mlp.down_proj.weight"].T
+            h = (h + norm(x, "post_feedforward")) * w[f"{at}layer_scalar"]
+        return rms(h, w["norm.weight"], eps)
+
+    def attention(self, block: Tensor, context: Tensor, at: str) -> Tensor:
+        from transformers import Gemma4TextConfig
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
+        w, dim, eps = self.w, self.config["global_head_dim"], self.config["rms_norm_eps"]
+        rows, ones = torch.cat((context, block)), torch.ones(dim)
+        q, k = ((rows @ w[f"{at}{part}_proj.weight"].T).unflatten(-1, (-1, dim)) for part in "qk")
+        v = rms(k, ones, eps)
+        q, k = (rms(x, w[f"{at}{name}_norm.weight"], eps) for x, name in ((q, "q"), (k, "k")))
+        rotary = Gemma4TextRotaryEmbedding(Gemma4TextConfig(**self.config))
+        cos, sin = (x[0][:, None] for x in rotary(rows, torch.arange(len(rows))[None], "full_attention"))
+        q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), dim=-1) * sin for x in (q, k))
+        return attend(q[len(context) :], k, v, 1.0, causal=False) @ w[f"{at}o_proj.weight"].T
+
+
 @torch.inference_mode()
 def confidences(w: Weights, rows: Tensor, tokens: Sequence[int], at: str = "") -> Tensor:
     """How likely each guess [n] stands, of the rows [n, H] that made them and the token before each."""

@@ -21,7 +21,7 @@ from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run
 from srt.models import test_dflash_drafts as dflash_drafts
 from srt.models import test_dspark_drafts as dspark_drafts
 from srt.models.depth_drafts import build_depths
-from srt.models.draft_references import DFlash, DSpark, Eagle3, Target
+from srt.models.draft_references import DFlash, DSpark, Eagle3, Gemma4DSpark, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
@@ -71,6 +71,14 @@ def dspark(folder: Path, speculators: bool = False, **keys: Any) -> Pair:
     return Pair(folder / "target", flags, DSpark(tensors, config, target, dflash_drafts.CAPTURES))
 
 
+def gemma4_dspark(folder: Path) -> Pair:
+    target = Target(dspark_drafts.gemma4_target(folder / "target"))
+    config, tensors = dspark_drafts.GEMMA4_CONFIG, dspark_drafts.gemma4_weights()
+    draft = save(folder / "draft", config, tensors)
+    flags = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(draft)}
+    return Pair(folder / "target", flags, Gemma4DSpark(tensors, config, target, dflash_drafts.CAPTURES))
+
+
 def v4(folder: Path, dspark: bool) -> Pair:
     return Pair(folder, {"speculative_algorithm": "DSPARK" if dspark else "NEXTN"}, save_v4(folder, dspark))
 
@@ -85,6 +93,7 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     "v4_mtp": functools.partial(v4, dspark=False),
     "v4_dspark": functools.partial(v4, dspark=True),
     "dspark_shifted": functools.partial(dspark, sample_from_anchor=False),
+    "gemma4_dspark": gemma4_dspark,
     "dspark_speculators": functools.partial(
         dspark, speculators=True, draft_vocab_size=dflash_drafts.DRAFT_VOCAB, markov_head_type="gated"
     ),
@@ -157,6 +166,7 @@ class Proposals:
         ("dflash_speculators", {}),
         pytest.param("dflash_speculators_selector", {}, marks=pytest.mark.thorough),
         ("dspark_speculators", {"page_size": 8}),
+        ("gemma4_dspark", {}),
         ("v4_mtp", {"chunked_prefill_size": 16}),
         ("v4_dspark", {"chunked_prefill_size": 16}),
     ],

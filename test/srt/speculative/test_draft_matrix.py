@@ -91,6 +91,7 @@ def own_layers(name: str, target: Path, folder: Path) -> dict[str, Any]:
     if name == "deepseek_v4":
         save_v4(target, dspark=False, name=name)
         return {"speculative_algorithm": "NEXTN"}
+    target.mkdir(exist_ok=True)
     if name == "qwen4_exp":
         test_stream_drafts.build(target)
     else:

@@ -1,5 +1,5 @@
-"""What block drafts of all kinds have in common: a backbone of layers as those of Qwen3 over captured streams of the
-target.
+"""What block drafts of all kinds have in common: a backbone of layers as those of Qwen3 (of one draft those of Gemma 4)
+over captured streams of the target.
 
 Source: the format in which z-lab publishes DFlash drafts, which DeepSeek's DSpark and SpecForge's drafts share.
 """
@@ -17,6 +17,8 @@ from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
 from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.gemma3 import NORMS_AROUND
+from sglang.srt.plan.families.gemma4 import GEMMA4
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
@@ -30,6 +32,8 @@ _MODEL_NAMES: Mapping[str, str] = {
     "lm_head": "lm_head",
     "": "",
 }
+GEMMA4_DSPARK = "Gemma4DSparkModel"
+"""The architecture whose layers are those of Gemma 4 that attend to all tokens; others have layers of Qwen3."""
 _LAYER_NAMES = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
 
 OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
@@ -82,9 +86,8 @@ def describe_block_draft(
     """Describes a draft with such a backbone. Raises UserError naming keys of its config that do not go with the
     target."""
     keys = config.reader()
-    family = Family(
-        model_types=("qwen3",), architectures=(architecture_of(keys),), names=names, qk_norm="head", head_dim=128
-    )
+    family = _backbone(architecture_of(keys), names)
+    names = family.names
     quantization = stored_wide(config.quantization, config.stored(names))
     model = describe_as(family, keys, quantization, config.keep_shared_apart)
     check_sizes(keys, model, target)
@@ -119,6 +122,14 @@ def describe_block_draft(
         reduced=settings.head_size > 0,
     )
     return finished(draft, target)
+
+
+def _backbone(architecture: str, names: WeightMap) -> Family:
+    """Returns the family of the draft's layers."""
+    if architecture == GEMMA4_DSPARK:
+        layer = {**names.layer, **NORMS_AROUND, "end": ""}
+        return replace(GEMMA4, architectures=(architecture,), names=replace(names, layer=layer), tie_embeddings=False)
+    return Family(model_types=("qwen3",), architectures=(architecture,), names=names, qk_norm="head", head_dim=128)
 
 
 def reduced_head(keys: ConfigReader, target: ModelDescription) -> int:

@@ -1,8 +1,9 @@
 """DSpark block drafts with a checkpoint of their own: descriptions made from their config.json.
 
-Sources: arXiv 2607.05147, the format in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel`: keys beside those
-of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A draft is DFlash's backbone with a head
-that biases each guess by the token before it. Its embedding and output head are copies of the target's.
+Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel` and
+`Gemma4DSparkModel`: keys beside those of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A
+draft is DFlash's backbone with a head that biases each guess by the token before it. Its embedding and output head are
+copies of the target's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DSPARK, USUAL_DSPARK_SIZE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.block_draft import (
+    GEMMA4_DSPARK,
     OF_VERIFIER,
     BlockSettings,
     check_architecture,
@@ -27,7 +29,7 @@ from sglang.srt.plan.drafts.dspark_bundled import CONFIDENCE, describe_bundled
 from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.model_description import ModelDescription
 
-DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
+DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel", GEMMA4_DSPARK)
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 _NAMES: Mapping[str, str] = {
     "markov_w1": "markov_head.markov_w1",
