@@ -310,7 +310,7 @@ def test_drafts_change_nothing(drafter: str, model: str, layout: str, tmp_path: 
     assert all(results[-1].logprobs[name] for name in WITH_LOGPROBS), "the last stage has them"
 
 
-FP4_MODELS = ("qwen3", "qwen3_moe", "qwen3_windows", "mimo_v2", "gpt_oss", "gemma4", "qwen3_next", "nemotron_h")
+FP4_MODELS = ("qwen3", "qwen3_moe", "qwen3_windows", "gpt_oss", "gemma4", "qwen3_next", "nemotron_h")
 """Of grouped-query attention, in layers of their own or beside states."""
 FP4_CACHE = {"kv_cache_dtype": "fp4_e2m1"}
 
