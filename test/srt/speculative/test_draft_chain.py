@@ -165,7 +165,7 @@ class Proposals:
         pytest.param("dspark_shifted", {}, marks=pytest.mark.thorough),
         ("dflash_speculators", {}),
         pytest.param("dflash_speculators_selector", {}, marks=pytest.mark.thorough),
-        ("dspark_speculators", {"page_size": 8}),
+        pytest.param("dspark_speculators", {"page_size": 8}, marks=pytest.mark.thorough),
         ("gemma4_dspark", {}),
         ("v4_mtp", {"chunked_prefill_size": 16}),
         ("v4_dspark", {"chunked_prefill_size": 16}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -316,13 +317,13 @@ FP4_CACHE = {"kv_cache_dtype": "fp4_e2m1"}
 
 
 def cases_of_fp4() -> list[Any]:
-    """All of them, of which `make test` runs one a drafter."""
+    """All of them, of which `make test` runs two."""
+    quick = {("EAGLE3", "qwen3", True), ("DFLASH", "gpt_oss", False)}
+    every = itertools.product(DRAFTERS, FP4_MODELS, (False, True))
     return [
-        pytest.param(drafter, model, graphs, marks=[] if (m + d) % 16 == 8 * graphs else pytest.mark.thorough)
-        for d, (drafter, (_, models)) in enumerate(DRAFTERS.items())
-        for m, model in enumerate(FP4_MODELS)
-        if model in models
-        for graphs in (False, True)
+        pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough)
+        for case in every
+        if case[1] in DRAFTERS[case[0]][1]
     ]
 
 

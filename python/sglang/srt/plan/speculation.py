@@ -22,8 +22,8 @@ from sglang.srt.plan.drafts.trained_block import trained_block
 from sglang.srt.server_args import ServerArgs
 
 TREES_COUNTED = (
-    "By a count of step times and acceptance a tree would gain where drafts are right in little more than half of cases,"
-    " and nothing where they are right in 80%: see Depth in docs/speculative_decoding.md."
+    "By a count of step times and acceptance a tree would gain where drafts are right in little more than half of"
+    " cases, and nothing where they are right in 80%: see Depth in docs/speculative_decoding.md."
 )
 
 
