@@ -35,6 +35,8 @@ PROMPT, SHORT, LONG = 512, 16, 144
 TRITON_FP8 = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 """The peer's products of FP8 blocks are Triton's, as on SM120, where DeepGEMM does not run; compiling that takes
 minutes."""
+REAL_TOKENS = {"SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
+"""Without it the peer accepts one and the same token everywhere, which sends all rows to the same experts."""
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ def sides_of(case: Case, sizes: list[int], device: str, peer_site: str, logs: Pa
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return [
         Side(OURS, our_path, env, flags, logs),
-        Side(PEER, peer_path(peer_site), {**PEER_ENV, **TRITON_FP8, **env}, [*flags, *of_peer], logs),
+        Side(PEER, peer_path(peer_site), {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **env}, [*flags, *of_peer], logs),
     ]
 
 
