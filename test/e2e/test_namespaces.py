@@ -21,10 +21,10 @@ from live_server import LiveServer, free_port
 
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
-LIMIT_S = 90.0
-"""Of an end, with the start of the processes on a busy machine of two processors."""
+LIMIT_S = 60.0
+"""Within which an error is said, with the start of the processes on a busy machine of two processors."""
 WAIT_S = 25
-"""Seconds that the machines wait for one another here; 60 where nothing is said."""
+"""Seconds that the machines wait for one another here."""
 LEAVING_S = 10.0
 """In which helpers of a process that has ended go, too."""
 FAILED = (1, 2)

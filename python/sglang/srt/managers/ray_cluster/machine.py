@@ -1,0 +1,110 @@
+"""What runs on a node: an actor that starts the ranks of one machine of a replica, and says how they do.
+
+The ranks are its children, as they are those of a server: when it ends, however that comes, they end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang.srt.errors import UserError
+from sglang.srt.managers.engine_processes import EngineError, EngineProcesses
+from sglang.srt.managers.replica_processes import start_processes
+from sglang.srt.managers.wire.ipc import Ports, free_ports
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.log import configure_logging
+from sglang.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the processes of a machine have ended, as plain values. of_user: the user can correct it."""
+
+    message: str
+    details: str = ""
+    of_user: bool = False
+
+    def error(self) -> UserError | EngineError:
+        return UserError(self.message) if self.of_user else EngineError(self.message, self.details)
+
+
+class Machine:
+    """An actor. Its methods run in threads beside one another; plain values go in and out."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._processes: EngineProcesses | None = None
+        self._ports: Ports | None = None
+        self._ended = False
+
+    def facts(self, address: str) -> tuple[str, str, int]:
+        """Returns the release, the interpreter, and a port of the node's address that nothing uses."""
+        return __version__, sys.executable, free_ports(address, 1)[0]
+
+    def start(self, args: ServerArgs, ports: Ports, name: str, environment: Mapping[str, str]) -> None:
+        """Starts the ranks of this machine. ports: as the front has them; environment: what the front's has too."""
+        os.environ.update(environment)
+        configure_logging(args.log_level)
+        with self._changed:
+            if self._ended:
+                return
+            self._ports = ports.on_other_machine()
+            with _light_main():
+                self._processes = start_processes(args, self._ports, name, self._notify)
+            self._processes.watch()
+
+    def ready_or_failed(self) -> Failure | None:
+        """Returns when all ranks are ready, or why they cannot be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._processes is not None and
+                                   (self._processes.ready or self._processes.failure is not None))  # fmt: skip
+        return self._failure()
+
+    def failed(self) -> Failure | None:
+        """Returns why the ranks have ended; None: they were told to."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or self._processes is not None and self._processes.failure is not None
+            )
+        return self._failure()
+
+    def end(self, limit_s: float) -> None:
+        """Ends the ranks, as EngineProcesses does."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        if self._processes is not None:
+            self._processes.end(limit_s)
+        if self._ports is not None:
+            self._ports.remove()
+
+    def _failure(self) -> Failure | None:
+        failure = None if self._processes is None else self._processes.failure
+        if failure is None:
+            return None
+        details = failure.details if isinstance(failure, EngineError) else ""
+        return Failure(str(failure), details, isinstance(failure, UserError))
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def _light_main():  # type: ignore[no-untyped-def]
+    """Children need nothing of the program that runs Ray's worker, which they would import otherwise."""
+    main = sys.modules["__main__"]
+    file = main.__dict__.pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main.__file__ = file
