@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,16 +78,15 @@ def placed(folder: Path, *flags: str) -> Iterator[LiveServer]:
         eventually(_all_free, "Ray's resources are not given back")
 
 
-def eventually(condition: Any, why: str) -> None:
-    end = time.monotonic() + LEAVING_S
+def eventually(condition: Callable[[], bool], why: str, limit_s: float = LEAVING_S) -> None:
+    end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, why
         time.sleep(0.2)
 
 
-def _processes(folder: Path) -> list[str]:
-    """Commands of our processes on the nodes: actors, and what these spawned."""
-    found = []
+def _commands(folder: Path) -> Iterator[tuple[int, str]]:
+    """Processes of the nodes with their commands."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -95,10 +94,13 @@ def _processes(folder: Path) -> list[str]:
             state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             continue
-        ours = f"TMPDIR={folder}\0".encode() in environment and state not in "ZX"
-        if ours and (command.startswith("ray::Machine") or "spawn_main" in command):
-            found.append(command)
-    return found
+        if f"TMPDIR={folder}\0".encode() in environment and state not in "ZX":
+            yield int(process.name), command
+
+
+def _processes(folder: Path) -> list[str]:
+    """Commands of our processes on the nodes: actors, and what these spawned."""
+    return [text for _, text in _commands(folder) if text.startswith("ray::Machine") or "spawn_main" in text]
 
 
 def _all_free() -> bool:
@@ -133,15 +135,18 @@ def test_placed_ranks_answer_as_one_process(layout: str, expected: list[str], cl
         assert server.wait_exit(LIMIT_S) == 0
 
 
-def test_an_engine_may_be_placed_by_a_program_of_the_cluster(
-    expected: list[str], cluster: Any, folder: Path
-) -> None:
+def test_an_engine_may_be_placed_by_a_program_of_the_cluster(expected: list[str], cluster: Any, folder: Path) -> None:
     """Which stays connected when the engine ends."""
     from sglang import Engine
     from sglang.embedded import DEFAULT_MODEL_PATH
 
     with Engine(
-        model_path=str(DEFAULT_MODEL_PATH), device="cpu", dtype="float32", use_ray=True, tp_size=2, max_total_tokens=4096
+        model_path=str(DEFAULT_MODEL_PATH),
+        device="cpu",
+        dtype="float32",
+        use_ray=True,
+        tp_size=2,
+        max_total_tokens=4096,
     ) as engine:
         results = engine.generate(list(PROMPTS), {"max_new_tokens": 24, "temperature": 0.0})
         assert [result["text"] for result in results] == expected
@@ -276,14 +281,51 @@ def test_a_process_that_ends_ends_all(which: str, cluster: Any, folder: Path) ->
 
 
 def _pid_of(folder: Path, actor: bool) -> int:
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            environment = (process / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"TMPDIR={folder}\0".encode() in environment and (
-            command.startswith("ray::Machine") if actor else "spawn_main" in command
-        ):
-            return int(process.name)
-    raise AssertionError("there is no such process")
+    """The first process of that kind."""
+    return next(
+        pid for pid, text in _commands(folder) if (text.startswith("ray::Machine") if actor else "spawn_main" in text)
+    )
+
+
+def test_ray_serve_runs_several_servers(expected: list[str], cluster: Any, folder: Path) -> None:
+    """On both nodes, with answers that stream; a server that dies is started again."""
+    from ray import serve
+
+    from sglang.embedded import DEFAULT_MODEL_PATH
+    from sglang.ray_serve import application
+
+    flags = {"model_path": str(DEFAULT_MODEL_PATH), "device": "cpu", "dtype": "float32", "max_total_tokens": "4096"}
+    port = free_port()
+    try:
+        serve.start(http_options={"port": port, "host": "127.0.0.1"})
+        serve.run(application({**flags, "num_servers": "2", "tp_size": "2", "enable_metrics": "true"}))
+        url = f"http://127.0.0.1:{port}"
+        assert answers(url) == expected and answers(url) == expected
+        assert "sglang:num_running_reqs" in httpx.get(f"{url}/metrics", timeout=10).text
+        assert httpx.get(f"{url}/v1/models/none", timeout=10).status_code == 404
+        body = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+            lines = [line for line in reply.iter_lines() if line.startswith("data: ")]
+        assert len(lines) > 5 and lines[-1] == "data: [DONE]"
+        (first, second) = _servers(folder)
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: len(set(_servers(folder)) - {first, second}) == 1, "a new server starts", 60.0)
+        eventually(lambda: answers(url) == expected, "it serves", 60.0)
+    finally:
+        serve.shutdown()
+    eventually(lambda: not _servers(folder), "servers are left")
+    eventually(lambda: not list(folder.glob("sglang-*")), "sockets are left")
+
+
+def test_flags_of_ray_serve() -> None:
+    from sglang.ray_serve import flags_of
+
+    assert flags_of({"tp_size": "2", "enable_metrics": "true", "log_requests": "false"}) == [
+        "--tp-size",
+        "2",
+        "--enable-metrics",
+    ]
+
+
+def _servers(folder: Path) -> list[int]:
+    return [pid for pid, command in _commands(folder) if "-m sglang.ray_serve" in command]

@@ -46,10 +46,18 @@ def test_cpus_serve_without_gpus() -> None:
     ("flags", "gpus", "said"),
     [
         ({}, (), "The Ray cluster has no node that is alive."),
-        ({}, (0, 0), "no node has GPUs. The Ray cluster has 2 nodes with 0, 0 GPUs. With --device cpu ranks take CPUs."),
+        (
+            {},
+            (0, 0),
+            "no node has GPUs. The Ray cluster has 2 nodes with 0, 0 GPUs. With --device cpu ranks take CPUs.",
+        ),
         ({"tp_size": 8}, (4, 4), "--tp-size 8 takes 8 GPUs of one node for the ranks of the server."),
         ({"tp_size": 8}, (4, 4), "--nnodes 2 spreads them over nodes."),
-        ({"tp_size": 8}, (2, 2), "takes 8 GPUs of one node for the ranks of the server. The Ray cluster has 2 nodes with"),
+        (
+            {"tp_size": 8},
+            (2, 2),
+            "takes 8 GPUs of one node for the ranks of the server. The Ray cluster has 2 nodes with",
+        ),
         ({"tp_size": 8, "dp_size": 2}, (4, 4), "for the ranks of a replica"),
         ({"tp_size": 16, "nnodes": 2}, (8, 4, 4), "--nnodes 2 takes 2 nodes with 8 GPUs each, and 1 node has as many."),
         ({"tp_size": 4, "dp_size": 4}, (8, 4), "takes 16 GPUs, and there is room for 3 replicas."),

@@ -170,11 +170,13 @@ def _addresses(group: Any) -> list[str]:
 
 
 def _check_releases(addresses: Sequence[str], versions: Sequence[str]) -> None:
-    others = [f"{host} has {version}" for host, version in zip(addresses, versions, strict=True) if version != __version__]
+    others = [
+        f"{host} has {version}" for host, version in zip(addresses, versions, strict=True) if version != __version__
+    ]
     if others:
         raise UserError(
-            f"--use-ray: this machine has sm120-sglang {__version__}, and node {', node '.join(others)}. Install the same"
-            " release everywhere."
+            f"--use-ray: this machine has sm120-sglang {__version__}, and node {', node '.join(others)}."
+            " Install the same release everywhere."
         )
 
 
@@ -190,7 +192,9 @@ def _said_by_ray() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.GetTimeoutError as error:
-        raise UserError(f"--use-ray: a node did not start its process within {ACTOR_S:g} s; its Ray log says why.") from error
+        raise UserError(
+            f"--use-ray: a node did not start its process within {ACTOR_S:g} s; its Ray log says why."
+        ) from error
     except ray.exceptions.RayError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         if any("No module named 'sglang" in line for line in lines):

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from sglang.srt.errors import UserError
@@ -63,18 +63,11 @@ class Machine:
 
     def ready_or_failed(self) -> Failure | None:
         """Returns when all ranks are ready, or why they cannot be."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._processes is not None and
-                                   (self._processes.ready or self._processes.failure is not None))  # fmt: skip
-        return self._failure()
+        return self._wait_for(lambda processes: processes.ready or processes.failure is not None)
 
     def failed(self) -> Failure | None:
         """Returns why the ranks have ended; None: they were told to."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or self._processes is not None and self._processes.failure is not None
-            )
-        return self._failure()
+        return self._wait_for(lambda processes: processes.failure is not None)
 
     def end(self, limit_s: float) -> None:
         """Ends the ranks, as EngineProcesses does."""
@@ -86,7 +79,10 @@ class Machine:
         if self._ports is not None:
             self._ports.remove()
 
-    def _failure(self) -> Failure | None:
+    def _wait_for(self, settled: Callable[[EngineProcesses], bool]) -> Failure | None:
+        """Waits until it is so, or all is ended, and returns the failure that there is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or (self._processes is not None and settled(self._processes)))
         failure = None if self._processes is None else self._processes.failure
         if failure is None:
             return None
@@ -99,7 +95,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def _light_main():  # type: ignore[no-untyped-def]
+def _light_main() -> Iterator[None]:
     """Children need nothing of the program that runs Ray's worker, which they would import otherwise."""
     main = sys.modules["__main__"]
     file = main.__dict__.pop("__file__", None)

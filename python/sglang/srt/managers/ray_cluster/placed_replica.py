@@ -91,27 +91,26 @@ class PlacedReplica:
             except ray.exceptions.RayError as error:
                 (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
                 host = self._addresses[index_of[ref]]
-                failures.append(EngineError(f"machine {index_of[ref]} of the server, on node {host}, is gone ({reason})"))
+                machine = f"machine {index_of[ref]} of the server, on node {host},"
+                failures.append(EngineError(f"{machine} is gone ({reason})"))
                 continue
             if said is not None:
                 failures.append(said.error())
         return failures
 
-    def _later(
-        self, running: dict[Any, int], failures: list[UserError | EngineError]
-    ) -> list[UserError | EngineError]:
+    def _later(self, running: dict[Any, int], failures: list[UserError | EngineError]) -> list[UserError | EngineError]:
         """What the other machines say within seconds."""
-        begin, found = time.monotonic(), list[UserError | EngineError]()
+        begin, later = time.monotonic(), list[UserError | EngineError]()
         while running and not self._closing:
-            lost = all(isinstance(each, EngineError) and each.lost_connection for each in [*failures, *found])
+            lost = all(isinstance(each, EngineError) and each.lost_connection for each in [*failures, *later])
             left = begin + (NODE_S if lost else OTHERS_S) - time.monotonic()
             if left <= 0:
                 break
             done, _ = ray.wait(list(running), num_returns=1, timeout=left)
-            found += self._failures(done, running)
+            later += self._failures(done, running)
             for ref in done:
                 del running[ref]
-        return found
+        return later
 
     def _fail(self, causes: list[UserError | EngineError]) -> None:
         failure = min(causes, key=lateness)

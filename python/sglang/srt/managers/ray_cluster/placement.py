@@ -1,8 +1,8 @@
 """What of a cluster a server takes, and whether the cluster has it. Pure functions over a description of its nodes.
 
-    replica        a placement group of its own
-    its machines   (--nnodes) a bundle each, on different nodes; one machine: one bundle, so that its ranks are packed
-    its ranks      a GPU each, or with --device cpu a CPU
+replica        a placement group of its own
+its machines   (--nnodes) a bundle each, on different nodes; one machine: one bundle, so that its ranks are packed
+its ranks      a GPU each, or with --device cpu a CPU
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def check_room(demand: Demand, nodes: Sequence[ClusterNode]) -> None:
     if first is not None and not any(node.address == first and node.count(resource) >= each for node in nodes):
         addresses = ", ".join(sorted({node.address for node in nodes}))
         raise UserError(
-            f"--use-ray: --dist-init-addr names {first}, and no node of that address has {each} {resource}s; nodes are at"
-            f" {addresses}. Without the flag Ray chooses one."
+            f"--use-ray: --dist-init-addr names {first}, and no node of that address has {each} {resource}s;"
+            f" nodes are at {addresses}. Without the flag Ray chooses one."
         )
 
 
