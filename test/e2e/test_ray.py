@@ -94,7 +94,7 @@ def _commands(folder: Path) -> Iterator[tuple[int, str]]:
             state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             continue
-        if f"TMPDIR={folder}\0".encode() in environment and state not in "ZX":
+        if f"TMPDIR={folder}".encode() in environment and state not in "ZX":
             yield int(process.name), command
 
 
@@ -234,9 +234,19 @@ def test_ports_that_are_taken_are_said(cluster: Any, folder: Path) -> None:
         assert "cannot listen on 127.0.0.1" in _said(server)
 
 
+def _node_that_dies(cluster: Any, num_cpus: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A node with temporary files of its own, as another machine has, of which nobody is left to remove them."""
+    with monkeypatch.context() as patch:
+        (folder / "dies").mkdir(exist_ok=True)
+        patch.setenv("TMPDIR", str(folder / "dies"))
+        return cluster.add_node(num_cpus=num_cpus, **NODE)
+
+
 @pytest.mark.parametrize("layout", ["--tp 4", "--tp 3 --nnodes 3"])
-def test_a_node_that_dies_ends_the_server(layout: str, cluster: Any, folder: Path) -> None:
-    node = cluster.add_node(num_cpus=4, **NODE)
+def test_a_node_that_dies_ends_the_server(
+    layout: str, cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = _node_that_dies(cluster, 4, folder, monkeypatch)
     removed = False
     try:
         with placed(folder, *layout.split()) as server:
@@ -250,9 +260,11 @@ def test_a_node_that_dies_ends_the_server(layout: str, cluster: Any, folder: Pat
             cluster.remove_node(node)
 
 
-def test_a_replica_whose_node_dies_is_taken_out(expected: list[str], cluster: Any, folder: Path) -> None:
+def test_a_replica_whose_node_dies_is_taken_out(
+    expected: list[str], cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other one serves on."""
-    node = cluster.add_node(num_cpus=2, **NODE)
+    node = _node_that_dies(cluster, 2, folder, monkeypatch)
     removed = False
     try:
         with placed(folder, "--tp", "2", "--dp", "3") as server:

@@ -121,8 +121,7 @@ class EngineHandle:
 
             cluster = RayCluster.connect()
             self._disconnect = cluster.leave
-            self._ports = [ports.between_machines(cluster.address) for ports in self._ports]
-            self._replicas = cluster.start(args, replica_args(args), self._ports, names, self._on_change)
+            self._ports, self._replicas = cluster.start(args, replica_args(args), self._ports, names, self._on_change)
             return
         replicas: list[ReplicaProcesses] = []
         self._replicas = replicas

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ ANSWER_S = 5.0
 """Seconds for the head of a cluster to take a connection."""
 PLACEMENT_S = 20.0
 """Seconds to wait for what others use."""
+JOIN_S = 30.0
+"""Seconds for Ray to connect; by itself it tries for minutes."""
 ACTOR_S = 30.0
 """Seconds for an actor to come up: Ray starts a process for it, which imports us."""
 PASSED_ON = ("SGLANG_", "NCCL_", "GLOO_", "HF_", "OMP_", "TRITON_", "TORCH_")
@@ -40,13 +43,12 @@ PASSED_ON = ("SGLANG_", "NCCL_", "GLOO_", "HF_", "OMP_", "TRITON_", "TORCH_")
 
 
 class RayCluster:
-    """A connection to a cluster. `address`: of this machine, for the others."""
+    """A connection to a cluster."""
 
     def __init__(self, joined: bool) -> None:
         """joined: `leave` disconnects; the caller's program was not connected before."""
         self._joined = joined
         self._groups: list[Any] = []
-        self.address: str = ray.util.get_node_ip_address()
 
     @classmethod
     def connect(cls) -> RayCluster:
@@ -55,14 +57,11 @@ class RayCluster:
             return cls(joined=False)
         address = os.environ.get("RAY_ADDRESS", "auto")
         _check_head(address)
-        try:
-            ray.init(address=address, logging_level=logging.WARNING)
-        except Exception as error:  # whatever Ray finds wrong: no cluster, another Python, another Ray
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if (reason := _join(address)) is not None:
             raise UserError(
                 f"--use-ray: no Ray cluster is reachable ({reason}). Start one with `ray start --head`, add machines"
                 " with `ray start --address HEAD:6379`, and start the server on one of them, or set RAY_ADDRESS."
-            ) from error
+            )
         return cls(joined=True)
 
     def start(
@@ -72,12 +71,14 @@ class RayCluster:
         each_ports: Sequence[Ports],
         names: Sequence[str],
         on_change: Callable[[], None],
-    ) -> list[PlacedReplica]:
-        """Places and starts the replicas. on_change: as EngineProcesses takes it. Raises UserError."""
+    ) -> tuple[list[Ports], list[PlacedReplica]]:
+        """Places and starts the replicas, and returns the front's ports of each. on_change: as EngineProcesses takes
+        it. Raises UserError."""
         demand = demand_of(args)
         check_room(demand, _nodes())
         groups = self._place(demand)
         environment = _environment()
+        fronts: list[Ports] = []
         replicas = []
         with _said_by_ray():
             for group, one, ports, name in zip(groups, each_args, each_ports, names, strict=True):
@@ -87,16 +88,19 @@ class RayCluster:
                     [machine.facts.remote(host) for machine, host in zip(machines, addresses, strict=True)],
                     timeout=ACTOR_S,
                 )
-                _check_releases(addresses, [version for version, *_ in facts])
-                meeting = args.dist_init_addr or f"{addresses[0]}:{facts[0][-1]}"
+                _check_releases(addresses, [version for version, _ in facts])
+                meeting_port, *channel_ports = facts[0][1]
+                meeting = args.dist_init_addr or f"{addresses[0]}:{meeting_port}"
+                front, keys = ports.between_machines(addresses[0], channel_ports)
                 several = {"dist_init_addr": meeting} if demand.machines > 1 else {}
                 calls = [
-                    (replace(one, base_gpu_id=0, node_rank=rank, **several), ports.without_secret, name, environment)
+                    (replace(one, base_gpu_id=0, node_rank=rank, **several), front, keys, name, environment)
                     for rank in range(demand.machines)
                 ]
                 logger.info("%s runs on %s", name or "The server", ", ".join(addresses))
                 replicas.append(PlacedReplica(machines, addresses, calls, on_change))
-        return replicas
+                fronts.append(front)
+        return fronts, replicas
 
     def leave(self) -> None:
         """Gives everything back, and disconnects if `connect` connected."""
@@ -135,6 +139,24 @@ def _check_head(address: str) -> None:
             f"--use-ray: nobody answers at RAY_ADDRESS {address} ({error.strerror or error}). Is the head of the Ray"
             " cluster started, and its port open?"
         ) from error
+
+
+def _join(address: str) -> str | None:
+    """Connects this process to the cluster, and returns why that does not work."""
+    failures: list[str] = []
+
+    def connect() -> None:
+        try:
+            ray.init(address=address, logging_level=logging.ERROR)
+        except Exception as error:  # whatever Ray finds wrong: no cluster, another Python, another Ray
+            failures.append((str(error).strip() or type(error).__name__).splitlines()[0])
+
+    attempt = threading.Thread(target=connect, name="ray-connect", daemon=True)
+    attempt.start()
+    attempt.join(JOIN_S)
+    if attempt.is_alive():
+        return f"{address} does not answer within {JOIN_S:g} s"
+    return failures[0] if failures else None
 
 
 def _nodes() -> list[ClusterNode]:

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from sglang.srt.errors import UserError
 from sglang.srt.managers.engine_processes import EngineError, EngineProcesses
 from sglang.srt.managers.replica_processes import start_processes
-from sglang.srt.managers.wire.ipc import Ports, free_ports
+from sglang.srt.managers.wire.ipc import Keys, Ports, free_ports
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
 from sglang.version import __version__
 
 logger = logging.getLogger(__name__)
+
+NUM_PORTS = 3
+"""Of a machine: the meeting of the ranks, and the two channels from and to the front."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +48,18 @@ class Machine:
         self._ports: Ports | None = None
         self._ended = False
 
-    def facts(self, address: str) -> tuple[str, str, int]:
-        """Returns the release, the interpreter, and a port of the node's address that nothing uses."""
-        return __version__, sys.executable, free_ports(address, 1)[0]
+    def facts(self, address: str) -> tuple[str, list[int]]:
+        """Returns the release, and ports of the node's address that nothing uses."""
+        return __version__, free_ports(address, NUM_PORTS)
 
-    def start(self, args: ServerArgs, ports: Ports, name: str, environment: Mapping[str, str]) -> None:
+    def start(self, args: ServerArgs, ports: Ports, keys: Keys, name: str, environment: Mapping[str, str]) -> None:
         """Starts the ranks of this machine. ports: as the front has them; environment: what the front's has too."""
         os.environ.update(environment)
         configure_logging(args.log_level)
         with self._changed:
             if self._ended:
                 return
-            self._ports = ports.on_other_machine()
+            self._ports = ports.on_other_machine(keys)
             with _light_main():
                 self._processes = start_processes(args, self._ports, name, self._notify)
             self._processes.watch()

@@ -4,8 +4,8 @@ Every channel has one reader, which binds, and any number of writers, which conn
 that only the user may enter. A full channel is back-pressure, not memory: `send` waits, `try_send` refuses.
 
 Where a replica runs on another machine than the front (`Ports.between_machines`), its two channels from and to the
-front are TCP sockets of the front, encrypted by CURVE. A peer needs the front's public key to talk to it, and only the
-processes of the replica are told that key.
+front are TCP sockets that the replica binds, encrypted by CURVE. A peer needs the replica's public key to talk to it,
+and only the front is told that key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -47,18 +47,17 @@ class IntegerTooWide(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The front's keys of channels between machines, in zmq's printable form."""
+    """A replica's keys of channels between machines, in zmq's printable form."""
 
     public: str
     secret: str | None = None
-    """The front alone has it."""
+    """The replica alone has it."""
 
     def open(self, channel: zmq.Socket[bytes], address: str) -> None:
-        """Binds the front's end of a channel, connects another one."""
-        own_public, own_secret = zmq.curve_keypair()
+        """Binds the replica's end of a channel, connects the front's."""
         if self.secret is None:
             channel.curve_serverkey = self.public.encode()
-            channel.curve_publickey, channel.curve_secretkey = own_public, own_secret
+            channel.curve_publickey, channel.curve_secretkey = zmq.curve_keypair()
             channel.connect(address)
         else:
             channel.curve_server = 1
@@ -99,24 +98,18 @@ class Ports:
         names = ("scheduler", "detokenizer", "tokenizer")
         return [cls(root, each, arrays, *(_address(each, name) for name in names)) for each in directories]
 
-    def between_machines(self, host: str) -> Ports:
-        """The front's ports of a replica on another machine. host: the address of this machine that others reach."""
+    def between_machines(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
+        """Returns the front's ports of a replica at `host`, where nothing uses these two ports, and the keys that the
+        replica is to have."""
         public, secret = (key.decode() for key in zmq.curve_keypair())
-        scheduler, tokenizer = (f"tcp://{host}:{port}" for port in free_ports(host, 2))
-        return replace(self, scheduler_input=scheduler, tokenizer_input=tokenizer, keys=Keys(public, secret))
+        scheduler, tokenizer = (f"tcp://{host}:{port}" for port in ports)
+        front = replace(self, scheduler_input=scheduler, tokenizer_input=tokenizer, keys=Keys(public))
+        return front, Keys(public, secret)
 
-    def on_other_machine(self) -> Ports:
-        """These ports, which came from the front, for the replica: with fresh directories of this machine."""
-        assert self.keys is not None
-        keys = Keys(self.keys.public)
-        return replace(
-            Ports.create(), scheduler_input=self.scheduler_input, tokenizer_input=self.tokenizer_input, keys=keys
-        )
-
-    @property
-    def without_secret(self) -> Ports:
-        """What a replica on another machine may know."""
-        return self if self.keys is None else replace(self, keys=Keys(self.keys.public))
+    def on_other_machine(self, keys: Keys) -> Ports:
+        """Returns the replica's ports of what the front has, with fresh directories of this machine."""
+        ports = Ports.create()
+        return replace(ports, scheduler_input=self.scheduler_input, tokenizer_input=self.tokenizer_input, keys=keys)
 
     def remove(self) -> None:
         for directory in (self.root, self.shared_arrays):
