@@ -122,10 +122,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         None, PARALLEL, "HOST:PORT of machine 0, at which the ranks of several machines meet.", "--nccl-init-addr"
     )
     dist_timeout: float = option(
-        60.0,
-        PARALLEL,
-        "Seconds that the machines wait for one another when they start, with --nnodes.",
-        minimum=1,
+        45.0, PARALLEL, "Seconds that the machines wait for one another when they start, with --nnodes.", minimum=1
     )
 
     # --- memory and scheduling

@@ -81,20 +81,22 @@ class RayCluster:
         fronts: list[Ports] = []
         replicas = []
         with _said_by_ray():
-            for group, one, ports, name in zip(groups, each_args, each_ports, names, strict=True):
-                machines = [_actor(demand, group, index) for index in range(demand.machines)]
+            actors = [[_actor(demand, group, index) for index in range(demand.machines)] for group in groups]
+            end = time.monotonic() + ACTOR_S
+            for group, machines, one, ports, name in zip(groups, actors, each_args, each_ports, names, strict=True):
                 addresses = _addresses(group)
                 facts = ray.get(
                     [machine.facts.remote(host) for machine, host in zip(machines, addresses, strict=True)],
-                    timeout=ACTOR_S,
+                    timeout=max(1.0, end - time.monotonic()),
                 )
                 _check_releases(addresses, [version for version, _ in facts])
                 meeting_port, *channel_ports = facts[0][1]
                 meeting = args.dist_init_addr or f"{addresses[0]}:{meeting_port}"
                 front, keys = ports.between_machines(addresses[0], channel_ports)
-                several = {"dist_init_addr": meeting} if demand.machines > 1 else {}
+                same = (front, keys, name, environment)
+                meeting_address = meeting if demand.machines > 1 else None
                 calls = [
-                    (replace(one, base_gpu_id=0, node_rank=rank, **several), front, keys, name, environment)
+                    (replace(one, base_gpu_id=0, node_rank=rank, dist_init_addr=meeting_address), *same)
                     for rank in range(demand.machines)
                 ]
                 logger.info("%s runs on %s", name or "The server", ", ".join(addresses))

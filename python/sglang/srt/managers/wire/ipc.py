@@ -95,8 +95,17 @@ class Ports:
         directories = [root] if count == 1 else [os.path.join(root, str(index)) for index in range(count)]
         for directory in directories:
             os.makedirs(directory, mode=0o700, exist_ok=True)
-        names = ("scheduler", "detokenizer", "tokenizer")
-        return [cls(root, each, arrays, *(_address(each, name) for name in names)) for each in directories]
+        return [
+            cls(
+                root=root,
+                directory=each,
+                shared_arrays=arrays,
+                scheduler_input=_address(each, "scheduler"),
+                detokenizer_input=_address(each, "detokenizer"),
+                tokenizer_input=_address(each, "tokenizer"),
+            )
+            for each in directories
+        ]
 
     def between_machines(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
         """Returns the front's ports of a replica at `host`, where nothing uses these two ports, and the keys that the
