@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,8 @@ from sglang.version import __version__
 
 logger = logging.getLogger(__name__)
 
+REMOVE_BEHIND_US = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$@") >/dev/null 2>&1 &'
+"""A shell's words: when its stdin ends, the directories go."""
 NUM_PORTS = 3
 """Of a machine: the meeting of the ranks, and the two channels from and to the front."""
 
@@ -47,6 +50,8 @@ class Machine:
         self._processes: EngineProcesses | None = None
         self._ports: Ports | None = None
         self._ended = False
+        self._alive: int | None = None
+        """A pipe that ends with this process."""
 
     def facts(self, address: str) -> tuple[str, list[int]]:
         """Returns the release, and ports of the node's address that nothing uses."""
@@ -60,6 +65,7 @@ class Machine:
             if self._ended:
                 return
             self._ports = ports.on_other_machine(keys)
+            self._alive = _remove_with_us(self._ports)
             with _light_main():
                 self._processes = start_processes(args, self._ports, name, self._notify)
             self._processes.watch()
@@ -95,6 +101,17 @@ class Machine:
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def _remove_with_us(ports: Ports) -> int:
+    """Lets the directories go with this process. Ray kills it and its children without a word, so that none of them
+    could do it; this one is no child. Returns the pipe that says so."""
+    reading, writing = os.pipe()
+    try:
+        subprocess.run(["sh", "-c", REMOVE_BEHIND_US, "sh", ports.root, ports.shared_arrays], stdin=reading, check=True)
+    finally:
+        os.close(reading)
+    return writing
 
 
 @contextlib.contextmanager
