@@ -117,10 +117,10 @@ def flops_of(encoder: VisionEncoder[Any], pixels: torch.Tensor, grid: tuple[int,
     has two products for every pair of patches that see one another."""
     attention, attend = 0.0, encoder._attend
 
-    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, **_: Any) -> torch.Tensor:
+    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: Any) -> None:
         nonlocal attention
-        attention += 4.0 * float((starts.diff().double() ** 2).sum()) * v.shape[1] * v.shape[2]
-        return v.flatten(1)
+        attention += 4.0 * float((rest[0].diff().double() ** 2).sum()) * v.shape[1] * v.shape[2]
+        out.copy_(v)
 
     encoder._attend = counting  # type: ignore[method-assign]
     try:

@@ -91,7 +91,7 @@ def test_the_memory_plan_counts_what_an_encoder_step_holds(name: str, tmp_path: 
     encoder = encoders.encoder_of(config, tmp_path, "cpu", dtype="bfloat16")
     tower, rows = encoder.tower, 8 * encoder.tower.merge
     pixels = torch.rand(rows**2, tower.patch_values)
-    encoder._attend = lambda q, k, v, starts, scale=None: torch.empty_like(v).flatten(1)
+    encoder._attend = lambda *args: None
     with LiveBytes([pixels, *(param.tensor for param in encoder.params.values())]) as live:
         encoder.encode(pixels, [(1, rows, rows)])
     features = tower.num_tokens((1, rows, rows)) * tower.features_size  # counted apart

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import ALONE, groups
 from sglang.srt.layers.parameter import Init, Param, Part
-from sglang.srt.models.vision.patch_places import Grid, clips, num_patches, parts_of_clips, rows_and_columns
-from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.models.vision.patch_places import Grid, num_patches, rows_and_columns
+from sglang.srt.models.vision.pieces import parts_of
 from sglang.srt.plan.towers.tower import Cut, Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
@@ -28,8 +28,8 @@ AnyTower = TypeVar("AnyTower", bound=Tower)
 Result = TypeVar("Result")
 Places = Mapping[str, torch.Tensor]
 """Tensors of `VisionEncoder.places`, on the device."""
-Layers = Generator[int, None, Result]
-"""A computation that stops behind every layer and says how many patches it has computed."""
+Pieces = Generator[None, None, Result]
+"""A computation that stops behind every piece (`models.vision.pieces`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,16 @@ class PatchPart:
     grids: Sequence[Grid]
     pixels: torch.Tensor
     places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How the patches of a part attend: `turn` of queries and keys; `starts` [groups + 1], the first patches of those
+    that see one another, and P; in how many shares of queries (`cuts`)."""
+
+    turn: Turn
+    starts: torch.Tensor
+    cuts: int
 
 
 class VisionEncoder(ABC, Generic[AnyTower]):
@@ -82,19 +92,18 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return whole(self.encoding(self.sent(pixels, grids), grids))
 
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
-        """Returns the clips of all items in order, by the parts in which they are computed: clips see themselves
-        alone, so a long video has several, and no more of its pixels than those of two need be on the device."""
-        return list(parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP))
+        return parts_of(self.tower, grids)
 
-    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
-        """Computes what `encode` does of the `parts` of the items layer by layer: yields how many patches a layer has
-        computed, behind each one, and returns the features. Each item's features have memory of their own: one may go
-        without the others."""
+    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: int = 1) -> Pieces[list[torch.Tensor]]:
+        """Computes what `encode` does of the `parts` of the items: yields behind each of the pieces that `pieces_of`
+        names, and returns the features. Each item's features have memory of their own: one may go without the
+        others."""
         shapes = [(self.tower.num_tokens(grid), self.tower.features_size) for grid in grids]
         features = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
         to_fill = list(features)
         for part in parts:
-            to_fill = _filled(to_fill, (yield from self._encoded(part)))
+            to_fill = _filled(to_fill, (yield from self._encoded(part, cuts)))
+            yield
         return features
 
     def sent(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Iterator[PatchPart]:
@@ -112,9 +121,9 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         may call it."""
 
     @abstractmethod
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: int) -> Pieces[torch.Tensor]:
         """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `pooled_frames` frames; yields behind
-        every layer."""
+        every piece but the last."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
@@ -143,25 +152,40 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
         return self.params[f"{name}.{leaf}"].tensor
 
-    def _attended(self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attend`."""
+    def _attended(self, qkv: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attention_of`."""
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
-        turn(heads[:, :2].flatten(1, 2))
-        q, k, v = heads.unbind(1)
-        return self._attend(q, k, v, starts)
+        sight.turn(heads[:, :2].flatten(1, 2))
+        return (yield from self._attention_of(*heads.unbind(1), sight))
+
+    def _attention_of(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, scale: float | None = None
+    ) -> Pieces[torch.Tensor]:
+        """q, k, v [P, heads, head_dim], turned. `scale` None: the root of head_dim divides products. Yields before the
+        first and behind every share of the queries. Returns [P, hidden]."""
+        yield
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        for i in range(sight.cuts):
+            self._attend(q, k, v, out, sight.starts, scale, (i, sight.cuts))
+            yield
+        return out.view(len(out), -1)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None = None
-    ) -> torch.Tensor:
-        """q, k, v [P, heads, head_dim]; `starts` [groups + 1]: first patches of those that see one another, and P.
-        `scale` None: the root of head_dim divides products. Returns [P, hidden]."""
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        starts: torch.Tensor,
+        scale: float | None,
+        share: tuple[int, int],
+    ) -> None:
+        """Fills a share (i of n) of the rows of out [P, heads, head_dim]."""
+        attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale, share=share)
         if self.ladder is None:
             attend(tile={})
         else:
             self.ladder.run(lambda tile: attend(tile=tile))
-        return out.view(len(out), -1)
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -206,11 +230,11 @@ def interpolation(neighbours: tuple[np.ndarray, np.ndarray]) -> dict[str, np.nda
     return dict(zip(("index", "weights"), neighbours, strict=True))
 
 
-def whole(layers: Layers[Result]) -> Result:
+def whole(pieces: Pieces[Result]) -> Result:
     """Runs a computation to its end."""
     while True:
         try:
-            next(layers)
+            next(pieces)
         except StopIteration as end:
             result: Result = end.value
             return result

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from sglang.srt.models.vision.encoder import (
-    Layers,
     PatchPart,
-    Turn,
+    Pieces,
+    Sight,
     VisionEncoder,
     cos_sin,
     gelu_,
@@ -40,17 +40,18 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         frames = {"frames": frame_numbers(grids)} if any(frames > 1 for frames, _, _ in grids) else {}
         return positions | turned | order | frames
 
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: int) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
         x = x + self._interpolated(positions, places)
         if "frames" in places:
             x = x + self._times()[places["frames"]]
-        turn, starts = partial(_turn_neighbours, cos=places["cos"], sin=places["sin"]), places["starts"]
+        sight = Sight(partial(_turn_neighbours, cos=places["cos"], sin=places["sin"]), places["starts"], cuts)
+        yield
         for i in range(tower.num_layers):
-            x = self._block(f"{prefix}encoder.blocks.{i}.", x, turn, starts)
-            yield len(x)
+            x = yield from self._block(f"{prefix}encoder.blocks.{i}.", x, sight)
+            yield
         x = self._norm(prefix + "encoder.final_layernorm", x, tower.norm_eps)
         x = _pooled(x[places["squares"]], part.grids)
         x = self._norm(projector + "pre_norm", x, tower.projector_eps)
@@ -64,9 +65,9 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         table = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
         return self._on_device(np.concatenate((np.zeros_like(table[:1]), table))).to(self.dtype)
 
-    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
         qkv = self._linear(name + "wqkv", self._norm(name + "norm0", x, self.tower.norm_eps))
-        x += self._linear(name + "wo", self._attended(qkv, turn, starts))
+        x += self._linear(name + "wo", (yield from self._attended(qkv, sight)))
         del qkv
         wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", x, self.tower.norm_eps))
         return x.add_(self._linear(name + "mlp.fc1", gelu_(wide, approximate="tanh")))

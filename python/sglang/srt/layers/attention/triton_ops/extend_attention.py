@@ -75,7 +75,7 @@ def extend_kernel(
     V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
-    carry log2(e). Grid: (num_blocks * Hkv,)."""
+    carry log2(e). Grid: (blocks * Hkv,), of the blocks before num_blocks."""
     pid = tl.program_id(0)
     kv_head = pid % num_kv_heads
     # The last blocks of a sequence see the most keys: start them first.
@@ -219,6 +219,7 @@ def extend_attention_fwd(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     has_prefix: bool = True,
+    share: tuple[int, int] = (0, 1),
 ) -> None:
     """Fill o [T, Hq, Dv] with the attention of T new tokens of B sequences over their cached prefixes and themselves.
 
@@ -232,7 +233,8 @@ def extend_attention_fwd(
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
     sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are
-    empty. Never synchronizes; CUDA-graph safe.
+    empty. share (i, n): launches the i-th of n runs of blocks only, which together fill o as one launch does, bit by
+    bit. Never synchronizes; CUDA-graph safe.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]
@@ -244,13 +246,16 @@ def extend_attention_fwd(
     group = num_heads // num_kv_heads
     num_seqs = start_loc.shape[0] - 1
     num_blocks = num_tokens * group // tile["BLOCK_M"] + num_seqs
+    first_block, num_blocks = (num_blocks * (share[0] + i) // share[1] for i in (0, 1))
+    if first_block == num_blocks:
+        return
     block_d, block_dpe = split_head_dim(head_dim)
     v_in_k = (
         v_head_dim == block_d < head_dim
         and v.data_ptr() == k.data_ptr()
         and (v_cache.data_ptr() == k_cache.data_ptr() or not has_prefix)
     )
-    extend_kernel[(num_blocks * num_kv_heads,)](
+    extend_kernel[((num_blocks - first_block) * num_kv_heads,)](
         q, k, v, o, k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens, start_loc,
         q if sinks is None else sinks,
         q if custom_mask is None else custom_mask,
