@@ -435,9 +435,9 @@ class Scheduler:
             self.host_tier.finish(batch.loads)
             redo_stale(self, batch)
         report: list[Req] = []
-        sampled, interval = batch.read(self.running), self.args.stream_interval
+        sampled, interval, stale = batch.read(self.running), self.args.stream_interval, batch.stale
         for req, token, row in zip(*sampled, strict=True):
-            if req.finish is not None or req in batch.stale:
+            if req.finish is not None or (stale and req in stale):
                 continue
             if token == NO_TOKEN:
                 logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
