@@ -162,9 +162,10 @@ def slices_of(encoder: VisionEncoder[Any], pixels: torch.Tensor, grid: tuple[int
     events.append(_event())
     torch.cuda.synchronize()
     times = [begin.elapsed_time(end) for begin, end in pairwise(events)]
+    cut = f"attention of a layer cut in {slices.cuts.queries}, its products in {slices.cuts.rows}"
     return (
-        f"  in {len(times)} slices of at most {SHARE * DECODE_MS:.2f} ms, attention cut in {slices.cuts}: the longest"
-        f" {max(times):.2f} ms, the median {statistics.median(times):.2f}, all {sum(times):.1f}"
+        f"  in {len(times)} slices of at most {SHARE * DECODE_MS:.2f} ms, {cut}: the longest {max(times):.2f} ms,"
+        f" the median {statistics.median(times):.2f}, all {sum(times):.1f}"
     )
 
 

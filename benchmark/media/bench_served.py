@@ -341,7 +341,9 @@ def sides_of(args: argparse.Namespace) -> list[Side]:
         sizes += ["--max-total-tokens", "73728", "--cuda-graph-max-bs", "96", "--dtype", "bfloat16"]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     sides = [Side(OURS, our_path, {}, [*sizes, *shlex.split(args.flags)], args.logs)]
-    if args.peer_site:
+    if args.peer_site and not (Path(args.peer_site) / "sglang").is_dir():
+        print(f"{PEER} is left out: {args.peer_site} has no sglang", flush=True)
+    elif args.peer_site:
         flags = ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.8"]
         flags += ["--attention-backend", args.peer_backend, "--mm-attention-backend", "triton_attn"]
         flags += ["--enable-multimodal"]

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.media_pace import (
     measured_layer,
 )
 from sglang.srt.models.vision.patch_places import Grid, num_patches
-from sglang.srt.models.vision.pieces import Piece, pairs_of, parts_of, pieces_of
+from sglang.srt.models.vision.pieces import Cuts, Piece, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.towers.qwen2_5_vl import Qwen2_5VLTower
 from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
 from sglang.srt.plan.towers.tower import Tower
@@ -73,18 +73,19 @@ def test_a_slice_is_a_share_of_the_step(requests: int, step_ms: float, grids: li
     products = max(LAYER.of_piece(Piece(0.5, num_patches(part), 0.0)) for part in parts_of(tower, grids))
     assert max(slices) <= max(SHARE * step_ms, products) + 1e-9
     assert sum(slices) / len(slices) > SHARE * step_ms / 2
-    assert PACE.slices(tower, grids, requests).cuts <= MOST_CUTS
+    assert PACE.slices(tower, grids, requests).cuts.queries <= MOST_CUTS
 
 
 def test_only_layers_that_are_too_long_are_cut() -> None:
-    assert PACE.slices(TOWER, IMAGE, 64).cuts == 1
-    assert PACE.slices(TOWER, LARGE, 64).cuts > 4
-    assert PACE.slices(TOWER, VIDEO, 64).cuts == 1
+    assert PACE.slices(TOWER, IMAGE, 64).cuts == Cuts()
+    assert PACE.slices(TOWER, LARGE, 64).cuts.queries > 4 and PACE.slices(TOWER, LARGE, 64).cuts.rows == 1
+    assert MediaPace(LAYER, {64: 1.0}).slices(TOWER, LARGE, 64).cuts.rows == 2, "0.6 ms of products before attention"
+    assert PACE.slices(TOWER, VIDEO, 64).cuts == Cuts()
 
 
 def test_a_layer_without_windows_among_others_is_longer_than_the_mean() -> None:
     assert pairs_of(WINDOWS, LARGE) == 9 * pairs_of(TOWER, LARGE)
-    whole, of_windows = (sum(p.pairs for p in pieces_of(tower, LARGE, 3)) for tower in (TOWER, WINDOWS))
+    whole, of_windows = (sum(p.pairs for p in pieces_of(tower, LARGE, Cuts(3))) for tower in (TOWER, WINDOWS))
     assert whole == pytest.approx(of_windows)
 
 
@@ -103,7 +104,7 @@ def test_a_prompt_adds_a_share_of_the_step(requests: int, tokens: int) -> None:
 def test_what_is_not_measured() -> None:
     assert MediaPace().prompt_tokens(64) is None
     slices = MediaPace().slices(TOWER, IMAGE, 64)
-    assert len(slices.pieces) == 4 and slices.cuts == 1, "a constant number of patches times layers"
+    assert len(slices.pieces) == 4 and slices.cuts == Cuts(), "a constant number of patches times layers"
     short = MediaPace(LAYER, {64: 100.0}, {64: 9.0, 512: 16.0})
     assert short.prompt_tokens(64) == 512 - 64, "no longer than what was measured"
     assert len(short.slices(TOWER, [(1, 2, 2)], 64).pieces) == 1

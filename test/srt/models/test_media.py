@@ -241,7 +241,7 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
 _SLICED = ("qwen3_vl", "gemma4", "kimi_k25")
 
 
-_PACES = {"layers": MediaPace(), "shares of queries": MediaPace(LayerTimes(1.0, 0.1, 1.0), {1: 100.0})}
+_PACES = {"layers": MediaPace(), "shares of patches": MediaPace(LayerTimes(1.0, 0.02, 1.0), {1: 30.0})}
 
 
 @pytest.mark.parametrize("pace", list(_PACES))
@@ -260,7 +260,7 @@ def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(features, "advance", lambda whole: (events.append("slice"), advance(whole)))
     monkeypatch.setattr(scheduler, "launch", lambda batch: (events.append("step"), launch(batch)))
     for number in range(2):
-        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 60, temperature=0.0, ignore_eos=True))
+        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 100, temperature=0.0, ignore_eos=True))
     for _ in range(3):
         scheduler.step()
     events.clear()
@@ -271,7 +271,7 @@ def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeyp
     counts = []
     for prompt in prompts.values():
         slices = features.pace.slices(features.description.tower, [item.grid for item in prompt.items(tmp_path)], 2)
-        assert (slices.cuts > 1) == (pace != "layers")
+        assert (slices.cuts.queries > 1 and slices.cuts.rows > 1) == (pace != "layers")
         counts.append(len(slices.pieces))
     assert events[: 2 * counts[0] + 1] == ["step"] + ["slice", "step"] * counts[0], "the patches travel for a step"
     assert events.count("slice") == sum(counts) and counts[0] > 3

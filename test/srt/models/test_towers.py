@@ -22,7 +22,7 @@ from sglang.srt.models.vision import encoder, pieces
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
-from sglang.srt.models.vision.pieces import parts_of, pieces_of
+from sglang.srt.models.vision.pieces import Cuts, parts_of, pieces_of
 from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.plan import describe_served_model
@@ -159,7 +159,7 @@ def test_an_encoder_that_stops_behind_every_piece(name: str, tmp_path: Path) -> 
         grids = BATCHES[batch]
         pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
         want = tower.encode(pixels, grids)
-        for cuts in (1, 3):
+        for cuts in (Cuts(), Cuts(3), Cuts(2, 3)):
             counted = sum(len(list(pieces_of(tower.tower, part, cuts))) for part in parts_of(tower.tower, grids))
             encoding = tower.encoding(tower.sent(pixels, grids), grids, cuts)
             with torch.inference_mode():

@@ -19,6 +19,7 @@ from sglang.srt.model_executor.media_pace import WHOLE, MediaPace
 from sglang.srt.model_executor.patch_uploads import PatchReader, PatchUploads
 from sglang.srt.models.vision.encoder import PatchPart, Pieces, whole
 from sglang.srt.models.vision.patch_places import Grid, num_patches
+from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
@@ -42,8 +43,10 @@ class LayeredEncoder(MediaEncoder, Protocol):
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         """What the layers need of the places of the patches of a part, computed on the host. Any thread may call it."""
 
-    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: int = 1) -> Pieces[list[torch.Tensor]]:
-        """Yields behind every piece, and returns what `encode` does. cuts: shares of queries in a layer."""
+    def encoding(
+        self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: Cuts = WHOLE_LAYERS
+    ) -> Pieces[list[torch.Tensor]]:
+        """Yields behind every piece, and returns what `encode` does."""
 
 
 @dataclass(slots=True)
@@ -180,7 +183,7 @@ class MediaFeatures:
                     return
                 self.used -= self._entries.pop(digest).size
 
-    def _pieces_of(self, items: Sequence[MediaItem], cuts: int) -> Pieces[list[torch.Tensor]] | None:
+    def _pieces_of(self, items: Sequence[MediaItem], cuts: Cuts) -> Pieces[list[torch.Tensor]] | None:
         """Returns the computation of the items, which stops behind every piece; None where it cannot, or pixels are
         gone."""
         if self._uploads is None or not isinstance(self.encoder, LayeredEncoder):

@@ -3,7 +3,7 @@
 An encoder's slice of s ms behind a decode step of d ms makes the time between two tokens d + s. The 99th percentile
 beside images is to stay within 1.5 times that without, so s is at most SHARE of d, and so is what a prompt adds to a
 step: the rest of the half is left for longer contexts, and for the launches of the host. A slice is a run of pieces
-(`models.vision.pieces`); where a layer takes longer than a slice, its attention is cut, too. All times are measured at
+(`models.vision.pieces`); where a layer takes longer than a slice, it is cut, too. All times are measured at
 the start, so that the ranks, which agree on them, cut alike. On a stream of its own the encoder would
 cost more: a decode step is some 300 kernels, one behind the other, and each would wait for blocks of the encoder's
 products to leave an SM (some 50 us), which is longer than the step.
@@ -16,15 +16,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang.srt.models.vision.patch_places import Grid
-from sglang.srt.models.vision.pieces import Piece, pairs_of, parts_of, pieces_of
+from sglang.srt.models.vision.patch_places import Grid, num_patches
+from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, Piece, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.media import PATCH_LAYERS_BESIDE
 from sglang.srt.plan.towers.tower import Tower
 
 SHARE = 0.3
 """Share of a decode step that a slice of an encoder step, or a part of a prompt, may add to it."""
 MOST_CUTS = 128
-"""Of the attention of a layer."""
+"""Of what a layer computes."""
 LEAST_TOKENS = 64
 """Of a prompt with images a step takes so many, however long it is."""
 FLAT = 1.1
@@ -60,10 +60,10 @@ _UNMEASURED = LayerTimes(1.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """An encoder step in slices: how many `pieces` each has, and in how many shares of queries attention is cut."""
+    """An encoder step in slices: how many `pieces` each has, and how layers are cut to these."""
 
     pieces: tuple[int, ...]
-    cuts: int = 1
+    cuts: Cuts = WHOLE_LAYERS
 
 
 WHOLE = Slices((1,))
@@ -84,11 +84,12 @@ class MediaPace:
         a decode step, if its pieces are not."""
         parts = parts_of(tower, grids)
         if self.layer is None or not self.decode_ms:
-            layer, limit, cuts = _UNMEASURED, float(PATCH_LAYERS_BESIDE), 1
+            layer, limit, cuts = _UNMEASURED, float(PATCH_LAYERS_BESIDE), WHOLE_LAYERS
         else:
             layer, limit = self.layer, SHARE * self._decode_ms(num_decodes)
             attention = layer.pair * max(pairs_of(tower, part) for part in parts)
-            cuts = min(max(1, math.ceil(attention / (limit / 2))), MOST_CUTS) if attention > limit / 2 else 1
+            products = layer.patch * max(map(num_patches, parts)) / 2
+            cuts = Cuts(_cuts(attention, limit / 2), _cuts(products, limit))
         times = [layer.of_piece(piece) for part in parts for piece in pieces_of(tower, part, cuts)]
         return Slices(tuple(_packed(times, limit)), cuts)
 
@@ -114,6 +115,10 @@ class MediaPace:
             f"slices of {SHARE * self._decode_ms(most):.2f} ms and {'all' if tokens is None else tokens} tokens of"
             f" prompts with images beside {most} requests, whose step takes {self._decode_ms(most):.2f} ms"
         )
+
+
+def _cuts(milliseconds: float, limit: float) -> int:
+    return min(max(1, math.ceil(milliseconds / limit)), MOST_CUTS)
 
 
 def _packed(times: Sequence[float], limit: float) -> Iterator[int]:

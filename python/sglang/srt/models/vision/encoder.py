@@ -15,15 +15,17 @@ import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import ALONE, groups
 from sglang.srt.layers.parameter import Init, Param, Part
 from sglang.srt.models.vision.patch_places import Grid, num_patches, rows_and_columns
-from sglang.srt.models.vision.pieces import parts_of
+from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, parts_of, shares
 from sglang.srt.plan.towers.tower import Cut, Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
-Turn = Callable[[torch.Tensor], None]
-"""Rotates queries, keys or both [P, heads, head_dim] in place, by the places of their patches."""
+Turn = Callable[[torch.Tensor, slice], None]
+"""Rotates queries, keys or both [N, heads, head_dim] of a slice of the patches in place, by their places."""
+Heads = Sequence[torch.Tensor]
+"""Queries, keys and values of patches, [N, heads, head_dim] each."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
 Result = TypeVar("Result")
 Places = Mapping[str, torch.Tensor]
@@ -44,11 +46,11 @@ class PatchPart:
 @dataclass(frozen=True, slots=True)
 class Sight:
     """How the patches of a part attend: `turn` of queries and keys; `starts` [groups + 1], the first patches of those
-    that see one another, and P; in how many shares of queries (`cuts`)."""
+    that see one another, and P; and how their layers are cut."""
 
     turn: Turn
     starts: torch.Tensor
-    cuts: int
+    cuts: Cuts
 
 
 class VisionEncoder(ABC, Generic[AnyTower]):
@@ -94,7 +96,9 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
         return parts_of(self.tower, grids)
 
-    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: int = 1) -> Pieces[list[torch.Tensor]]:
+    def encoding(
+        self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: Cuts = WHOLE_LAYERS
+    ) -> Pieces[list[torch.Tensor]]:
         """Computes what `encode` does of the `parts` of the items: yields behind each of the pieces that `pieces_of`
         names, and returns the features. Each item's features have memory of their own: one may go without the
         others."""
@@ -121,7 +125,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         may call it."""
 
     @abstractmethod
-    def _encoded(self, part: PatchPart, cuts: int) -> Pieces[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `pooled_frames` frames; yields behind
         every piece but the last."""
 
@@ -152,23 +156,35 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
         return self.params[f"{name}.{leaf}"].tensor
 
-    def _attended(self, qkv: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
-        """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attention_of`."""
+    def _split(self, qkv: torch.Tensor, sight: Sight, rows: slice) -> Heads:
+        """qkv [N, 3 * hidden] of a slice of the patches, of this rank's heads."""
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
-        sight.turn(heads[:, :2].flatten(1, 2))
-        return (yield from self._attention_of(*heads.unbind(1), sight))
+        sight.turn(heads[:, :2].flatten(1, 2), rows)
+        return heads.unbind(1)
 
-    def _attention_of(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, scale: float | None = None
+    def _attended(
+        self, project: Callable[[slice], Heads], count: int, sight: Sight, scale: float | None = None
     ) -> Pieces[torch.Tensor]:
-        """q, k, v [P, heads, head_dim], turned. `scale` None: the root of head_dim divides products. Yields before the
-        first and behind every share of the queries. Returns [P, hidden]."""
-        yield
+        """project: gives the queries, keys and values of a slice of the `count` patches, turned. `scale` None: the root
+        of head_dim divides products. Yields behind every slice, and every share of the queries. Returns [P, hidden]."""
+        parts = []
+        for rows in shares(count, sight.cuts.rows):
+            parts.append(project(rows))
+            yield
+        q, k, v = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        del parts
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        for i in range(sight.cuts):
-            self._attend(q, k, v, out, sight.starts, scale, (i, sight.cuts))
+        for i in range(sight.cuts.queries):
+            self._attend(q, k, v, out, sight.starts, scale, (i, sight.cuts.queries))
             yield
         return out.view(len(out), -1)
+
+    def _row_by_row(self, compute: Callable[[slice], object], count: int, sight: Sight) -> Pieces[None]:
+        """Computes what every patch has alone, of a slice of them after the other; yields between slices."""
+        for number, rows in enumerate(shares(count, sight.cuts.rows)):
+            if number:
+                yield
+            compute(rows)
 
     def _attend(
         self,
@@ -249,10 +265,10 @@ def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tenso
     return to_fill
 
 
-def _turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
+def _turn_halves(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """x [N, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
     first, second = x.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
-    turn_pairs(first, second, cos, sin)
+    turn_pairs(first, second, cos[rows], sin[rows])
 
 
 def turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

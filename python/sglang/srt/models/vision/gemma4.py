@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import PatchPart, Pieces, Sight, VisionEncoder, cos_sin, gelu_
+from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, cos_sin, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, rows_and_columns, squares
+from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 
 _ROW_BY_ROW = 1
@@ -27,7 +28,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         order = squares(grids, self.tower.merge)
         return turned | {"rows": rows, "columns": columns, "squares": order, "starts": frame_starts(grids)}
 
-    def _encoded(self, part: PatchPart, cuts: int) -> Pieces[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "patch_embedder.input_proj", (2 * part.pixels - 1).to(self.dtype))
         of_column, of_row = self._weight(prefix + "patch_embedder", "position_embedding_table")
@@ -46,24 +47,33 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         return self._linear(projector + "embedding_projection", normed.to(self.dtype))
 
     def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
-        eps = self.tower.norm_eps
-        normed = self._rms_norm(name + "input_layernorm", x, eps)
-        attended = yield from self._attention(name + "self_attn.", normed, sight)
-        x += self._rms_norm(name + "post_attention_layernorm", attended, eps)
-        del attended
-        normed = self._rms_norm(name + "pre_feedforward_layernorm", x, eps)
-        gate = gelu_(self._bounded(name + "mlp.gate_proj", normed), approximate="tanh")
-        down = self._bounded(name + "mlp.down_proj", gate.mul_(self._bounded(name + "mlp.up_proj", normed)))
-        return x.add_(self._rms_norm(name + "post_feedforward_layernorm", down, eps))
+        eps, mlp = self.tower.norm_eps, name + "mlp."
 
-    def _attention(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        def project(rows: slice) -> Heads:
+            normed = self._rms_norm(name + "input_layernorm", x[rows], eps)
+            return self._heads(name + "self_attn.", normed, sight, rows)
+
+        def rest(rows: slice) -> None:
+            patches, out = x[rows], self._bounded(name + "self_attn.o_proj", attended[rows])
+            patches += self._rms_norm(name + "post_attention_layernorm", out, eps)
+            del out
+            normed = self._rms_norm(name + "pre_feedforward_layernorm", patches, eps)
+            gate = gelu_(self._bounded(mlp + "gate_proj", normed), approximate="tanh")
+            down = self._bounded(mlp + "down_proj", gate.mul_(self._bounded(mlp + "up_proj", normed)))
+            patches += self._rms_norm(name + "post_feedforward_layernorm", down, eps)
+
+        attended = yield from self._attended(project, len(x), sight, scale=1.0)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
+
+    def _heads(self, name: str, x: torch.Tensor, sight: Sight, rows: slice) -> Heads:
+        """x [N, hidden] of a slice of the patches."""
         heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
         q, k = self._rms_norm(name + "q_norm", q, eps), self._rms_norm(name + "k_norm", k, eps)
-        sight.turn(q)
-        sight.turn(k)
-        v = F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
-        return self._bounded(name + "o_proj", (yield from self._attention_of(q, k, v, sight, scale=1.0)))
+        sight.turn(q, rows)
+        sight.turn(k, rows)
+        return q, k, F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
 
     def _bounded(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """A linear layer, whose inputs and outputs are kept within bounds if it has some."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sglang.srt.models.vision.encoder import (
+    Heads,
     PatchPart,
     Pieces,
     Sight,
@@ -23,6 +24,7 @@ from sglang.srt.models.vision.encoder import (
     turn_pairs,
 )
 from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, squares
+from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
 _ROW_BY_ROW = 1
@@ -40,7 +42,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         frames = {"frames": frame_numbers(grids)} if any(frames > 1 for frames, _, _ in grids) else {}
         return positions | turned | order | frames
 
-    def _encoded(self, part: PatchPart, cuts: int) -> Pieces[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
@@ -66,11 +68,20 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         return self._on_device(np.concatenate((np.zeros_like(table[:1]), table))).to(self.dtype)
 
     def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
-        qkv = self._linear(name + "wqkv", self._norm(name + "norm0", x, self.tower.norm_eps))
-        x += self._linear(name + "wo", (yield from self._attended(qkv, sight)))
-        del qkv
-        wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", x, self.tower.norm_eps))
-        return x.add_(self._linear(name + "mlp.fc1", gelu_(wide, approximate="tanh")))
+        def project(rows: slice) -> Heads:
+            return self._split(
+                self._linear(name + "wqkv", self._norm(name + "norm0", x[rows], self.tower.norm_eps)), sight, rows
+            )
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "wo", attended[rows])
+            wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", patches, self.tower.norm_eps))
+            patches += self._linear(name + "mlp.fc1", gelu_(wide, approximate="tanh"))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
 
 
 def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -81,8 +92,8 @@ def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
     return torch.cat([part.unflatten(0, (grid[0], -1)).mean(0) for part, grid in zip(parts, grids, strict=True)])
 
 
-def _turn_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [P, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
+def _turn_neighbours(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """x [N, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
     the column, odd ones by the row."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turn_pairs(first, second, cos, sin)
+    turn_pairs(first, second, cos[rows], sin[rows])

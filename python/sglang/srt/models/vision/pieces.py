@@ -1,8 +1,8 @@
 """The pieces of an encoder step, which can stop behind each: what `VisionEncoder.encoding` computes up to a yield.
 
 A part of a step begins with the embedding of its patches and ends with the merging to tokens. Between them are the
-layers: queries, keys and values of all patches; attention, of all queries or of a share of them after the other; and
-the rest. Attention is quadratic in the patches of a clip, so that for a large image it is most of a layer.
+layers: queries, keys and values; attention; and the rest. Each of the three may be cut by patches. Attention is
+quadratic in the patches of a clip, so that for a large image it is most of a layer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ from dataclasses import dataclass
 from sglang.srt.models.vision.patch_places import Grid, clips, num_patches, parts_of_clips
 from sglang.srt.plan.media import PATCHES_A_STEP
 from sglang.srt.plan.towers.tower import Tower
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """In how many shares of patches each layer is computed: its attention where it has no windows (`queries`), and what
+    every patch has alone (`rows`)."""
+
+    queries: int = 1
+    rows: int = 1
+
+
+WHOLE_LAYERS = Cuts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +50,20 @@ def pairs_of(tower: Tower, part: Sequence[Grid]) -> float:
     return sum(num_patches([clip]) ** 2 for clip in part) * tower.num_layers / max(without_window, 1)
 
 
-def pieces_of(tower: Tower, part: Sequence[Grid], cuts: int) -> Iterator[Piece]:
-    """Yields the pieces of a part in order. cuts: shares of the queries of a layer, if it has no windows."""
+def shares(count: int, number: int) -> Iterator[slice]:
+    """Yields so many slices that are `count` patches together."""
+    for i in range(number):
+        yield slice(count * i // number, count * (i + 1) // number)
+
+
+def pieces_of(tower: Tower, part: Sequence[Grid], cuts: Cuts) -> Iterator[Piece]:
+    """Yields the pieces of a part in order."""
     patches, pairs = num_patches(part), pairs_of(tower, part)
-    half = Piece(0.5, patches, 0.0)
-    yield half
+    yield Piece(0.5, patches, 0.0)
+    half = [Piece(0.5 / cuts.rows, patches, 0.0)] * cuts.rows
     for layer in range(tower.num_layers):
-        yield half
-        if tower.sees_whole_clips(layer):
-            yield from (Piece(0.0, patches, pairs / cuts) for _ in range(cuts))
-        else:
-            yield Piece(0.0, patches, 0.0)
-        yield half
-    yield half
+        yield from half
+        whole = tower.sees_whole_clips(layer)
+        yield from [Piece(0.0, patches, pairs / cuts.queries)] * cuts.queries if whole else [Piece(0.0, patches, 0.0)]
+        yield from half
+    yield Piece(0.5, patches, 0.0)
