@@ -83,7 +83,7 @@ class MediaFeatures:
     ) -> None:
         """width: of a placeholder's features. budget: in bytes. encoder: None in stages of a pipeline that use no
         features. directory: that of the shared arrays. agreed: whether all ranks that encode together say so.
-        sliced: whether an encoder step may be cut between layers."""
+        sliced: whether an encoder step may be cut."""
         self.description, self.width, self.dtype, self.budget = description, width, dtype, budget
         self.device, self.encoder, self.directory, self._agreed = device, encoder, directory, agreed
         self._sliced = sliced

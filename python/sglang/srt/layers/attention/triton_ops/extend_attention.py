@@ -75,7 +75,7 @@ def extend_kernel(
     V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
-    carry log2(e). Grid: (blocks * Hkv,), of the blocks before num_blocks."""
+    carry log2(e). Grid: (num_blocks * Hkv,)."""
     pid = tl.program_id(0)
     kv_head = pid % num_kv_heads
     # The last blocks of a sequence see the most keys: start them first.
@@ -233,8 +233,8 @@ def extend_attention_fwd(
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
     sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are
-    empty. share (i, n): launches the i-th of n runs of blocks only, which together fill o as one launch does, bit by
-    bit. Never synchronizes; CUDA-graph safe.
+    empty. share (i, n): launches the i-th of n runs of blocks only, those before `num_blocks`; together they fill o as
+    one launch does, bit by bit. Never synchronizes; CUDA-graph safe.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]
