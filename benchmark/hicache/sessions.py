@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 TOKEN_LIMIT = 10_000
@@ -43,8 +43,9 @@ def ask(engine: Any, ids: Sequence[int], output: int) -> tuple[dict[str, Any], l
     return row, tokens
 
 
-def wait_for_saves(engine: Any, num_tokens: int, limit: float) -> float:
-    """Waits until main memory has so many tokens; where the server does not say how many, for ten seconds."""
+def wait_for_host(engine: Any, reached: Callable[[dict[str, Any]], bool], limit: float) -> float:
+    """Waits until main memory's state is as wanted; where the server does not say what it is, for ten seconds. Returns
+    the seconds."""
     start = time.perf_counter()
     while time.perf_counter() - start < limit:
         try:
@@ -52,7 +53,7 @@ def wait_for_saves(engine: Any, num_tokens: int, limit: float) -> float:
         except (KeyError, TypeError, IndexError):
             time.sleep(10)
             break
-        if host["cached"] >= num_tokens:
+        if reached(host):
             break
         time.sleep(0.1)
     return time.perf_counter() - start
@@ -63,6 +64,8 @@ def sessions(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
     lengths, more = options["sessions"], options["more"]
     ask(engine, new_tokens(rng, more * 8), 4)
     ask(engine, new_tokens(rng, more * 8), 4)
+    ready_s = wait_for_host(engine, lambda host: host["ready"], options["save_limit_s"])
+    say(f"main memory ready after {ready_s:.1f} s")
     texts: dict[int, list[int]] = {}
     found: dict[str, Any] = {"computed": [], "loaded": []}
     for length in lengths:
@@ -71,7 +74,7 @@ def sessions(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
         say(f"{length:,} tokens computed: {row['ttft_ms']:.0f} ms")
         found["computed"].append(row)
         texts[length] = prompt + answer
-    found["saved_s"] = wait_for_saves(engine, sum(lengths), options["save_limit_s"])
+    found["saved_s"] = wait_for_host(engine, lambda host: host["cached"] >= sum(lengths), options["save_limit_s"])
     say(f"saved after {found['saved_s']:.1f} s")
     for _ in range(options["rounds"]):
         for length in lengths:

@@ -326,6 +326,35 @@ def test_only_what_is_used_twice_is_copied(folder: Path) -> None:
     assert through.tier.counts.saved_tokens >= len(PROMPT)
 
 
+def test_saves_keep_up_with_a_long_prompt(folder: Path) -> None:
+    server = Server(folder, hicache_write_policy="write_through")
+    server.tier.plan = replace(server.tier.plan, save_tokens=4)
+    server.add("long", PROMPT)
+    while not server.tier._copies:
+        server.steps(1)
+    assert server.tier._copies[0].transfer.num_tokens == 32, "what a step computes, and not what a decode step hides"
+    while not server.scheduler.idle:
+        server.steps(1)
+    server.check()
+
+
+def test_a_server_without_requests_notices_that_main_memory_is_ready(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = threading.Event()
+    monkeypatch.setattr(GatedCopies, "ready", property(lambda _: ready.is_set(), lambda *_: None), raising=False)
+    server = Server(folder, hicache_write_policy="write_through")
+    server.add("early", PROMPT)
+    while server.scheduler.reqs or server.scheduler.in_flight:
+        server.steps(1)
+    assert not server.scheduler.idle and not server.tier.usage()["ready"]
+    ready.set()
+    while not server.scheduler.idle:
+        server.steps(1)
+    assert server.tier.usage()["ready"] and server.tier.counts.saved_tokens >= len(PROMPT)
+    server.check()
+
+
 def test_a_prompt_with_a_hint_is_copied_at_once_and_outlives_others(folder: Path) -> None:
     server = Server(folder)
     message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)

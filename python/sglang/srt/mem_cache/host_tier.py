@@ -49,7 +49,12 @@ ASK_EVERY = 32
 KERNEL_LOSS = 0.15
 """Predicted: the share of a load's time by which it takes longer by the kernel, layer by layer, than by the copy engine
 in whole pages (0.85 of a pinned copy and about 0.97)."""
+SAVED_A_STEP = 2
+"""Tokens of a save over those that the step computes meanwhile, at most: saves would otherwise fall ever further behind
+a long prompt, and a save of so many takes a tenth of such a step (predicted)."""
 POLL_S = 0.0005
+READY_POLL_S = 0.02
+"""Between two steps of an idle server whose main memory is not ready yet."""
 
 
 class Entry(Enum):
@@ -342,18 +347,24 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """Returns whether copies are under way."""
+        """Returns whether copies are under way, or prefixes wait until main memory can take them: a server without
+        requests would not ask again whether it can."""
+        return self._moving or (bool(self._offers) and not self._ready)
+
+    @property
+    def _moving(self) -> bool:
         return bool(self._copies) or (self.storage is not None and self.storage.busy)
 
-    def launch(self, decoding: bool = False) -> None:
-        """Starts the copies that were chosen; behind the launch of a step. decoding: requests wait for tokens, so that
-        copies are paced where ranks add up over the same bus."""
+    def launch(self, decoding: bool = False, num_tokens: int = 0) -> None:
+        """Starts the copies that were chosen; behind the launch of a step, which computes so many tokens. decoding:
+        requests wait for tokens, so that copies are paced where ranks add up over the same bus."""
         self._launches += 1
         if not self._ready and (self._launches % ASK_EVERY != 1 or not self._becomes_ready()):
             return
         self._engine.pace(self.plan.paced_rate if decoding else None)
         if self._offers and all(copy.req is not None and not copy.by_layer for copy in self._copies):
-            self._begin_save()
+            page = self.device.page_size
+            self._begin_save(max(self.plan.save_tokens, SAVED_A_STEP * num_tokens // page * page))
         if self.storage is not None:
             self.storage.launch()
         self.start_layers()
@@ -361,8 +372,8 @@ class HostTier:
             if copy.handle is None and not copy.by_layer:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=copy.req is None)
 
-    def _begin_save(self) -> None:
-        """One at a time, of at most `save_tokens`: loads and steps share the link."""
+    def _begin_save(self, most: int) -> None:
+        """One at a time, of at most so many tokens: loads and steps share the link."""
         for node in list(self._offers):
             if node.parent is None:
                 self._drop(node)
@@ -372,7 +383,7 @@ class HostTier:
             keys = np.concatenate([n.key for n in path.nodes])
             namespace = namespace_of(path.nodes)
             saved = self.host.prefix(keys, namespace)
-            end = min(len(keys), saved.length + self.plan.save_tokens)
+            end = min(len(keys), saved.length + most)
             if self.device.checkpoints is not None and node.checkpoint and saved.state_at(node.depth) is None:
                 if not self.device.checkpoints.is_readable(node):
                     self._offers[node] = until  # the next step writes it
@@ -448,9 +459,9 @@ class HostTier:
             self.settle()
 
     def wait(self) -> None:
-        """Sleeps a moment while copies are under way."""
+        """Sleeps a moment while it is busy."""
         if self.busy:
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self._moving else READY_POLL_S)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -462,6 +473,7 @@ class HostTier:
         """The use of main memory's pools; what is missing in a sum is being written."""
         tree = self.host.tree
         usage: dict[str, object] = {
+            "ready": self._ready,
             "free": tree.allocator.available_size(),
             "cached": tree.total_size(),
             "total": tree.allocator.size,

@@ -149,7 +149,8 @@ class Scheduler:
     def read_back(self, batch: ScheduleBatch | None) -> None:
         """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
         if self.host_tier is not None:
-            self.host_tier.launch(bool(self.running.reqs))
+            prompts = None if batch is None else batch.step.prompts
+            self.host_tier.launch(bool(self.running.reqs), 0 if prompts is None else len(prompts.input_ids))
         ahead = 0 if batch is None else self.steps_ahead
         while len(self.in_flight) > ahead:
             self.process(self.in_flight.popleft())
