@@ -66,7 +66,7 @@ thorough: install
 	$(BIN)/pytest -m thorough test $(ARGS)
 
 failures: install
-	$(BIN)/pytest -m failures test/e2e $(ARGS)
+	$(BIN)/pytest -m failures test/e2e test/http/test_killed_store.py $(ARGS)
 
 ray: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[ray]'

@@ -37,12 +37,6 @@ def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
             " Remove one of them."
         )
         yield {"enable_hierarchical_cache", "dcp_size"}, text
-    if args.hicache_write_policy == "write_back":
-        text = (
-            "--hicache-write-policy write_back is not supported: prefixes are copied before they are evicted, so that"
-            " no request waits for it. Use write_through or write_through_selective."
-        )
-        yield {"hicache_write_policy"}, text
     yield from _of_storage(args)
     if args.hicache_ratio is not None and args.hicache_ratio <= 0:
         yield {"hicache_ratio"}, f"--hicache-ratio must be above 0; got {args.hicache_ratio:g}."

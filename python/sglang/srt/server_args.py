@@ -199,9 +199,9 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     hicache_write_policy: str = option(
         "write_through_selective",
         MEMORY,
-        "When prefixes are copied to main memory: as soon as they are computed, or when a second request uses them.",
-        choices=("write_through", "write_through_selective"),
-        explained=("write_back",),
+        "When prefixes are copied to main memory: as soon as they are computed, when a second request uses them, or"
+        " when the GPU evicts them, for which a step waits.",
+        choices=("write_through", "write_through_selective", "write_back"),
     )
     hicache_storage_backend: str | None = option(
         None,
