@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -437,8 +437,11 @@ class Scheduler:
             redo_stale(self, batch)
         report: list[Req] = []
         sampled, interval = batch.read(self.running), self.args.stream_interval
-        for req, token, row in zip(*sampled, strict=True):
-            if req.finish is not None or req in batch.stale:
+        rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
+        if batch.stale:
+            rows = [row for row in rows if row[0] not in batch.stale]
+        for req, token, row in rows:  # up to all running requests, each step
+            if req.finish is not None:
                 continue
             if token == NO_TOKEN:
                 logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))

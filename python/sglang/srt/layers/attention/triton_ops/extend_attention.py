@@ -248,6 +248,7 @@ def extend_attention_fwd(
     v_scale: float = 1.0,
     has_prefix: bool = True,
     parts: PrefixParts | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> None:
     """Fill o [T, Hq, Dv] with the attention of T new tokens of B sequences over their cached prefixes and themselves.
 
@@ -261,8 +262,9 @@ def extend_attention_fwd(
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
     sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are
-    empty. parts: of a step whose prefixes several programs share, without a window and a mask. Never synchronizes;
-    CUDA-graph safe.
+    empty. parts: of a step whose prefixes several programs share, without a window and a mask. share (i, n), without
+    parts: launches the i-th of n runs of blocks only, those before `num_blocks`; together they fill o as one launch
+    does, bit by bit. Never synchronizes; CUDA-graph safe.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]
@@ -274,6 +276,9 @@ def extend_attention_fwd(
     group = num_heads // num_kv_heads
     num_seqs = start_loc.shape[0] - 1
     num_blocks = num_tokens * group // tile["BLOCK_M"] + num_seqs
+    first_block, num_blocks = (num_blocks * (share[0] + i) // share[1] for i in (0, 1))
+    if first_block == num_blocks:
+        return
     block_d, block_dpe = split_head_dim(head_dim)
     v_in_k = (
         v_head_dim == block_d < head_dim
@@ -281,8 +286,8 @@ def extend_attention_fwd(
         and (v_cache.data_ptr() == k_cache.data_ptr() or not has_prefix)
     )
     num_parts = 1 if parts is None else parts.count
-    assert parts is None or (sliding_window == 0 and custom_mask is None and has_prefix)
-    extend_kernel[(num_blocks * num_kv_heads * num_parts,)](
+    assert parts is None or (sliding_window == 0 and custom_mask is None and has_prefix and share == (0, 1))
+    extend_kernel[((num_blocks - first_block) * num_kv_heads * num_parts,)](
         q, k, v, o, k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens, start_loc,
         q if sinks is None else sinks,
         q if custom_mask is None else custom_mask,
