@@ -2,7 +2,7 @@
 them, rates of copies, and equal answers.
 
     python benchmark/hicache/bench_hicache.py --out results.json [--parts servers,rates] [--device cpu --tiny]
-        [--peer-site DIR | --peer-python PATH | --peer-command COMMAND]
+        [--measure load,sessions,others] [--peer-site DIR | --peer-python PATH | --peer-command COMMAND]
 
 `servers` starts this server with prefixes in main memory (all else by default), this one without, and upstream with its
 HiCache, side by side on the GPU, where two are idle while one is measured. Upstream comes from --peer-site (see
@@ -66,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="servers,rates")
+    parser.add_argument("--measure", default="load,sessions,others", help="What of `servers`.")
     parser.add_argument("--peer-site", help="Folder with upstream and its dependencies.")
     parser.add_argument("--peer-python", help="Interpreter that has upstream.")
     parser.add_argument("--peer-command", help="As `sglang serve`: starts a server when flags are put behind it.")
@@ -200,7 +201,9 @@ def of_servers(
             return value
 
         ours_too = {name: servers[name] for name in (WITHOUT, WITH)}
-        part("load", lambda: asyncio.run(load(ours_too, load_options(args))), load_table, WITH, WITHOUT)
+        measured = args.measure.split(",")
+        if "load" in measured:
+            part("load", lambda: asyncio.run(load(ours_too, load_options(args))), load_table, WITH, WITHOUT)
         servers[WITHOUT].stop()
         options = session_options(args)
         sides: dict[str, Any] = {}
@@ -212,16 +215,16 @@ def of_servers(
             return side
 
         for name in (WITH, PEER):
-            if name not in servers:
+            if name not in servers or "sessions" not in measured:
                 continue
             try:
                 sides[name] = failed[name] if name in failed else of_sessions(name)
             except Exception as error:
                 sides[name] = failed[name] = {"error": repr(error)}
             keep("sessions", sides, sessions_table(sides))
-            if name == WITH:
+            if name == WITH and "others" in measured:
                 part("others", lambda: asyncio.run(others(servers[WITH], options, texts)), others_table, WITH)
-                servers[WITH].stop()
+            servers[name].stop()
     finally:
         for server in servers.values():
             server.stop()
