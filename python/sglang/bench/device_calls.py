@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sglang.bench.device_time import Call
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
@@ -47,9 +46,8 @@ def _linear(op: Linear, arch: ArchTraits, device: str) -> list[Call]:
     x = _half(op.tokens, op.cols, device=device)
     count = _copies(op.weights)
     if op.scheme is None:
-        linear: Callable[..., torch.Tensor] = gemv.linear if op.tokens == 1 else F.linear
         weights = [_half(op.rows, op.cols, device=device) for _ in range(count)]
-        return [lambda w=w: linear(x, w) for w in weights]  # type: ignore[misc]
+        return [lambda w=w: gemv.linear(x, w) for w in weights]  # type: ignore[misc]
     scheme, shape = SCHEMES[op.scheme], (op.rows, op.cols, False)
     bands = linear_tiles.bands_of(scheme, shape, arch)
     products = [quant_linear.quantized_linear(_linear_weight(scheme, op, device), arch, bands) for _ in range(count)]

@@ -73,6 +73,7 @@ from sglang.srt.layers.triton_ops import (
     quantized_sums,
     rope_store,
     sampling,
+    skinny_gemm,
     topk,
     whole_norm,
 )
@@ -768,6 +769,8 @@ def _gemv(rows: int, cols: int, bias: bool, out_dtype: torch.dtype | None) -> No
         gemv.linear(x, weight, empty(rows) if bias and out_dtype is None else None, out_dtype)
         if out_dtype is not None:  # routers may keep their weights in fp32
             gemv.linear(x, weight.float(), None, out_dtype)
+    if skinny_gemm.supports(several := empty(2, cols), weight):
+        gemv.linear(several, weight, empty(rows) if bias and out_dtype is None else None, out_dtype)
 
 
 def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> LinearWeight | None:

@@ -99,9 +99,8 @@ class Recorder(TorchDispatchMode):
         early = constants.get("PDL") is True
         before_the_wait = inspect.getsource(kernel.fn).partition("gdc_wait")[0]
         some = constants.get("EARLY", 1) > 0
-        loads_first = (
-            early and some and any(load in before_the_wait for load in ("tl.load(", "load_weights(", "_matrix_part("))
-        )
+        loads = ("tl.load(", "load_weights(", "_matrix_part(", "prefetch(")
+        loads_first = early and some and any(load in before_the_wait for load in loads)
         self.note(Launch(kernel_name(kernel).partition(".")[2], early, loads_first))
         return True  # nothing is compiled
 

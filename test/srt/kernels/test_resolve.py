@@ -12,13 +12,13 @@ import pytest
 import sglang
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.conditions import GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS
+from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, MIXED_ROWS, SKINNY_LEAST_N, SKINNY_MOST_ROWS
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.kernels.tables import ATTENTION_BACKENDS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
-from sglang.srt.layers.triton_ops import gemv
+from sglang.srt.layers.triton_ops import gemv, skinny_gemm
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 SM12X = ("sm_120", "sm_121")
@@ -239,10 +239,13 @@ def test_norms_over_all_heads_are_an_op_of_their_own() -> None:
 def test_products_of_16_bit_weights_say_what_serves_them() -> None:
     shapes = ((4096, 1024, False), (7168, 256, False), (64, 840, False), (512, 2880, True))
     assert resolve(Need("linear", shapes=shapes), arch_by_name("sm_120"), FITS, BOTH).remark == (
-        "cublas for steps of several tokens, and for one token with K below 512 or no multiple of 16: 7168x256,"
-        " 64x840; gemv_kernel for one token with 4096x1024, 512x2880 + bias"
+        "cublas for steps of more than 16 tokens, and for all with K below 512 or no multiple of 16: 7168x256, 64x840;"
+        " gemv_kernel for one token, skinny_gemm_kernel for more, which read the weight once and begin with it ahead of"
+        " x: 4096x1024; gemv_kernel for one token, else cublas, with N below 2048: 512x2880 + bias"
     )
-    assert (gemv.LEAST_K, gemv.ROW_MULTIPLE) == (GEMV_LEAST_K, GEMV_MULTIPLE)
+    assert (gemv.LEAST_K, gemv.ROW_MULTIPLE) == (FEW_LEAST_K, FEW_MULTIPLE)
+    assert (skinny_gemm.LEAST_K, skinny_gemm.ROW_MULTIPLE) == (FEW_LEAST_K, FEW_MULTIPLE)
+    assert (skinny_gemm.LEAST_COLS, skinny_gemm.MAX_ROWS) == (SKINNY_LEAST_N, SKINNY_MOST_ROWS)
 
 
 def test_mixed_four_and_eight_bits_are_widened() -> None:

@@ -42,12 +42,15 @@ BEFORE_THE_WAIT = {
     ("linear", "few/fp8_block"): {"w", "w_scale", "bias"},
     ("linear", "few/fp8_channel"): {"w", "w_scale", "bias"},
     ("linear", "few/mxfp8"): {"w", "w_scale", "bias"},
+    ("linear", "skinny/64x128"): {"w", "bias"},
+    ("linear", "skinny_logits/32x256"): {"w", "bias"},
     ("fused_moe", "gate_up_pairs/fp8_block"): set(),
     ("fused_moe", "down_sum/fp8_block"): {"topk_ids", "w2", "w_scale"},
     ("fused_moe", "down_sum/bf16"): {"topk_ids", "w2"},
 }
 """(op, key of a variant) -> the tensors that it reads before it waits."""
-WEIGHTS_AHEAD = [key for key, tensors in BEFORE_THE_WAIT.items() if {"w", "w2"} & tensors]
+PREFETCHED = [key for key in BEFORE_THE_WAIT if "skinny" in key[1]]
+WEIGHTS_AHEAD = [k for k, tensors in BEFORE_THE_WAIT.items() if {"w", "w2"} & tensors and k not in PREFETCHED]
 MARGIN = 72
 """Registers that a thread of a dependent launch may take beyond those on record, which are of plain launches."""
 _REGISTER = re.compile(r"%\w+")
@@ -56,6 +59,8 @@ _PARAMETER = re.compile(r"_param_(\d+)")
 
 def variant_of(op: str, key: str) -> Variant:
     makers = {"decode_attention": attention_variants, "linear": quant_variants, "fused_moe": moe_variants}
+    if "skinny" in key:
+        makers.pop(op)
     return next(v for v in makers.get(op, variants)(op, FEATURES) if v.key == key)
 
 
@@ -70,7 +75,7 @@ def read_from(ptx: str, names: list[str]) -> set[str]:
         if operation.startswith("ld.param"):
             number = int(_PARAMETER.findall(operation)[-1])
             origins[registers[0]] = {names[number]} if number < len(names) else set()
-        elif operation.startswith("ld.global"):
+        elif operation.startswith(("ld.global", "prefetch.global")):
             loaded, _, address = operation.partition("[")
             read |= set().union(*(origins.get(register, set()) for register in _REGISTER.findall(address)))
             origins |= {register: set() for register in _REGISTER.findall(loaded)}
@@ -100,6 +105,18 @@ def test_weights_are_on_their_way_before_the_wait(op: str, key: str) -> None:
     early = compile_for(replace(plain, constexprs={**plain.constexprs, "PDL": True}), TARGET)
     before = early.ptx.partition("griddepcontrol.wait")[0]
     assert before.count("L1::evict_first") >= plain.constexprs["EARLY"] >= 8 and "e4m3x2" not in before
+    _, registers, spills, stack, _ = compile_for(plain, TARGET).measurement
+    assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
+
+
+@pytest.mark.parametrize(("op", "key"), PREFETCHED)
+def test_lines_of_weights_are_asked_for_before_the_wait(op: str, key: str) -> None:
+    """Each once, by one thread, and without a place to put it."""
+    plain = variant_of(op, key)
+    early = compile_for(replace(plain, constexprs={**plain.constexprs, "PDL": True}), TARGET)
+    before = early.ptx.partition("griddepcontrol.wait")[0]
+    lines = plain.constexprs["BLOCK_N"] * plain.constexprs["AHEAD"] * 2 // 128
+    assert before.count("prefetch.global.L2 [") * 32 * plain.tile["num_warps"] == lines > 0
     _, registers, spills, stack, _ = compile_for(plain, TARGET).measurement
     assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
 

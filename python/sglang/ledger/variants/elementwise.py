@@ -22,6 +22,7 @@ from sglang.srt.layers.triton_ops import (
     norm,
     rope_store,
     sampling,
+    skinny_gemm,
     topk,
     whole_norm,
 )
@@ -135,6 +136,12 @@ FORM_RULES = {
         absent={"PENALTIES": ("state",), "MASK": ("vocab_mask", "mask_stride")},
     ),
     "gemv.gemv_kernel": FormRule(
+        at_least=frozenset({"EVEN_K"}),
+        at_most=frozenset({"HAS_BIAS"}),
+        counts=frozenset({"N"}),
+        absent={"HAS_BIAS": ("bias",)},
+    ),
+    "skinny_gemm.skinny_gemm_kernel": FormRule(
         at_least=frozenset({"EVEN_K"}),
         at_most=frozenset({"HAS_BIAS"}),
         counts=frozenset({"N"}),
@@ -394,6 +401,18 @@ def _gemv() -> Iterator[Variant]:
         yield describe("linear", key, gemv.gemv_kernel, types | pointers, constants, tile, ("N", "K"))
 
 
+def _skinny_gemm() -> Iterator[Variant]:
+    types = {"x": "*bf16", "w": "*bf16", **dict.fromkeys(("T", "N", "K", "x_stride"), "i32")}
+    constants = {"BLOCK_M": skinny_gemm.MAX_ROWS, "EVEN_K": False, "HAS_BIAS": True}
+    for (name, out), tile in itertools.product(
+        {"skinny": "*bf16", "skinny_logits": "*fp32"}.items(), skinny_gemm.TILES
+    ):
+        key = f"{name}/{tile['BLOCK_N']}x{tile['BLOCK_K']}"
+        pointers = {"out": out, "bias": out}
+        kernel = skinny_gemm.skinny_gemm_kernel
+        yield describe("linear", key, kernel, types | pointers, constants, tile, ("N", "K", "x_stride"))
+
+
 _VARIANTS = {
     "decode_inputs": _decode_inputs,
     "verify_inputs": _verify_inputs,
@@ -417,5 +436,5 @@ _VARIANTS = {
     "draw_tokens": _draw,
     "filter_thresholds": _thresholds,
     "adjust_logits": _adjust,
-    "linear": _gemv,
+    "linear": lambda: (*_gemv(), *_skinny_gemm()),
 }

@@ -157,22 +157,36 @@ def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 
-GEMV_LEAST_K = 512
-"""Columns that it takes at least; a test holds both to the launcher's."""
-GEMV_MULTIPLE = 16
-"""The divisor of the columns that it serves."""
+FEW_LEAST_K = 512
+"""Columns that kernels for few rows take at least; a test holds the four to the launchers'."""
+FEW_MULTIPLE = 16
+"""The divisor of the columns that they serve."""
+SKINNY_LEAST_N, SKINNY_MOST_ROWS = 2048, 16
+"""Rows of the weight and tokens of a step that skinny_gemm serves."""
 
 
-def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
-    """Describe which of the products of unquantized weights is served by which kernel."""
-    by_gemv: dict[bool, list[str]] = {True: [], False: []}
+def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
+    """Describe which of the products of unquantized weights is served by which kernel, and why."""
+    served: list[str] = []
+    left: list[str] = []
+    small: list[str] = []
     for rows, cols, bias in need.shapes:
-        by_gemv[cols >= GEMV_LEAST_K and cols % GEMV_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
-    served, left = by_gemv[True], by_gemv[False]
-    text = "cublas for steps of several tokens"
+        name = f"{rows}x{cols}{' + bias' * bias}"
+        if cols < FEW_LEAST_K or cols % FEW_MULTIPLE:
+            left.append(name)
+        elif rows < SKINNY_LEAST_N:
+            small.append(name)
+        else:
+            served.append(name)
+    parts = [f"cublas for steps of more than {SKINNY_MOST_ROWS} tokens"]
     if left:
-        text += f", and for one token with K below {GEMV_LEAST_K} or no multiple of {GEMV_MULTIPLE}: {', '.join(left)}"
-    return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
+        parts[0] += f", and for all with K below {FEW_LEAST_K} or no multiple of {FEW_MULTIPLE}: {', '.join(left)}"
+    if served:
+        reason = "which read the weight once and begin with it ahead of x"
+        parts.append(f"gemv_kernel for one token, skinny_gemm_kernel for more, {reason}: {', '.join(served)}")
+    if small:
+        parts.append(f"gemv_kernel for one token, else cublas, with N below {SKINNY_LEAST_N}: {', '.join(small)}")
+    return "; ".join(parts)
 
 
 SCALED_MM_ROWS = 1024

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops import pdl, skinny_gemm
 
 GemvTile = dict[str, int]
 TILE: GemvTile = {"BLOCK_N": 8, "BLOCK_K": 512, "num_warps": 4}
@@ -109,10 +109,13 @@ def gemv(
 def linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Like `torch.nn.functional.linear` (cuBLAS), which serves what the kernel does not. With `out_dtype` fp32 (x [R,
+    """Like `torch.nn.functional.linear` (cuBLAS), which serves what the two kernels do not: this one for one row, and
+    `skinny_gemm` up to its MAX_ROWS. With `out_dtype` fp32 (x [R,
     K]) the sums are not rounded to x's type; then w may be fp32, and only with such a w there may be a bias."""
     if supports(x, w):
         return gemv(x, w, out_dtype=out_dtype, bias=bias)
+    if skinny_gemm.supports(x, w):
+        return skinny_gemm.skinny_gemm(x, w, out_dtype=out_dtype, bias=bias)
     if w.dtype != x.dtype:
         return F.linear(x.to(w.dtype), w, bias)
     if out_dtype is None:
