@@ -6,6 +6,7 @@
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over models of every kind of cache, with guesses and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about ten minutes
+# make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice, about two hours
 # make thorough the long tests, up to an hour
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
@@ -27,7 +28,7 @@ TRITON ?= 3.9.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test fuzz thorough page site clients schemas schedules mutations failures ledger gpu install check lint types imports unit format clean
+.PHONY: help serve test fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -65,7 +66,11 @@ thorough: install
 	$(BIN)/pytest -m thorough test $(ARGS)
 
 failures: install
-	$(BIN)/pytest -m failures test/e2e $(ARGS)
+	$(BIN)/pytest -m failures test/e2e test/http/test_killed_store.py $(ARGS)
+
+ray: install
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[ray]'
+	$(BIN)/pytest -m ray test/e2e $(ARGS)
 
 gpu: install
 	$(BIN)/python scripts/gpu_checks.py $(ARGS)

@@ -1,7 +1,8 @@
 """Copies of cache pages to main memory and back, beside one large copy of page-locked memory. GB/s.
 
 Pages are of random bytes; what was saved must come back as it was. `pieces`: pages that follow one another in main
-memory, as a long prefix has them, or that lie apart. `way`: by buffers and the copy engine, or by the kernel.
+memory, as a long prefix has them, or that lie apart. `way`: as the server copies whole prefixes (by buffers and the
+copy engine, or where pieces are short by the kernel), and as it loads layer by layer.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ CACHES: dict[str, tuple[int, int, tuple[int, ...]]] = {
 16 layers of 4 heads of 256, and 48 layers' matrices and convolutions."""
 
 
-def seconds(copier: Copier, pool: PagePool, moves: PageMoves, to_host: bool, by_kernel: bool, repeats: int) -> float:
+def seconds(copier: Copier, pool: PagePool, moves: PageMoves, to_host: bool, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        copier.copy(pool, moves, to_host, by_kernel)
+        copier.copy(pool, moves, to_host)
         copier.finish()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
@@ -87,18 +88,16 @@ def measure(name: str, page_size: int, options: dict[str, Any], copier: Copier) 
     rng = np.random.default_rng(0)
     on_device = rng.permutation(pages) + 1
     rows = []
-    ways = ("buffers", "kernel", "layers") if device == "cuda" else ("buffers", "layers")
     for pieces, in_host in (("together", np.arange(1, pages + 1)), ("apart", rng.permutation(pages) + 1)):
-        for way in ways:
-            by_kernel = way != "buffers" and device == "cuda"
+        for way in ("whole", "layers"):
             saves, loads = PageMoves(on_device, in_host), PageMoves(in_host, on_device)
-            save = seconds(copier, pool, saves, True, by_kernel, options["repeats"])
+            save = seconds(copier, pool, saves, True, options["repeats"])
             for part in (parts[0], parts[-1]):
                 part[1:] = 0
             if way == "layers":
                 load = layer_seconds(copier, pool, loads, options["repeats"])
             else:
-                load = seconds(copier, pool, loads, False, by_kernel, options["repeats"])
+                load = seconds(copier, pool, loads, False, options["repeats"])
             right = all(torch.equal(part[1:], old[1:]) for part, old in zip((parts[0], parts[-1]), before, strict=True))
             size = pages * pool.page_bytes / 1e9
             rows.append(

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Everything about images that only a GPU can show, in one call: encoders alone, then served beside text, and beside
-upstream SGLang where it is installed.
+"""Everything about images that only a GPU can show, in one call: served beside text, encoders alone, and upstream
+SGLang where it is installed.
 
-    python benchmark/media/bench_all.py --logs DIR [--peer-site DIR] [--limit-seconds 480]
+    python benchmark/media/bench_all.py --logs DIR [--peer-site DIR] [--parts served,encoders,peer]
 
-The served part goes first, so that a call that ends early has it, and takes six tenths of the time at most; the
-encoders have what is left. Each prints as it goes (`bench_served.py`, `bench_encoders.py`), and a part that fails does
-not stop the other. Exits with 1 if one failed.
+Our server is measured first (`bench_served.py`), then the encoders (`bench_encoders.py`), then upstream, which begins
+to start with our server and stands still while that and the encoders are measured. So a call that ends early has what
+matters most, and a peer that does not start in 150 s costs its own table alone. Every row is printed as soon as it is
+there, and a part that fails does not stop the others. Takes 4 minutes at most (`--limit-seconds`). Exits with 1 if a
+part failed.
 """
 
 from __future__ import annotations
@@ -14,29 +16,42 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import bench_encoders
 import bench_served
 
-SERVED_SHARE = 0.6
-LEAST_S = 30.0
+ENCODERS_S = 50.0
+PARTS = ("served", "encoders", "peer")
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="what is measured")
+    parser.add_argument("--only", help="towers, by name; without it all")
+    parser.add_argument("--encoder-seconds", type=float, default=ENCODERS_S, help="of the encoders, at most")
+    bench_served.add_options(parser, 240)
+    args = parser.parse_args(argv)
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", type=Path, required=True, help="folder of logs and of the encoders' rows as JSON")
-    parser.add_argument("--peer-site", help="folder with upstream and its dependencies")
-    parser.add_argument("--limit-seconds", type=float, default=480, help="of everything")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to try the script")
-    args = parser.parse_args(argv)
-    began = time.monotonic()
-    served = ["--logs", str(args.logs), "--limit-seconds", str(args.limit_seconds * SERVED_SHARE)]
-    served += ["--peer-site", args.peer_site] if args.peer_site else []
-    failed = bench_served.main([*served, *(["--tiny"] if args.tiny else [])])
-    left = max(LEAST_S, args.limit_seconds - (time.monotonic() - began))
-    encoders = ["--results", str(args.logs / "encoders.json"), "--limit-seconds", str(left)]
-    failed += bench_encoders.main([*encoders, *(["--layers", "3"] if args.tiny else [])])
+    args = parsed(argv)
+    ends, failed = time.monotonic() + args.limit_seconds, 0
+
+    def encoders() -> None:
+        nonlocal failed
+        if "encoders" in args.parts:
+            left = min(args.encoder_seconds, ends - time.monotonic())
+            words = ["--results", str(args.logs / "encoders.json"), "--limit-seconds", str(left)]
+            words += ["--only", args.only] if args.only else []
+            failed += bench_encoders.main([*words, *(["--layers", "3"] if args.tiny else [])])
+
+    names = [(bench_served.OURS, "served" in args.parts)]
+    names += [(bench_served.PEER, "peer" in args.parts and args.peer_site is not None)]
+    failed += bench_served.run(args, [name for name, wanted in names if wanted], encoders)
     return 1 if failed else 0
 
 

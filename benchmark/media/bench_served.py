@@ -5,13 +5,16 @@ in the same run.
     python benchmark/media/bench_served.py --logs DIR [--peer-site DIR] [--flags=...] [--peer-flags=...]
 
 The tables say the time to the first token of one image request (every image is new), and the times between tokens of
-64 streams of text: alone, beside 16 requests of as many tokens of text, beside 16 requests with images that are
-encoded already, and beside 16 requests with a new image, all of which arrive together a little later. The bound: the
-99th percentile beside new images is at most 1.5 times that alone. What it is made of is printed behind it: pictures
-that are decoded and chunks of prompts (encoded images beside none), patches that travel and slices of the encoder (new
-images beside encoded ones), and of our server how it cuts slices and chunks.
-Both servers start together and stay, each with its own memory; one is idle while the other is measured. Takes 4
-minutes at most (`--limit-seconds`), of which the start is half. `--tiny` tries all of it without a GPU.
+64 streams of text: alone, beside 16 requests with a new image, beside 3 with a large one, beside 16 requests of as many
+tokens of text, and beside 16 requests with images that are encoded already; all of these arrive together a little
+later. The bound: the 99th percentile beside new images is at most 1.5 times that alone. It is printed twice: of all
+times from a stream's first token on, some of which are long because other streams begin, and of those while all streams
+decode. What it is made of is printed behind it: pictures that are decoded and chunks of prompts (encoded images beside
+none), patches that travel and slices of the encoder (new images beside encoded ones), and of our server how it cuts
+slices and chunks.
+Both servers begin to start together. After some seconds, in which upstream imports its modules, its processes are
+stopped until ours was measured and has ended: ours measures its own steps when it starts, too. A row is printed as soon
+as it is there, and what does not fit `--limit-seconds` is left out by name. `--tiny` tries all of it without a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +34,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +58,31 @@ PORTS = {OURS: 31000, PEER: 31001}
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PROMPT = "".join(MARKS[i] for i in (0, 2, 1)) + " What is in this picture?"
 BOUND = 1.5
+HEAD_START_S = 20.0
+"""So long upstream starts beside our server."""
+RUN_S = 12.0
+"""A run of the streams is not begun if less time is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`sides`: of the images of single requests, and the last one of those beside text. Lengths are in tokens."""
+    """`sides`: of the images of single requests; `side`: of those beside text, and the last of `sides` of the large
+    ones. Lengths are in tokens."""
 
-    sides: tuple[int, ...] = (448, 1024)
-    repeats: int = 9
+    sides: tuple[int, ...] = (448, 1024, 2048)
+    repeats: int = 7
     streams: int = 64
     prompt: int = 256
     output: int = 512
+    side: int = 1024
     images: int = 16
+    large: int = 3
     image_output: int = 16
+    warm_output: int = 160
     later_s: float = 1.0
 
 
-TINY = Sizes(sides=(64, 96), repeats=2, streams=4, prompt=16, output=24, images=2, image_output=2, later_s=0.1)
+TINY = Sizes((64, 96), 2, 4, 16, 24, side=64, images=2, large=1, image_output=2, warm_output=24, later_s=0.1)
 
 
 def write_model(folder: Path, tiny: bool) -> Path:
@@ -108,21 +122,24 @@ def write_model(folder: Path, tiny: bool) -> Path:
 
 @dataclass(slots=True)
 class Answer:
-    """`times`: when each event with a token came, in seconds since the request was sent."""
+    """`times`: when each event with a token came, in seconds since the request was sent at `began`."""
 
+    began: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
     times: list[float] = field(default_factory=list)
 
-    def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+    def gaps(self, first: float = float("-inf"), last: float = float("inf")) -> list[float]:
+        """Returns the times between events that came from `first` to `last` of the clock of `began`."""
+        times = [time for time in self.times if first <= self.began + time <= last]
+        return [later - earlier for earlier, later in pairwise(times)]
 
 
 async def ask(port: int, body: dict[str, Any], tokens: int) -> Answer:
     """Raises HttpError, also for an answer that ends too early."""
     answer = Answer()
     params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    began = time.perf_counter()
+    began = answer.began = time.perf_counter()
 
     def on_event(data: bytes, at: float) -> None:
         if data.startswith(b"[DONE]"):
@@ -161,22 +178,21 @@ def text_body(length: int, seed: int) -> dict[str, Any]:
     return {"input_ids": [rng.randrange(300, 4000) for _ in range(length)]}
 
 
-async def first_tokens(port: int, sizes: Sizes, seed: int) -> list[dict[str, Any]]:
-    """One request after the other; the first of each size only warms up."""
-    rows = []
-    for side in sizes.sides:
-        bodies = [image_body(side, seed + i) for i in range(sizes.repeats + 1)]
-        answers = [await ask(port, body, 2) for body in bodies]
-        of_text = [await ask(port, text_body(answers[0].prompt_tokens, seed + i), 2) for i in range(sizes.repeats + 1)]
-        rows.append(
-            {
-                "side": side,
-                "tokens": answers[0].prompt_tokens,
-                "ms": 1e3 * statistics.median(answer.times[0] for answer in answers[1:]),
-                "text_ms": 1e3 * statistics.median(answer.times[0] for answer in of_text[1:]),
-            }
-        )
-    return rows
+async def first_tokens(port: int, sizes: Sizes, side: int, seed: int) -> tuple[int, float, float]:
+    """Tokens of the prompt, and milliseconds to the first one with an image and with text alone. One request after the
+    other; the first only warms up."""
+    number = range(sizes.repeats + 1)
+    answers = [await ask(port, image_body(side, seed + i), 2) for i in number]
+    tokens = answers[0].prompt_tokens
+    of_text = [await ask(port, text_body(tokens, seed + i), 2) for i in number]
+    ms, text_ms = (1e3 * statistics.median(answer.times[0] for answer in row[1:]) for row in (answers, of_text))
+    return tokens, ms, text_ms
+
+
+def percentiles(gaps: list[float]) -> tuple[float, float, float]:
+    """The median, the 99th percentile and the longest, in milliseconds."""
+    ordered = sorted(1e3 * gap for gap in gaps) or [float("nan")]
+    return ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.99)], ordered[-1]
 
 
 async def beside(port: int, sizes: Sizes, others: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -189,59 +205,76 @@ async def beside(port: int, sizes: Sizes, others: Sequence[dict[str, Any]], seed
     streams = [ask(port, text_body(sizes.prompt, seed + i), sizes.output) for i in range(sizes.streams)]
     answers = await asyncio.gather(*streams, *map(later, others))
     texts, rest = answers[: sizes.streams], answers[sizes.streams :]
-    gaps = sorted(1e3 * gap for answer in texts for gap in answer.gaps())
+    all_begun = max(answer.began + answer.times[0] for answer in texts)
+    one_ends = min(answer.began + answer.times[-1] for answer in texts)
     return {
-        "p50": gaps[len(gaps) // 2],
-        "p99": gaps[int(len(gaps) * 0.99)],
-        "max": gaps[-1],
-        "seconds": max(answer.times[-1] for answer in texts),
+        "all": percentiles([gap for answer in texts for gap in answer.gaps()]),
+        "decoding": percentiles([gap for answer in texts for gap in answer.gaps(all_begun, one_ends)]),
         "first_ms": 1e3 * statistics.median(answer.times[0] for answer in rest) if rest else None,
         "last_ms": 1e3 * max(answer.times[-1] for answer in rest) if rest else None,
     }
 
 
-async def measure(name: str, sizes: Sizes) -> None:
-    """Prints the two tables of a server as they fill."""
+FIRST_TOKENS = "| image | prompt tokens | first token, ms | of as much text, ms |\n|---|---|---|---|"
+BESIDE = (
+    "| {streams} streams of text | median, ms | p99, ms | longest, ms | p99 to alone | p99 while all decode, ms"
+    " | to alone | first token of the others, ms | last, ms |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+async def measure(name: str, sizes: Sizes, ends: float) -> None:
+    """Prints the tables of a server as they fill. ends: when the time is over, by the monotonic clock."""
     port = PORTS[name]
-    print(f"\n{name}\n| image | prompt tokens | first token, ms | of as much text, ms |\n|---|---|---|---|", flush=True)
-    rows = await first_tokens(port, sizes, 1000)
-    for row in rows:
-        print(f"| {row['side']} | {row['tokens']} | {row['ms']:.1f} | {row['text_ms']:.1f} |", flush=True)
-    side, length, number = sizes.sides[-1], rows[-1]["tokens"], range(sizes.images)
-    known = max(1, sizes.images // 2)  # so many fit into the budget for features
-    for seed in (0, 1):
-        await beside(
-            port, sizes, [image_body(side, 10 + seed * 100 + i) for i in number], 5000 + seed * 100
-        )  # warms up
+    print(f"\n{name}\n{FIRST_TOKENS}", flush=True)
+    length = 0
+    for side in sizes.sides:
+        tokens, ms, text_ms = await first_tokens(port, sizes, side, 1000)
+        length = tokens if side == sizes.side else length
+        print(f"| {side} | {tokens} | {ms:.1f} | {text_ms:.1f} |", flush=True)
+    side, number, known = sizes.side, range(sizes.images), max(1, sizes.images // 2)  # so many features are kept
+    warm = replace(sizes, output=sizes.warm_output, later_s=sizes.later_s / 4)
+    await beside(port, warm, [image_body(side, 10 + i) for i in number], 5000)
+    print(BESIDE.format(streams=sizes.streams), flush=True)
+    encoded = [image_body(side, 110 + i % known, f"{i}. ") for i in number]
+    large = [image_body(sizes.sides[-1], 9000 + i) for i in range(sizes.large)]
     runs = {
         "alone": [],
-        f"beside {sizes.images} prompts of {length} tokens": [text_body(length, 7000 + i) for i in number],
-        f"beside {sizes.images} encoded images of {side}": [
-            image_body(side, 10 + 100 + i % known, f"{i}. ") for i in number
-        ],
         f"beside {sizes.images} images of {side}": [image_body(side, 8000 + i) for i in number],
+        f"beside {sizes.large} images of {sizes.sides[-1]}": large,
+        f"beside {sizes.images} prompts of {length} tokens": [text_body(length, 7000 + i) for i in number],
+        f"beside {sizes.images} encoded images of {side}": encoded,
     }
-    for i in range(known):  # encoded last, so that they are there
-        await ask(port, image_body(side, 10 + 100 + i, "Once more. "), sizes.image_output)
-    print(
-        f"| {sizes.streams} streams | median, ms | p99, ms | longest, ms | p99 to alone | first token of the others, ms"
-        " | last, ms |\n|---|---|---|---|---|---|---|",
-        flush=True,
-    )
-    p99: list[float] = []
-    for number_of_run, (what, others) in enumerate(runs.items()):
-        row = await beside(port, sizes, others, 20_000 + 100 * number_of_run)
-        p99.append(row["p99"])
+    rows: list[dict[str, Any]] = []
+    for run, (what, others) in enumerate(runs.items()):
+        if time.monotonic() > ends - RUN_S:
+            print(f"| {what} | left out: the time is over |", flush=True)
+            continue
+        if others is encoded:
+            for i in range(known):  # so that their features are there
+                await ask(port, image_body(side, 110 + i, "Once more. "), sizes.image_output)
+        row = await beside(port, sizes, others, 20_000 + 100 * run)
+        rows.append(row)
+        (middle, p99, longest), (_, decoding, _) = row["all"], row["decoding"]
+        ratios = [row[kind][1] / max(rows[0][kind][1], 1e-3) for kind in ("all", "decoding")]
         first, last = (f"{row[key]:.0f}" if row[key] else "" for key in ("first_ms", "last_ms"))
-        times = f"{row['p50']:.2f} | {row['p99']:.2f} | {row['max']:.2f}"
-        print(f"| {what} | {times} | {row['p99'] / p99[0]:.2f} | {first} | {last} |", flush=True)
-    alone, _, encoded, new = p99
-    ratio = new / alone
-    print(f"p99 beside images: {ratio:.2f} of that alone, {'within' if ratio <= BOUND else 'NOT within'} {BOUND}")
-    print(
-        f"of p99, ms: steps that decode {alone:.2f}, pictures decoded and chunks of prompts {encoded - alone:+.2f},"
-        f" patches that travel and slices of the encoder {new - encoded:+.2f}"
-    )
+        print(
+            f"| {what} | {middle:.2f} | {p99:.2f} | {longest:.2f} | {ratios[0]:.2f} | {decoding:.2f} | {ratios[1]:.2f}"
+            f" | {first} | {last} |",
+            flush=True,
+        )
+        if len(rows) == 2:
+            says = ["within" if ratio <= BOUND else "NOT within" for ratio in ratios]
+            bound = f"p99 beside new images: {ratios[0]:.2f} of that alone, {says[0]} {BOUND}; while all decode"
+            bound += f" {ratios[1]:.2f}, {says[1]}"
+    if len(rows) > 1:
+        print(bound)
+    if len(rows) == len(runs):
+        alone, new, _, _, of_encoded = (row["decoding"][1] for row in rows)
+        print(
+            f"of p99 while all decode, ms: steps that decode {alone:.2f}, pictures decoded and chunks of prompts"
+            f" {of_encoded - alone:+.2f}, patches that travel and slices of the encoder {new - of_encoded:+.2f}",
+            flush=True,
+        )
 
 
 def how_it_cuts(log: Path) -> str:
@@ -253,27 +286,51 @@ def how_it_cuts(log: Path) -> str:
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
-def start(side: Side, model: Path) -> subprocess.Popen[bytes]:
-    words = side.command("launch_server", str(model), "--port", str(PORTS[side.name]))
-    with side.log.open("wb") as log:
-        return subprocess.Popen(words, env=side.env, stdout=log, stderr=log, start_new_session=True)
+class Server:
+    """A server that starts in the background."""
 
+    def __init__(self, side: Side, model: Path) -> None:
+        words = side.command("launch_server", str(model), "--port", str(PORTS[side.name]))
+        self.side, self.began, self._stopped_s = side, time.monotonic(), 0.0
+        with side.log.open("wb") as log:
+            self.process = subprocess.Popen(words, env=side.env, stdout=log, stderr=log, start_new_session=True)
 
-def comes_up(side: Side, process: subprocess.Popen[bytes], began: float, limit_s: float) -> bool:
-    """Prints the end of its log if it does not."""
-    while not healthy(PORTS[side.name]):
-        if process.poll() is not None or time.monotonic() - began > limit_s:
-            print(f"{side.name} did not start; {side.log} ends:\n{side.log.read_text()[-4000:]}", flush=True)
-            return False
-        time.sleep(0.5)
-    print(f"{side.name}: up after {time.monotonic() - began:.0f} s", flush=True)
-    return True
+    @property
+    def seconds(self) -> float:
+        """Since the start, less those in which it was stopped."""
+        return time.monotonic() - self.began - self._stopped_s
 
+    def comes_up(self, limit_s: float, ends: float) -> bool:
+        """Waits; prints the end of its log if it does not."""
+        while not healthy(PORTS[self.side.name]):
+            if self.process.poll() is not None or self.seconds > limit_s or time.monotonic() > ends:
+                print(f"{self.side.name} did not start in {self.seconds:.0f} s; {self.log_end()}", flush=True)
+                return False
+            time.sleep(0.5)
+        print(f"{self.side.name}: up after {self.seconds:.0f} s", flush=True)
+        return True
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    def log_end(self) -> str:
+        return f"{self.side.log} ends:\n{self.side.log.read_text(errors='replace')[-3000:]}"
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Its processes stand still meanwhile: nothing of it is launched on the GPU."""
+        began = time.monotonic()
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+            self._stopped_s += time.monotonic() - began
+
+    def end(self) -> None:
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
 
 
 def sides_of(args: argparse.Namespace) -> list[Side]:
@@ -284,7 +341,9 @@ def sides_of(args: argparse.Namespace) -> list[Side]:
         sizes += ["--max-total-tokens", "73728", "--cuda-graph-max-bs", "96", "--dtype", "bfloat16"]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     sides = [Side(OURS, our_path, {}, [*sizes, *shlex.split(args.flags)], args.logs)]
-    if args.peer_site:
+    if args.peer_site and not (Path(args.peer_site) / "sglang").is_dir():
+        print(f"{PEER} is left out: {args.peer_site} has no sglang", flush=True)
+    elif args.peer_site:
         flags = ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.8"]
         flags += ["--attention-backend", args.peer_backend, "--mm-attention-backend", "triton_attn"]
         flags += ["--enable-multimodal"]
@@ -293,44 +352,66 @@ def sides_of(args: argparse.Namespace) -> list[Side]:
     return sides
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder of both logs")
+def run(args: argparse.Namespace, names: Sequence[str], between: Callable[[], None] = lambda: None) -> int:
+    """Measures the servers with these names one after the other. `between` is called when the first has ended, or
+    without it, while the others stand still. Returns how many failed."""
+    ends, done = time.monotonic() + args.limit_seconds, 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder), args.tiny)
+        servers = [Server(side, model) for side in sides_of(args) if side.name in names]
+        sizes = TINY if args.tiny else Sizes()
+        try:
+            with ExitStack() as standing:
+                first = [server for server in servers if server.side.name == OURS]
+                rest = [server for server in servers if server not in first]
+                if first and rest:
+                    time.sleep(1 if args.tiny else HEAD_START_S)
+                for server in rest:
+                    standing.enter_context(server.stopped())
+                for server in first:
+                    done += server.comes_up(args.start_seconds, ends - RUN_S) and measured(server, sizes, ends)
+                    server.end()
+                between()
+            for server in rest:
+                done += server.comes_up(args.start_seconds, ends - RUN_S) and measured(server, sizes, ends)
+        finally:
+            for server in servers:
+                server.end()
+    return len(servers) - done
+
+
+def measured(server: Server, sizes: Sizes, ends: float) -> bool:
+    """Whether its tables were printed."""
+    name = server.side.name
+    try:
+        asyncio.run(asyncio.wait_for(measure(name, sizes, ends), max(ends - time.monotonic(), 1)))
+    except Exception:  # the other parts are measured all the same
+        print(f"{name} failed: {traceback.format_exc()[-1500:]}{server.log_end()}", flush=True)
+        return False
+    if name == OURS:
+        print(how_it_cuts(server.side.log), flush=True)
+    return True
+
+
+def add_options(parser: argparse.ArgumentParser, limit_s: float) -> None:
+    parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder of all logs")
     parser.add_argument("--peer-site", help="folder with upstream and its dependencies; without it only our server")
     parser.add_argument("--peer-backend", default="flashinfer", help="the peer's attention of the text model")
     parser.add_argument("--flags", default="", help="more flags of our server, in one argument")
     parser.add_argument("--peer-flags", default="", help="more flags of the peer")
     parser.add_argument("--start-seconds", type=float, default=150, help="a server that is not up then is left out")
-    parser.add_argument("--limit-seconds", type=float, default=240, help="of everything")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try the script")
+    parser.add_argument("--limit-seconds", type=float, default=limit_s, help="of everything")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to try the script")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, 240)
     args = parser.parse_args(argv)
-    began, done = time.monotonic(), 0
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder), args.tiny)
-        sides = sides_of(args)
-        try:
-            for side in sides:
-                processes[side.name] = start(side, model)
-            for side in sides:
-                if not comes_up(side, processes[side.name], began, args.start_seconds):
-                    end(processes[side.name])
-                    continue
-                left = args.limit_seconds - (time.monotonic() - began)
-                try:
-                    asyncio.run(asyncio.wait_for(measure(side.name, TINY if args.tiny else Sizes()), max(left, 1)))
-                    if side.name == OURS:
-                        print(how_it_cuts(side.log), flush=True)
-                    done += 1
-                except (HttpError, asyncio.TimeoutError, KeyError, IndexError) as error:
-                    print(
-                        f"{side.name} failed: {error!r}; {side.log} ends:\n{side.log.read_text()[-4000:]}", flush=True
-                    )
-        finally:
-            for process in processes.values():
-                end(process)
-            print(f"{time.monotonic() - began:.0f} s", flush=True)
-    return 0 if done == len(sides) else 1
+    began = time.monotonic()
+    failed = run(args, (OURS, PEER))
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -176,9 +176,6 @@ QWEN3_VL_8B = _qwen3_vl({"num_hidden_layers": 36, "intermediate_size": 12288, "v
 TOWERS: dict[str, dict[str, Any]] = {
     "Kimi K2.5": _config("kimi_k25", "KimiK25ForConditionalGeneration", 7168, _KIMI, _MOONVIT),
     "Qwen3-VL-8B": _qwen3_vl(),
-    "Qwen3.5-35B-A3B": _config(
-        "qwen3_5", "Qwen3_5ForConditionalGeneration", 2048, _HYBRID, _QWEN3 | {"out_hidden_size": 2048}
-    ),
     "Qwen2.5-VL-7B": _config(
         "qwen2_5_vl",
         "Qwen2_5_VLForConditionalGeneration",
@@ -188,4 +185,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     ),
     "Gemma 4 31B": _config("gemma4", "Gemma4ForConditionalGeneration", 5376, _GEMMA, _GEMMA_VISION),
     "GLM-4.5V": _config("glm4v_moe", "Glm4vMoeForConditionalGeneration", 4096, _GLM, _GLM_VISION),
+    "Qwen3.5-35B-A3B": _config(
+        "qwen3_5", "Qwen3_5ForConditionalGeneration", 2048, _HYBRID, _QWEN3 | {"out_hidden_size": 2048}
+    ),
 }

@@ -1,22 +1,29 @@
 #!/usr/bin/env python3
 """What drafts cost and give in models of published shapes with random weights: no checkpoint is needed.
 
-    python benchmark/speculation/bench_blocks.py [--only NAME,NAME] [--batch-sizes 1,8,32] [--out results.json]
+    python benchmark/speculation/bench_blocks.py [--only NAME,NAME] [--peer-site DIR] [--out results.json]
 
 Of each case (`draft_shapes.CASES`): tokens a second with and without drafts at a forced accept length, and the time on
-the GPU of a step's two graphs, that which verifies and that which drafts. First all cases run at once with few layers,
-so that their kernels are compiled side by side; then each is measured alone, in a process of its own. Prints one row a
-case and batch size, and an error in place of the rows of a case that fails.
+the GPU of a step's two graphs, that which verifies and that which drafts. Names besides those of cases: `blocks` (block
+drafts and MTP of sparse models), `chains` (EAGLE-3 and MTP of models that upstream SGLang serves, too), `records`
+(predictions for SM120 beside published records, which need no GPU) and `tiny` (with `--device cpu`, to try the script).
+First all cases run at once with few layers, so that their kernels are compiled side by side; then each is measured
+alone, in a process of its own, for `--part-seconds` at most. With `--peer-site` (see benchmark/peers) both servers then
+serve the models of `chains` over HTTP. Prints each row as soon as it is known, and an error in place of the rest of a
+case that fails or takes too long.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -25,14 +32,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import draft_shapes
 
-SIZES = "1,8,32"
+CASES = {**draft_shapes.CASES, "tiny": draft_shapes.TINY}
+
 LENGTHS = {True: (64, 8), False: (512, 128)}
 """Tokens of a prompt and of an answer; True: to compile only."""
+RECORDS = "records"
+GROUPS = {
+    "blocks": [name for name, case in draft_shapes.CASES.items() if not case.beside_peer],
+    "chains": [name for name, case in draft_shapes.CASES.items() if case.beside_peer],
+}
 COLUMNS = (
     "requests",
     "plain tokens/s",
     "with drafts",
     "ratio",
+    "of length x plain",
     "accept length",
     "verify ms",
     "draft ms",
@@ -42,62 +56,132 @@ COLUMNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(draft_shapes.CASES), help="names of cases, with commas between them")
-    parser.add_argument("--batch-sizes", default=SIZES)
+    parser.add_argument("--only", default="records,blocks", help="cases and groups, with commas between them")
+    parser.add_argument("--batch-sizes", help="instead of each case's own")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda", help="cpu runs the cases with few layers, to try the script")
     parser.add_argument("--skip-compiling", action="store_true")
+    parser.add_argument("--part-seconds", type=float, default=100, help="limit of each case's measurement")
+    parser.add_argument("--compile-seconds", type=float, default=120, help="limit of compiling side by side")
+    parser.add_argument("--peer-site", help="folder with upstream and its dependencies, for the cases of `chains`")
+    parser.add_argument("--peer-seconds", type=float, default=150, help="a server that is not up then is left out")
+    parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--compiling", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options)))
+        measure(options)
         return 0
-    names, started = options.only.split(","), time.monotonic()
-    if not options.skip_compiling:
-        for process in [start(options, name, compiling=True) for name in names]:
-            process.communicate()
-        print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
-    results, failed = {}, 0
+    asked = options.only.split(",")
+    names = [name for group in asked if group != RECORDS for name in GROUPS.get(group, [group])]
+    started, results, failed = time.monotonic(), {}, 0
+    if names and not options.skip_compiling:
+        compiling = [Part(options, name, options.compile_seconds, compiling=True) for name in names]
+        if RECORDS in asked:
+            records()
+        late = [part.name for part in compiling if part.finish()]
+        print(f"compiled in {time.monotonic() - started:.0f} s{', but not ' * bool(late)}{', '.join(late)}", flush=True)
+    elif RECORDS in asked:
+        records()
     for name in names:
-        process = start(options, name, compiling=False)
-        text, errors = process.communicate()
-        if process.returncode:
-            failed += 1
-            print(f"\n{name}: failed\n{errors[-1500:]}", flush=True)
-            continue
-        results[name] = json.loads(text.splitlines()[-1])
-        show(name, results[name])
-    print(f"\n{time.monotonic() - started:.0f} s")
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1))
+        part = Part(options, name, options.part_seconds)
+        results[name] = show(name, part)
+        failed += bool(part.finish())
+        print(f"{part.errors()}{time.monotonic() - started:.0f} s in all", flush=True)
+        if options.peer_site and CASES[name].beside_peer:
+            from beside_peer import compare
+
+            where = options.device, options.peer_site, options.logs, options.peer_seconds
+            results[name]["served"] = compare(name, CASES[name], sizes_of(options, name), *where)
+            print(f"{time.monotonic() - started:.0f} s in all", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1))
     return min(failed, 1)
 
 
-def start(options: argparse.Namespace, name: str, compiling: bool) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--one", name, "--device", options.device]
-    command += ["--batch-sizes", options.batch_sizes, *(["--compiling"] if compiling else [])]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def records() -> None:
+    from card_records import lines
+
+    for line in lines():
+        print(line, flush=True)
 
 
-def show(name: str, result: dict[str, Any]) -> None:
-    print(f"\n{name}: {draft_shapes.CASES[name].what} ({result['seconds']:.0f} s)")
-    print(" | ".join(COLUMNS))
-    for size, row in result["rows"].items():
-        plain, drafts, parts = row["plain"], row["drafts"], row["parts"]
-        share = f"{parts['draft'] / (parts['verify'] + parts['draft']):.0%}" if parts["verify"] else "-"
-        cells = (
-            size, f"{plain['tokens_per_s']:.1f}", f"{drafts['tokens_per_s']:.1f}",
-            f"{drafts['tokens_per_s'] / plain['tokens_per_s']:.2f}", f"{drafts['accept_length']:.2f}",
-            f"{parts['verify']:.2f}", f"{parts['draft']:.2f}", share,
-        )  # fmt: skip
-        print(" | ".join(cell.rjust(len(column)) for cell, column in zip(cells, COLUMNS, strict=True)), flush=True)
+def sizes_of(options: argparse.Namespace, name: str) -> list[int]:
+    return [int(size) for size in options.batch_sizes.split(",")] if options.batch_sizes else list(CASES[name].sizes)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures one case in this process."""
-    started, case = time.monotonic(), draft_shapes.CASES[options.one]
-    sizes = [int(size) for size in options.batch_sizes.split(",")]
+class Part:
+    """The process that runs one case, ended with all that it started when its time is over."""
+
+    def __init__(self, options: argparse.Namespace, name: str, seconds: float, compiling: bool = False) -> None:
+        command = [sys.executable, __file__, "--one", name, "--device", options.device]
+        command += ["--batch-sizes", ",".join(map(str, sizes_of(options, name)))]
+        self.name, self.limit, self._late = name, seconds, False
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process runs
+        self.process = subprocess.Popen(
+            [*command, *(["--compiling"] if compiling else [])],
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.start()
+
+    def _end(self) -> None:
+        self._late = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def finish(self) -> int:
+        self.process.communicate()
+        self._timer.cancel()
+        return self.process.returncode
+
+    def errors(self) -> str:
+        """What went wrong, in lines; empty where nothing did."""
+        if self._late:
+            return f"{self.name}: not done within {self.limit:.0f} s\n"
+        if not self.process.returncode:
+            return ""
+        self._errors.seek(0)
+        return f"{self.name}: failed\n{self._errors.read()[-1500:]}\n"
+
+
+def show(name: str, part: Part) -> dict[str, Any]:
+    """Prints a row for each number of requests as soon as the part has told both of its runs."""
+    print(f"\n{name}: {CASES[name].what}\n{' | '.join(COLUMNS)}", flush=True)
+    plain: dict[str, Any] = {}
+    drafts: dict[str, Any] = {}
+    assert part.process.stdout is not None
+    for line in part.process.stdout:
+        if not line.startswith('{"run"'):
+            continue
+        told = json.loads(line)
+        size, rows = str(told["size"]), plain if told["run"] == "plain" else drafts
+        rows[size] = told
+        if rows is drafts:
+            _show_row(size, plain[size], told)
+    for size in plain:
+        if size not in drafts:
+            print(f"{size:>8} | {plain[size]['tokens_per_s']:>14.1f} | not measured", flush=True)
+    return {"plain": plain, "drafts": drafts}
+
+
+def _show_row(size: str, plain: dict[str, Any], drafts: dict[str, Any]) -> None:
+    ratio, parts = drafts["tokens_per_s"] / plain["tokens_per_s"], drafts["parts"]
+    share = f"{parts['draft'] / (parts['verify'] + parts['draft']):.0%}" if parts["verify"] else "-"
+    cells = (
+        size, f"{plain['tokens_per_s']:.1f}", f"{drafts['tokens_per_s']:.1f}", f"{ratio:.2f}",
+        f"{ratio / drafts['accept_length']:.2f}", f"{drafts['accept_length']:.2f}", f"{parts['verify']:.2f}",
+        f"{parts['draft']:.2f}", share,
+    )  # fmt: skip
+    print(" | ".join(cell.rjust(len(column)) for cell, column in zip(cells, COLUMNS, strict=True)), flush=True)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measures one case in this process, and prints each result as a line of JSON."""
+    case, sizes = CASES[options.one], sizes_of(options, options.one)
     few = options.compiling or options.device == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         flags = case.write(Path(folder), few)
@@ -106,15 +190,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         flags += ["--context-length", "2048", "--skip-server-warmup"]
         if options.device == "cuda":
             flags += ["--cuda-graph-bs", *map(str, sizes), "--mem-fraction-static", "0.9"]
-        plain = served(without_drafts(flags), sizes, options)
+        served("plain", without_drafts(flags), sizes, options)
         os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(case.accept_length)
-        drafts = served(flags, sizes, options)
-    rows = {size: {"plain": plain[size][0], "drafts": drafts[size][0], "parts": drafts[size][1]} for size in sizes}
-    return {"rows": rows, "seconds": time.monotonic() - started}
+        served("drafts", flags, sizes, options)
 
 
-def served(flags: list[str], sizes: list[int], options: argparse.Namespace) -> dict[int, Any]:
-    """By batch size: tokens a second with the accept length, and milliseconds of the graphs."""
+def served(name: str, flags: list[str], sizes: list[int], options: argparse.Namespace) -> None:
+    """Prints, for each number of requests, tokens a second with the accept length, and milliseconds of the graphs."""
     import gc
 
     import torch
@@ -130,16 +212,16 @@ def served(flags: list[str], sizes: list[int], options: argparse.Namespace) -> d
     scheduler = Scheduler(args, runner, StopChecker(None), None)
     clock = GraphClock(runner.graphs)
     lengths = LENGTHS[options.compiling or options.device == "cpu"]
-    results = {}
-    for size in (sizes[0], *sizes):  # the first once to warm up
+    run(scheduler, sizes[0], *lengths)  # warms up
+    for size in sizes:
         clock.forget()
-        results[size] = run(scheduler, size, *lengths), clock.parts()
+        result = run(scheduler, size, *lengths)
+        print(json.dumps({"run": name, "size": size, **result, "parts": clock.parts()}), flush=True)
     runner.graphs = None
     del scheduler, runner, clock
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return results
 
 
 class GraphClock:

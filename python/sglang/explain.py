@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang.plan.floors import StepFloors
+from sglang.plan.host_memory import UNBOUNDED, UNKNOWN, HostMemory, Machine
 from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
@@ -31,6 +32,7 @@ from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import describe_capacity
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
+from sglang.srt.plan.host_cache import GIB, keeps_unasked
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import Serving
@@ -87,6 +89,7 @@ class Explanation:
     outcomes: tuple[Choice | NoKernel, ...] = ()
     bands: Mapping[str, OpBands] = field(default_factory=dict)  # the plan's, by the key of the need
     plan: dict[str, Any] | None = None  # sizes and memory
+    host: HostMemory | None = None  # of cached prefixes in main memory
     notes: tuple[str, ...] = ()
 
     @property
@@ -125,6 +128,7 @@ def explain(
     packages: frozenset[str],
     available: int | None = None,
     advises: bool = True,
+    machine: Machine = UNKNOWN,
 ) -> Explanation:
     """`available`: bytes free on a GPU; None: the usual share of its memory. `advises`: look for what helps where a
     model does not fit, which takes many plans.
@@ -151,10 +155,10 @@ def explain(
     needs = needs_with_draft(rank_weights(model, serving.ranks), draft, serving)
     needs += guess_needs(args, serving.dtype)
     chosen = choose_kernels(args, needs, arch, packages)
-    plan, notes, unfit = None, chosen.notes, None
+    plan, notes, unfit, host = None, chosen.notes, None, None
     if arch.device != "cpu":
         try:
-            plan, notes = _plan(planner, args, chosen)
+            plan, notes, host = _plan(planner, args, chosen, machine)
         except UserError as error:
             unfit = str(error)
     settings = speculative_settings(args, model.architecture)
@@ -172,6 +176,7 @@ def explain(
         outcomes=chosen.outcomes,
         bands=cut_bands((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
         plan=plan,
+        host=host,
         notes=(*notes, uneven) if uneven else notes,
     )
 
@@ -225,18 +230,22 @@ def _of_shared_tokens(planner: ModelPlanner, args: ServerArgs, tokens: int) -> t
 
 
 def _plan(
-    planner: ModelPlanner, args: ServerArgs, chosen: KernelChoices
-) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """The choice of `make_plan` and its notes; for a model that is not implemented, what its layers and caches would
-    take. Raises UserError where there is no room."""
+    planner: ModelPlanner, args: ServerArgs, chosen: KernelChoices, machine: Machine
+) -> tuple[dict[str, Any] | None, tuple[str, ...], HostMemory | None]:
+    """The choice of `make_plan`, its notes, and what it takes of main memory; for a model that is not implemented, what
+    its layers and caches would take. Raises UserError where there is no room."""
     if planner.served and len(chosen.chosen()) == len(chosen.outcomes):
+        unasked = keeps_unasked(args, planner.arch, UNBOUNDED if machine.host_bytes is None else machine.host_bytes)
         plan = make_plan(
-            args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises
-        )
-        described = plan.describe()
-        return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
+            args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises,
+            host_bytes=UNBOUNDED if unasked and machine.host_bytes is None else machine.host_bytes,
+            tier_unasked=unasked,
+        )  # fmt: skip
+        host = None if plan.host_cache is None else HostMemory(plan.host_cache, machine, unasked)
+        described = {key: value for key, value in plan.describe().items() if key not in ("kernels", "host_cache")}
+        return described, (*plan.errors, *plan.warnings), host
     trial = trial_or_advice(replace(planner, served=False), args)
-    return {"estimate": True, **describe_capacity(trial.capacity)}, (*chosen.notes, *trial.capacity.notes)
+    return {"estimate": True, **describe_capacity(trial.capacity)}, (*chosen.notes, *trial.capacity.notes), None
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
@@ -260,6 +269,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "moe_tiles": explanation.moe_tiles,
         "ops": {outcome.need.key: _op_json(outcome, explanation.bands) for outcome in explanation.outcomes},
         "plan": explanation.plan,
+        **({"main_memory": explanation.host.to_json()} if explanation.host is not None else {}),
         "notes": list(explanation.notes),
     }
 
@@ -332,6 +342,8 @@ def to_text(explanation: Explanation) -> str:
         if "estimate" in explanation.plan:
             lines += ["", "An estimate: nothing here allocates this model yet."]
         lines += ["", *(f"{key}: {value}" for key, value in explanation.plan.items() if key != "warnings")]
+    if explanation.host is not None:
+        lines.append(f"main memory: {explanation.host}")
     lines += ["", *explanation.notes] if explanation.notes else []
     lines += ["", f"No server starts: {explanation.unfit}"] if explanation.unfit else []
     return "\n".join(lines)
@@ -396,6 +408,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", help="sm_120, ..., a product such as rtx-5090, or cpu; this machine's if not given")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--with-package", action="append", default=[], metavar="NAME", help="count on flashinfer, ...")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="main memory that is free on the machine")
+    parser.add_argument(
+        "--numa-nodes", type=int, default=1, metavar="N", help="of the machine, with its GPUs shared out"
+    )
     parser.add_argument("--time", action="store_true", help="predict the time of steps, op by op")
     parser.add_argument("--time-context", type=int, default=CONTEXT, metavar="TOKENS", help="that requests have")
     parser.add_argument(
@@ -419,7 +435,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _print_shapes(options.shape, arch_by_name(options.arch or "sm_120"), options.json)
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
         arch = arch_by_name(options.arch) if options.arch else current_arch(device=args.device)
-        explanation = explain(args, arch, frozenset({"triton", *options.with_package}))
+        explanation = explain(
+            args,
+            arch,
+            frozenset({"triton", *options.with_package}),
+            machine=_machine(options.host_memory, options.numa_nodes),
+        )
         if not 1 <= options.time_context <= MOST:
             raise UserError(f"--time-context {options.time_context}: must be 1 to {MOST:,} tokens.")
         text = _json_text(explanation, options) if options.json else _text(explanation, options)
@@ -430,11 +451,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return WOULD_NOT_START if explanation.problem else 0
 
 
+def _machine(free_gib: float | None, numa_nodes: int) -> Machine:
+    """Raises UserError."""
+    if free_gib is not None and not 0 <= free_gib <= 1 << 20:
+        raise UserError(f"--host-memory {free_gib:g}: must be 0 to {1 << 20:,} GiB.")
+    if not 1 <= numa_nodes <= 64:
+        raise UserError(f"--numa-nodes {numa_nodes}: must be 1 to 64.")
+    return Machine(None if free_gib is None else int(free_gib * GIB), numa_nodes)
+
+
 def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
     content = to_json(explanation)
     if options.time and explanation.refused is None:
         where = explanation.serving, explanation.arch, options.time_context
         content["time"] = time_json(explanation.model, *where)
+        if explanation.host is not None:
+            content["main_memory"]["loading_seconds"] = explanation.host.loading_seconds(options.time_context)
         if explanation.width > 1:
             content["time_with_drafts"] = drafted_json(_drafts(explanation, options), *where)
     return json.dumps(content, indent=2)
@@ -445,6 +477,12 @@ def _text(explanation: Explanation, options: argparse.Namespace) -> str:
         return to_text(explanation)
     where = explanation.serving, explanation.arch, options.time_context
     lines = [to_text(explanation).splitlines()[0], *time_lines(explanation.model, *where)]
+    if explanation.host is not None:
+        seconds = explanation.host.loading_seconds(options.time_context)
+        lines.append(
+            f"A session that returns with {options.time_context:,} tokens in main memory waits {1e3 * seconds:,.1f} ms"
+            " for them, and then for a step with its new ones (predicted)."
+        )
     if explanation.width > 1:
         lines += ["", *drafted_lines(_drafts(explanation, options), *where)]
     return "\n".join(lines)

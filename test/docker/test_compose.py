@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.managers.front.metrics import Metrics
+from sglang.srt.managers.wire.io_struct import HostCacheStats, StorageStats
 from sglang.srt.server_args import ServerArgs
 
 DOCKER = Path(__file__).parents[2] / "docker"
@@ -165,8 +166,11 @@ def test_prometheus_reads_the_server_and_grafana_reads_prometheus() -> None:
 
 
 def exported() -> dict[str, set[str]]:
-    """Names of samples and their labels, from the page that Prometheus reads."""
-    families = text_string_to_metric_families(Metrics("tiny").render().decode())
+    """Names of samples and their labels, from the page that Prometheus reads, of a server with prefixes in main memory
+    and a store behind it."""
+    metrics = Metrics("tiny")
+    metrics.stats[0].host_cache = HostCacheStats(storage=StorageStats())
+    families = text_string_to_metric_families(metrics.render().decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 

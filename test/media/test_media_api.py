@@ -243,6 +243,31 @@ def test_ollama_with_images(server: LiveServer) -> None:
     assert "vision" in (client.show("seeing").capabilities or [])
 
 
+def too_many() -> dict[str, dict[str, Any]]:
+    """Bodies with 17 images, by route; 16 are the limit."""
+    data, url = base64.b64encode(SMALL).decode(), data_url(SMALL)
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    return {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": [image(SMALL)] * 17}]},
+        "/v1/responses": {
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "low"}] * 17}]
+        },
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}] * 17}],
+            "max_tokens": 2,
+        },
+        "/api/chat": {"messages": [{"role": "user", "content": "Look", "images": [data] * 17}]},
+        "/api/generate": {"prompt": "Look", "images": [data] * 17},
+        "/generate": {"text": "<|vision_start|><|image_pad|><|vision_end|>" * 17, "image_data": [url] * 17},
+    }
+
+
+@pytest.mark.parametrize("route", too_many())
+def test_the_limit_of_images_holds_on_every_route(http: httpx.Client, route: str) -> None:
+    answer = http.post(route, json={"model": "seeing"} | too_many()[route])
+    assert answer.status_code == 400 and "16 are the limit" in answer.text, answer.text
+
+
 def test_the_server_says_that_it_sees(http: httpx.Client) -> None:
     assert http.get("/model_info").json()["has_image_understanding"] is True
 

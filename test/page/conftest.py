@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from live_server import LiveServer, live_server
 
+from sglang.embedded import SEEING_PATH
+
 API_KEY = "a key for this test"
 FLAGS = (
     *("--served-model-name", "tiny", "--max-total-tokens", "4096"),
@@ -28,6 +30,16 @@ COMMANDS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 def served() -> Iterator[LiveServer]:
     with live_server(*FLAGS, "--tool-call-parser", "auto", "--reasoning-parser", "auto") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def seeing() -> Iterator[LiveServer]:
+    """A server with the embedded model that sees."""
+    running = LiveServer("--model-path", SEEING_PATH, *FLAGS)
+    try:
+        yield running.wait_up()
+    finally:
+        running.end()
 
 
 @pytest.fixture(scope="session")

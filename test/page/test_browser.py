@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from live_server import LiveServer
+from media.pictures import encoded
+from PIL import Image, ImageDraw
 
 from .conftest import API_KEY, Watched, picture, until
 
@@ -305,6 +307,45 @@ def test_images_only_where_the_model_takes_them(served: LiveServer, watched: Wat
     assert page.locator(".message.user img").evaluate("e => e.naturalWidth") == 1
     assert page.locator("#attachments li").count() == 0
     picture(page, "image")
+
+
+GIVEN = """([name, target, bytes]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([new Uint8Array(bytes)], "picture.png", {type: "image/png"}));
+  const Kind = name === "paste" ? ClipboardEvent : DragEvent;
+  const options = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
+  return document.getElementById(target).dispatchEvent(new Kind(name, options));
+}"""
+"""Dispatches what a browser does when a picture is pasted or dropped; true if the page leaves it to the browser."""
+
+
+def test_pictures_are_pasted_and_dropped(seeing: LiveServer, watched: Watch) -> None:
+    """To the embedded model, which sees. Each picture has a preview; the answer is about the one that stays."""
+    page = watched().open(seeing.url)
+    page.get_by_role("button", name="Attach images").wait_for()
+    circle = Image.new("RGB", (128, 128), "white")
+    ImageDraw.Draw(circle).ellipse((24, 24, 104, 104), fill=(25, 60, 220))
+    assert not page.evaluate(GIVEN, ["paste", "prompt", list(RED_PNG)])
+    page.get_by_role("button", name="Remove image 1").wait_for()
+    assert not page.evaluate(GIVEN, ["dragover", "workspace", []])
+    assert not page.evaluate(GIVEN, ["drop", "workspace", list(encoded(circle))])
+    page.get_by_role("button", name="Remove image 2").wait_for()
+    until(page, "[...document.querySelectorAll('#attachments img')].every(e => e.complete)")
+    assert page.locator("#attachments img").evaluate_all("all => all.map(e => e.naturalWidth)") == [1, 128]
+    picture(page, "dropped")
+    page.get_by_role("button", name="Remove image 1").click()
+    until(page, "document.querySelectorAll('#attachments li').length === 1")
+    ask(page, "What color is this?")
+    assert page.locator(".assistant > .text").inner_text() == "blue"
+    assert page.locator(".message.user img").evaluate("e => e.naturalWidth") == 128
+    picture(page, "seen")
+
+
+def test_text_that_is_dropped_is_left_to_the_browser(seeing: LiveServer, watched: Watch) -> None:
+    page = watched().open(seeing.url)
+    page.get_by_role("button", name="Attach images").wait_for()
+    assert page.evaluate(GIVEN.replace("image/png", "text/plain"), ["drop", "workspace", [104, 105]])
+    assert page.locator("#attachments li").count() == 0
 
 
 RED_PNG = bytes.fromhex(

@@ -3,6 +3,7 @@
     python bench_attention.py run ours.json                                  # this project's kernels
     SGLANG_FORCE_ARCH=sm_120 python bench_attention.py run forced.json       # with the tiles that sm_120 gets
     PYTHONPATH=PEER python bench_attention.py run peer.json --impl peer  # SGLang's Triton kernels, in their own process
+    python bench_attention.py run whole.json --impl whole --only turn        # with one program for each prefix
     python bench_attention.py compare ours.json peer.json
     python bench_attention.py sweep decode|extend|mla                        # tiles against each other
 
@@ -74,6 +75,9 @@ def shapes() -> list[Shape]:
         Shape("extend 1x512 over 8192", "extend", 1, 8192, 512),
         Shape("extend 16x512 over 8192", "extend", 16, 8192, 512),
     ]
+    # Turns of a conversation: with 8 kv heads, and on a rank that has one of them.
+    turns = [(new, prefix, heads) for new in (64, 256, 1024) for prefix in (16_384, 131_072) for heads in (8, 1)]
+    extend += [Shape(f"turn {n} over {p}, {h} kv heads", "extend", 1, p, n, 4 * h, h) for n, p, h in turns]
     grid = [(batch, context) for batch in (1, 16, 64, 256) for context in (1024, 8192, 32768)]
     gqa = [Shape(f"decode gqa {b}x{c}", "decode", b, c, 0) for b, c in grid]
     mla = [Shape(f"decode mla {b}x{c}", "decode", b, c, 0, 128, 1, 576, 512) for b, c in grid]
@@ -117,21 +121,32 @@ class Data:
 # --- implementations: each gives one launch for each rotation ---------------------------------------------------------
 
 
-def ours(data: Data, tile: dict[str, int] | None = None) -> list[Launch]:
+def ours(data: Data, tile: dict[str, int] | None = None, in_parts: bool = True) -> list[Launch]:
+    """in_parts: programs may share a cached prefix of prompts."""
     from sglang.srt.hardware.arch import current_arch
     from sglang.srt.kernels.tiles import attention_tiles
 
     shape, arch = data.shape, current_arch()
     op = f"{shape.kind}_attention"
     tile = tile or dict(attention_tiles(op, shape.head_dim, shape.v_head_dim, "bfloat16", arch.features)[0])
-    make = _our_decode if shape.kind == "decode" else _our_extend
-    return make(data, tile)
+    return _our_decode(data, tile) if shape.kind == "decode" else _our_extend(data, tile, in_parts)
 
 
-def _our_extend(data: Data, tile: dict[str, int]) -> list[Launch]:
+def num_multiprocessors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def _our_extend(data: Data, tile: dict[str, int], in_parts: bool) -> list[Launch]:
     from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+    from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts, count_parts
 
     shape = data.shape
+    heads, num_sms = (shape.num_heads, shape.num_kv_heads, shape.v_head_dim), num_multiprocessors()
+    count = count_parts([shape.new] * shape.batch, [shape.prefix] * shape.batch, *heads, num_sms, tile)
+    parts = None
+    if in_parts and count > 1:
+        num_tokens = shape.batch * shape.new
+        parts = PrefixParts.allocate(count, num_tokens, data.ints(0), shape.num_heads, shape.v_head_dim)
     rows = torch.arange(shape.batch, device="cuda")
     prefix = data.ints(*[shape.prefix] * shape.batch)
     start = data.ints(*(i * shape.new for i in range(shape.batch + 1)))
@@ -139,7 +154,7 @@ def _our_extend(data: Data, tile: dict[str, int]) -> list[Launch]:
     def launch(i: int) -> None:
         extend_attention_fwd(
             data.q[i], data.k[i], data.v[i], data.out, data.k_cache, data.v_cache, data.tables[i], rows, prefix, start,
-            scale=data.scale, tile=tile, has_prefix=shape.prefix > 0,
+            scale=data.scale, tile=tile, has_prefix=shape.prefix > 0, parts=parts,
         )  # fmt: skip
 
     return [lambda i=i: launch(i) for i in range(data.rotations)]
@@ -155,9 +170,8 @@ def _our_decode(data: Data, tile: dict[str, int]) -> list[Launch]:
     shape = data.shape
     rows = torch.arange(shape.batch, device="cuda")
     seq_lens = data.ints(*[shape.prefix] * shape.batch)
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     workspace = DecodeWorkspace.allocate(
-        shape.batch, shape.num_heads, shape.num_kv_heads, shape.v_head_dim, num_sms, tile, "cuda"
+        shape.batch, shape.num_heads, shape.num_kv_heads, shape.v_head_dim, num_multiprocessors(), tile, "cuda"
     )
     plan_decode(seq_lens, workspace, tile)
 
@@ -221,8 +235,8 @@ def ceilings() -> dict[str, float]:
 
 def measure(shape: Shape, impl: str) -> dict[str, Any]:
     data = Data(shape)
-    if impl == "ours":
-        time, note = time_us(ours(data)), ""
+    if impl in ("ours", "whole"):
+        time, note = time_us(ours(data, in_parts=impl == "ours")), ""
     elif shape.kind == "extend":
         time, note = time_us(peer_extend(data)), ""
     else:  # the best of the split counts that it chooses from by default
@@ -256,7 +270,7 @@ def _line(r: dict[str, Any], ceiling: dict[str, float]) -> str:
     bandwidth = f"{r['tb_s']:6.2f} TB/s ({r['tb_s'] / ceiling['read_tb_s']:4.0%})"
     compute = f"{r['tflop_s']:6.0f} TFLOP/s ({r['tflop_s'] / ceiling['matmul_tflop_s']:4.0%})"
     nan = "  NaN in the output" if r["nan"] else ""
-    return f"{r['name']:26} {r['us']:10.1f} us {bandwidth} {compute} {r['note']}{nan}"
+    return f"{r['name']:30} {r['us']:10.1f} us {bandwidth} {compute} {r['note']}{nan}"
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -337,7 +351,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run")
     runner.add_argument("file")
-    runner.add_argument("--impl", choices=("ours", "peer"), default="ours")
+    runner.add_argument("--impl", choices=("ours", "whole", "peer"), default="ours")
     runner.add_argument("--only", default="", help="shapes whose name contains this")
     comparer = commands.add_parser("compare")
     comparer.add_argument("file")

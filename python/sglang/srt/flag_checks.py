@@ -37,12 +37,6 @@ def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
             " Remove one of them."
         )
         yield {"enable_hierarchical_cache", "dcp_size"}, text
-    if args.hicache_write_policy == "write_back":
-        text = (
-            "--hicache-write-policy write_back is not supported: prefixes are copied before they are evicted, so that"
-            " no request waits for it. Use write_through or write_through_selective."
-        )
-        yield {"hicache_write_policy"}, text
     yield from _of_storage(args)
     if args.hicache_ratio is not None and args.hicache_ratio <= 0:
         yield {"hicache_ratio"}, f"--hicache-ratio must be above 0; got {args.hicache_ratio:g}."
@@ -123,25 +117,45 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
 
 
 def _of_machines(args: Any) -> Iterator[tuple[set[str], str]]:
+    if args.use_ray:
+        yield from _of_ray(args)
     if args.nnodes == 1:
         return
     ranks = args.tp_size * args.pp_size
     if ranks % args.nnodes:
         text = f"--nnodes {args.nnodes} does not divide the {ranks} ranks of --tp-size and --pp-size."
         yield {"nnodes", "tp_size", "pp_size"}, text
-    if args.dp_size > 1:
+    if args.dp_size > 1 and not args.use_ray:
         text = (
             "--dp-size and --nnodes do not go together: start a server without --dp-size on each machine or group of"
             " machines, behind a load balancer."
         )
         yield {"dp_size", "nnodes"}, text
-    if args.dist_init_addr is None:
+    if args.dist_init_addr is None and args.use_ray:
+        pass  # a port of the node that Ray chooses
+    elif args.dist_init_addr is None:
         yield {"dist_init_addr", "nnodes"}, f"--nnodes {args.nnodes} needs --dist-init-addr HOST:PORT of machine 0."
     elif not _HOST_AND_PORT.fullmatch(args.dist_init_addr):
         yield {"dist_init_addr"}, f"--dist-init-addr must be HOST:PORT; got {args.dist_init_addr!r}."
     if args.speculative_ngram_external_corpus_path is not None:
         text = "--speculative-ngram-external-corpus-path goes with one machine; remove it, or --nnodes."
         yield {"nnodes", "speculative_ngram_external_corpus_path"}, text
+
+
+def _of_ray(args: Any) -> Iterator[tuple[set[str], str]]:
+    if args.node_rank:
+        yield {"use_ray", "node_rank"}, "--use-ray starts all machines by one command: remove --node-rank."
+    if args.base_gpu_id:
+        yield {"use_ray", "base_gpu_id"}, "--use-ray leaves the choice of GPUs to Ray: remove --base-gpu-id."
+    if args.dist_init_addr is not None and args.nnodes == 1:
+        text = "--dist-init-addr is where the machines of a server meet: with --use-ray it needs --nnodes above 1."
+        yield {"use_ray", "dist_init_addr"}, text
+    if args.dist_init_addr is not None and args.dp_size > 1:
+        text = "--dist-init-addr is for one replica; with --use-ray and --dp-size leave it out, and ports are chosen."
+        yield {"use_ray", "dist_init_addr", "dp_size"}, text
+    if args.speculative_ngram_external_corpus_path is not None:
+        text = "--speculative-ngram-external-corpus-path goes with one machine; remove it, or --use-ray."
+        yield {"use_ray", "speculative_ngram_external_corpus_path"}, text
 
 
 def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
@@ -157,10 +171,9 @@ def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.tp_size % groups:
         text = f"--attn-dp-size {groups} does not divide --tp-size {args.tp_size}, whose GPUs are the groups."
         yield {"attn_dp_size", "tp_size"}, text
-    for name, what in (("pp_size", "stages"), ("dcp_size", "tokens that ranks share out")):
-        if getattr(args, name) > 1:
-            text = f"--attn-dp-size {groups} does not go with {what} ({flag(name)} {getattr(args, name)}) so far."
-            yield {"attn_dp_size", name}, text
+    if args.pp_size > 1:
+        text = f"--attn-dp-size {groups} does not go with stages (--pp-size {args.pp_size}) so far."
+        yield {"attn_dp_size", "pp_size"}, text
     if args.mm_enable_dp_encoder:
         text = (
             f"--mm-enable-dp-encoder does not go with --attn-dp-size {groups}, whose groups encode images of their own"

@@ -110,13 +110,19 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     quantized_all_reduce_min_bytes: int | None = option(
         None, PARALLEL, f"Least bytes of a sum that is sent so. {EFFECTIVE_IF_NONE}", minimum=0, size=True
     )
+    use_ray: bool = option(
+        False,
+        PARALLEL,
+        "Start the ranks on the nodes of a Ray cluster that is there (RAY_ADDRESS, or the one that this machine is "
+        "in): each replica, or each of its --nnodes machines, on one node.",
+    )
     nnodes: int = option(1, PARALLEL, "Machines that the ranks of this server run on.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine. Machine 0 answers clients.", minimum=0)
     dist_init_addr: str | None = option(
         None, PARALLEL, "HOST:PORT of machine 0, at which the ranks of several machines meet.", "--nccl-init-addr"
     )
     dist_timeout: float = option(
-        60.0, PARALLEL, "Seconds that the machines wait for one another when they start, with --nnodes.", minimum=1
+        45.0, PARALLEL, "Seconds that the machines wait for one another when they start, with --nnodes.", minimum=1
     )
 
     # --- memory and scheduling
@@ -193,9 +199,9 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     hicache_write_policy: str = option(
         "write_through_selective",
         MEMORY,
-        "When prefixes are copied to main memory: as soon as they are computed, or when a second request uses them.",
-        choices=("write_through", "write_through_selective"),
-        explained=("write_back",),
+        "When prefixes are copied to main memory: as soon as they are computed, when a second request uses them, or"
+        " when the GPU evicts them, for which a step waits.",
+        choices=("write_through", "write_through_selective", "write_back"),
     )
     hicache_storage_backend: str | None = option(
         None,

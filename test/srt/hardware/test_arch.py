@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sglang.srt.hardware import arch as arch_module
@@ -145,6 +147,28 @@ def test_unlisted_major_gets_the_minimum() -> None:
 
 def test_free_main_memory() -> None:
     assert 64 * 2**20 < free_memory_bytes(None) < 2**50
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "files", "free"),
+    [(None, 0, 0, 200), ("max", 0, 0, 200), (100, 90, 70, 80), (100, 120, 0, 0), (300, 1, 0, 200)],
+)
+def test_the_limit_of_a_container_counts(
+    limit: int | str | None, used: int, files: int, free: int, tmp_path: Path
+) -> None:
+    """In GiB. Files that the container has read give way."""
+    gib = 1 << 30
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {200 << 20} kB\n")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    if limit is not None:
+        (group / "memory.max").write_text(f"{limit if limit == 'max' else int(limit) * gib}\n")
+        (group / "memory.current").write_text(f"{used * gib}\n")
+        (group / "memory.stat").write_text(
+            f"anon 1\nactive_file {files * gib // 2}\ninactive_file {files * gib // 2}\n"
+        )
+    assert arch_module._free_main_memory(tmp_path) == free * gib
 
 
 def test_export_for_ported_code() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang.srt.hardware import numa
+from sglang.srt.managers.scheduler import scheduler_setup
 
 GPU = "0000:C1:00.0"
 
@@ -79,3 +82,17 @@ def test_free_memory_of_a_node(tmp_path: Path) -> None:
     (folder / "meminfo").write_text("\n".join(lines) + "\n")
     assert numa.free_bytes_of(1, tmp_path) == 1023 * 1024
     assert numa.free_bytes_of(0, tmp_path) is None
+
+
+def test_each_gpu_takes_main_memory_of_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three GPUs of one node and one of the other: the fuller share bounds what every rank takes."""
+    nodes, free = {"a": 0, "b": 0, "c": 0, "d": 1}, {0: 90, 1: 200}
+    monkeypatch.setattr(scheduler_setup, "pci_address", lambda gpu: "abcd"[gpu])
+    monkeypatch.setattr(scheduler_setup, "node_of", nodes.get)
+    monkeypatch.setattr(scheduler_setup, "free_bytes_of", free.get)
+    machine: Any = SimpleNamespace(devices=range(4), ranks=range(4))
+    assert scheduler_setup._near_memory(machine, 290, 1) == 4 * 30
+    assert scheduler_setup._near_memory(machine, 100, 1) == 100
+    assert scheduler_setup._near_memory(SimpleNamespace(devices=[3], ranks=[3]), 290, 1) == 200
+    monkeypatch.setattr(scheduler_setup, "node_of", lambda address: None)
+    assert scheduler_setup._near_memory(machine, 290, 1) == 290

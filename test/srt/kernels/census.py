@@ -34,6 +34,7 @@ from sglang.srt.layers.attention.triton_ops.extend_attention import extend_atten
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
+from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
@@ -362,16 +363,18 @@ def _attention(
         slots, lens = empty(8, dtype=torch.int64), empty(8, dtype=torch.int32)
         # As the projection leaves them: three parts of one row.
         widths = [heads * dim, kv_heads * dim, kv_heads * v_dim]
-        parts = empty(100, sum(widths)).split(widths, -1)
-        q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip(parts, (dim, dim, v_dim), strict=True))
+        rows = empty(100, sum(widths)).split(widths, -1)
+        q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip(rows, (dim, dim, v_dim), strict=True))
         if latent:
             q, k = empty(100, heads, dim), empty(100, kv_heads, dim)
             v = k[..., :v_dim]
+        starts = empty(9, dtype=torch.int32)
+        shared = [] if layer.get("sliding_window") else [PrefixParts.allocate(3, 100, starts[:1], heads, v_dim)]
         for tile in attention_tiles("extend_attention", dim, v_dim, dtype, arch.features):
-            for prefix in (True, False):
+            for prefix, parts in ((False, None), *((True, each) for each in (None, *shared))):
                 extend_attention_fwd(
-                    q, k, v, empty(100, heads, v_dim), k_cache, v_cache, table, slots, lens,
-                    empty(9, dtype=torch.int32), scale=0.1, tile=tile, has_prefix=prefix, **layer,
+                    q, k, v, empty(100, heads, v_dim), k_cache, v_cache, table, slots, lens, starts, scale=0.1,
+                    tile=tile, has_prefix=prefix, parts=parts, **layer,
                 )  # fmt: skip
         for tile in attention_tiles("decode_attention", dim, v_dim, dtype, arch.features):
             for tokens in (1, 4):  # of each request: one, or guesses

@@ -40,6 +40,8 @@ LAYOUTS = {
     "DP2 x EP2": DP2_EP2,
     "TP4 x DP2 x EP2": RankLayout(4, 2, attn_dp_size=2),
     "DP4 x EP4": RankLayout(4, 4, attn_dp_size=4),
+    "TP4 x DP2 x DCP2": RankLayout(4, dcp_size=2, attn_dp_size=2),
+    "TP4 x DP2 x DCP2 x EP2, own heads": RankLayout(4, 2, dcp_size=2, attn_dp_size=2, dp_lm_head=True),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
@@ -56,13 +58,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "branches": ("gemma4_moe", {}),
     "compressed": ("deepseek_v4", {}),
     "gates": ("step3p7", {}),
+    "KV head": ("qwen3", {"num_key_value_heads": 1}),
+    "states, KV head": ("qwen3_next", {"num_key_value_heads": 1}),
+    "biases, KV head": ("gpt_oss", {"num_key_value_heads": 1}),
+    "windows, KV head": ("qwen3_windows", {"num_key_value_heads": 1}),
 }
 POOLS = {"compressed": 112}
 """Pools of models with large pages, of which a request has two at least."""
 WITH_STATES = ("states", "delta attention", "scans", "compressed")
-WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
+WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases", "delta attention")
+ALIKE_ON_RANKS = ("latents", "selected latents", "delta attention", *(name for name in MODELS if "KV head" in name))
+"""Models of which ranks that share heads would hold the same cache, so that they can share out its tokens."""
+
+
+def _models_of(ranks: RankLayout) -> tuple[str, ...]:
+    names = ALIKE_ON_RANKS if ranks.dcp_size > 1 else tuple(MODELS)
+    return tuple(name for name in names if ranks.ep_size == 1 or name.partition(",")[0] in WITH_EXPERTS)
+
+
 CELLS = {
-    **{layout: tuple(WITH_EXPERTS if ranks.ep_size > 1 else MODELS) for layout, ranks in LAYOUTS.items()},
+    **{layout: _models_of(ranks) for layout, ranks in LAYOUTS.items()},
     "latents": ("latents",),
 }
 """Models of each layout; "latents" are not thorough."""
@@ -90,7 +105,9 @@ def check(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
         if tiny:
             save_tiny(tiny, Path(folders[name]), **changes)
     alone = {name: outcome(folder, ONE_RANK, 0, None) for name, folder in folders.items()}
-    flags = {"chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
+    flags: dict[str, Any] = {"chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
+    if ranks.dcp_size > 1:  # not pages of 16, as with states, of which so small a pool has too few for a request
+        flags["page_size"] = ranks.dcp_size
     run_ranks(_rank, (ranks, folders, tmp_path, flags), ranks.world_size)
     for name, one in alone.items():
         for graphs in (False, True):

@@ -1,5 +1,6 @@
 """Random schedules with four-bit keys and values: every request gets the tokens that it gets alone, whatever chunks its
-prompt comes in, which prefix it finds, who is sent back to the queue, which guesses stand, and where its prefix was."""
+prompt comes in, which prefix it finds, who is sent back to the queue, and which guesses stand. Main memory with them is
+in `test_host_matrix`."""
 
 from __future__ import annotations
 
@@ -12,15 +13,12 @@ from rank_processes import run_ranks
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.native_fp4 import quantize_fp4_rows
-from sglang.srt.mem_cache import host_tier
 from sglang.srt.plan.ranks import RankLayout
-from srt.managers.test_host_tier import SHARED, HostWorld
-from srt.managers.test_host_tier import schedules as host_schedules
+from srt.managers.test_host_tier import SHARED
 from srt.managers.test_random_schedules import GUESSES, PAGES, Schedule, World, short_pauses
 from srt.models.harness import save_tiny
 
 FP4 = {"kv_cache_dtype": "fp4_e2m1"}
-HOST = {**FP4, "enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_write_policy": "write_through"}
 MODELS = ("qwen3", "mistral_windows", "gpt_oss", "qwen3_5", "nemotron_h", "qwen3_5_moe")
 """Dense, windows, windows and sinks, gated delta, Mamba-2, experts."""
 
@@ -62,29 +60,6 @@ def test_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_many_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) -> None:
     play(World(name, tmp_path, options=FP4), guesses, page, 20)
-
-
-def test_prefixes_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales travel with the codes."""
-    monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
-    with short_pauses():
-        seen = host_schedules(HostWorld("mistral_windows", tmp_path, options=HOST), "none", 4, range(4))
-    assert seen["loaded"] and seen["saved"], seen
-
-
-@pytest.mark.slow
-@pytest.mark.schedules
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
-@pytest.mark.parametrize("name", MODELS)
-def test_many_prefixes_in_main_memory(name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
-    world = HostWorld(name, tmp_path, options={**HOST, "hicache_write_policy": policy})
-    with short_pauses():
-        for page in PAGES:
-            for guesses in GUESSES:
-                seen = host_schedules(world, guesses, page, range(10))
-                assert seen["loaded"] and seen["saved"], (page, guesses, seen)
 
 
 def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, count: int) -> None:

@@ -4,12 +4,13 @@ import asyncio
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from sglang.srt.managers.wire import ipc
-from sglang.srt.managers.wire.io_struct import AbortReq, ControlReq, SchedulerInput, TokenizedGenerateReq
+from sglang.srt.managers.wire.io_struct import AbortReq, ControlReply, ControlReq, SchedulerInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -112,3 +113,26 @@ def test_event_loop_delivery(ports: ipc.Ports) -> None:
     assert seen == [str(i) for i in range(count) if i != 5] + ["last"]
     assert [str(error) for error in errors] == ["once"]
     outbox.close()
+
+
+def test_channels_between_machines_need_the_key_of_the_replica(ports: ipc.Ports) -> None:
+    """Over TCP, both ways, whoever comes first; who does not know the key is not heard."""
+    front, keys = ports.between_machines("127.0.0.1", ipc.free_ports("127.0.0.1", 2))
+    replica = front.on_other_machine(keys)
+    stranger, other_keys = ports.between_machines("127.0.0.1", ipc.free_ports("127.0.0.1", 2))
+    assert keys.secret is not None and keys.secret not in repr(front)
+    false = replace(front, keys=stranger.keys)
+    to_scheduler, from_stranger = ipc.tokenizer_outbox(front), ipc.tokenizer_outbox(false)
+    from_stranger.try_send(AbortReq(["of a stranger"]))
+    to_scheduler.try_send(AbortReq(["early"]))
+    inbox, outbox, answers = ipc.scheduler_inbox(replica), ipc.detokenizer_outbox(replica), ipc.tokenizer_inbox(front)
+    assert inbox.recv() == AbortReq(["early"])
+    outbox.send(ControlReply("1"))
+    assert answers.recv() == ControlReply("1")
+    to_scheduler.send(AbortReq(["late"]))
+    assert inbox.recv() == AbortReq(["late"]) and not inbox.poll(0.2)
+    for channel in (to_scheduler, from_stranger, inbox, outbox, answers):
+        channel.close()
+    replica.remove()
+    assert not os.path.exists(replica.directory) and os.path.exists(ports.directory)
+    assert other_keys.public != keys.public

@@ -17,7 +17,7 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.models.harness import save_tiny
-from srt.models.test_mtp_drafts import build
+from srt.speculative.test_draft_matrix import DRAFTERS
 
 from .test_parallel_schedules import NEW_TOKENS, Outcome, outcome
 
@@ -25,7 +25,7 @@ DCP2, DCP4 = RankLayout(2, dcp_size=2), RankLayout(4, dcp_size=4)
 TP4_DCP2 = RankLayout(4, dcp_size=2)
 ONE_KV_HEAD = {"num_key_value_heads": 1}
 PAGES_OF_2 = {"page_size": 2}
-DRAFTS = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+GUESSES = {"speculative_num_draft_tokens": 3}
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Case:
     thorough: bool = True
     tokens_only: bool = False
     """Decisions are other ones than those of one process."""
-    drafts: bool = False
-    """The model has layers that draft, and they do; one process does not."""
+    drafts: str = ""
+    """Drafter of the ranks, of `DRAFTERS`; one process does not draft."""
 
 
 CASES = {
@@ -62,22 +62,31 @@ CASES = {
     "experts": Case("qwen3_moe", RankLayout(2, 2, dcp_size=2), ONE_KV_HEAD),
     "states": Case("qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, PAGES_OF_2, guesses=True),
     "states, no guesses": Case("qwen3_next", DCP2, ONE_KV_HEAD, PAGES_OF_2),
+    "delta attention": Case("kimi_linear", DCP2, flags=PAGES_OF_2),
+    "delta attention, DCP4": Case("kimi_linear", DCP4, flags={"page_size": 4}),
+    "delta attention, guesses": Case("kimi_linear", TP4_DCP2, flags=PAGES_OF_2, guesses=True),
     "windows": Case("qwen3_windows", DCP2, ONE_KV_HEAD),
     "windows, guesses": Case("qwen3_windows", TP4_DCP2, guesses=True),
     "sinks": Case("gpt_oss", DCP2, ONE_KV_HEAD, {"dcp_comm_backend": "ag_rs"}),
     "sinks, a2a": Case("gpt_oss", TP4_DCP2),
-    "latents, drafts": Case("deepseek_v3", DCP2, drafts=True),
-    "selected latents, drafts": Case("deepseek_v32", DCP2, drafts=True),
-    "KV heads, drafts": Case("glm4_moe", TP4_DCP2, drafts=True),
+    "KV heads, drafts": Case("glm4_moe", TP4_DCP2, drafts="NEXTN"),
     "embedded": Case("", TP4_DCP2),
+}
+CASES |= {
+    f"{name}, {drafter}": Case(name, ranks, drafts=drafter)
+    for name, ranks in {"deepseek_v3": DCP2, "glm_moe_dsa": DCP2, "qwen3": TP4_DCP2}.items()
+    for drafter, (_, models) in DRAFTERS.items()
+    if name in models
 }
 
 
-def _rank(rank: int, case: Case, folder: str, out: Path, known: dict[str, list[int]] | None) -> None:
+def _rank(
+    rank: int, case: Case, folder: str, out: Path, known: dict[str, list[int]] | None, drafts: dict[str, Any]
+) -> None:
     """Once without graphs, once with."""
     torch.set_num_threads(1)
     for i, replayed in enumerate((None, set[int]())):
-        flags = case.flags | (DRAFTS if case.drafts else {})
+        flags = case.flags | drafts
         result = outcome(folder, case.ranks, rank, f"file://{out}/rendezvous{i}", replayed, known, **flags)
         (out / f"{i}.{rank}.json").write_text(json.dumps(result.__dict__))
         parallel_state.shutdown()
@@ -87,19 +96,19 @@ def _rank(rank: int, case: Case, folder: str, out: Path, known: dict[str, list[i
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * case.thorough) for name, case in CASES.items()]
 )
 def test_ranks_that_share_out_tokens_give_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
-    case, folder = CASES[name], str(DEFAULT_MODEL_PATH)
+    case, folder, drafts = CASES[name], str(DEFAULT_MODEL_PATH), {}
     if case.tiny:
         folder = str(tmp_path / "model")
         if case.drafts:
-            Path(folder).mkdir()
-            build(case.tiny, Path(folder))
+            build, _ = DRAFTERS[case.drafts]
+            drafts = build(case.tiny, Path(folder), tmp_path / "draft") | GUESSES
         else:
             save_tiny(case.tiny, Path(folder), **case.changes)
     alike = {"page_size": case.ranks.dcp_size, **case.flags, "dcp_comm_backend": "a2a"}
     one = outcome(folder, ONE_RANK, 0, None, **alike)
     assert one.num_retracted > 0 and one.num_cached > 0 and one.finishes["aborted"] == "abort"
     known = one.tokens if case.guesses else None
-    run_ranks(_rank, (case, folder, tmp_path, known), case.ranks.world_size)
+    run_ranks(_rank, (case, folder, tmp_path, known, drafts), case.ranks.world_size)
     for i in range(2):
         every = [json.loads((tmp_path / f"{i}.{rank}.json").read_text()) for rank in range(case.ranks.world_size)]
         for rank, got in enumerate(Outcome(**one_rank) for one_rank in every):

@@ -39,7 +39,6 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
 from srt.managers.test_host_tier import (
-    EVERY_CACHE,
     OPTIONS,
     OTHER,
     PROMPT,
@@ -49,7 +48,7 @@ from srt.managers.test_host_tier import (
     Server,
     loads_by_layers_sometimes,
 )
-from srt.managers.test_random_schedules import GARBAGE, GUESSES, short_pauses
+from srt.managers.test_random_schedules import GARBAGE, GUESSES, PAGES, short_pauses
 from srt.models.harness import random_tokens, save_tiny
 
 STORAGE = {
@@ -165,6 +164,20 @@ def make_sizes_small(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(prefix_names, "LEAST_BLOCK", 8)
     patch.setattr(engines, "RETRY_S", 0.0)
     patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder / "files"))
+
+
+EVERY_CACHE: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "dense": ("qwen3", {}, PAGES),
+    "fp8": ("qwen3", {"kv_cache_dtype": "fp8_e4m3"}, PAGES),
+    "four bits": ("qwen3", {"kv_cache_dtype": "fp4_e2m1"}, PAGES),
+    "windows": ("mistral_windows", {}, PAGES),
+    "windows and sinks": ("gpt_oss", {}, PAGES),
+    "latents": ("deepseek_v3", {}, PAGES),
+    "latents and an indexer": ("deepseek_v32", {}, PAGES),
+    "gated delta": ("qwen3_5", {}, PAGES),
+    "Mamba-2": ("nemotron_h", {}, PAGES),
+    "compressed entries": ("deepseek_v4_small", {}, (8, 16)),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ reads lengths from the device's tensors, as kernels do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,6 +55,9 @@ class DeviceLengths:
         return DeviceDecode(rows) if isinstance(rows, DecodeRows) else DeviceExtend(rows, causal)
 
     build_in_graph = build
+
+    def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        return 1
 
     def refresh(self, rows: DecodeRows) -> None:
         raise AssertionError("nothing is planned on the host")

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from sglang.srt.model_executor.media_pace import LEAST_TOKENS, SHARE, LayerTimes, MediaPace, measured_layer
+from sglang.srt.model_executor.media_pace import (
+    LEAST_TOKENS,
+    MOST_CUTS,
+    SHARE,
+    LayerTimes,
+    MediaPace,
+    measured_layer,
+)
 from sglang.srt.models.vision.patch_places import Grid, num_patches
+from sglang.srt.models.vision.pieces import Cuts, Piece, pairs_of, parts_of, pieces_of
+from sglang.srt.plan.towers.qwen2_5_vl import Qwen2_5VLTower
+from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
+from sglang.srt.plan.towers.tower import Tower
 
 IMAGE: list[Grid] = [(1, 64, 64)]
+LARGE: list[Grid] = [(1, 128, 128)]
+VIDEO: list[Grid] = [(32, 28, 28)]
 LAYER = LayerTimes.fitted((4, 1024, 0.5), (1, 4096, 1.1), 0.2)
 PACE = MediaPace(LAYER, {1: 5.0, 64: 10.0}, {64: 9.0, 128: 9.5, 256: 10.0, 512: 16.0, 1024: 30.0})
+SIZES = {"num_layers": 27, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "out_size": 64, "merge": 2}
+TOWER = Qwen3VLTower(**SIZES, patch_shape=(3, 2, 16, 16), side=8)  # type: ignore[arg-type]
+WINDOWS = Qwen2_5VLTower(**SIZES, patch_shape=(3, 2, 14, 14), window=4, full_layers=(7, 15, 23))  # type: ignore[arg-type]
+
+
+def of_layer(layer: LayerTimes, clips: list[int]) -> float:
+    """Milliseconds of a whole layer over clips of so many patches."""
+    halves = 2 * layer.of_piece(Piece(0.5, sum(clips), 0.0))
+    return halves + layer.of_piece(Piece(0.0, sum(clips), sum(size**2 for size in clips)))
 
 
 def test_times_of_layers_are_those_that_were_measured() -> None:
-    assert LAYER.milliseconds([1024] * 4) == pytest.approx(0.5)
-    assert LAYER.milliseconds([4096]) == pytest.approx(1.1)
-    assert LAYER.milliseconds([64]) == 0.2, "launches"
-    assert LAYER.milliseconds([16384]) > 4 * 1.1, "patches see more of one another"
+    assert of_layer(LAYER, [1024] * 4) == pytest.approx(0.5)
+    assert of_layer(LAYER, [4096]) == pytest.approx(1.1)
+    assert of_layer(LAYER, [64]) == pytest.approx(0.2, rel=0.01), "launches"
+    assert of_layer(LAYER, [16384]) > 4 * 1.1, "patches see more of one another"
 
 
 def test_a_measured_encoder() -> None:
@@ -28,14 +51,42 @@ def test_a_measured_encoder() -> None:
 
     layer = measured_layer(milliseconds, merge=3, num_layers=10)  # type: ignore[arg-type]
     assert all(side % 3 == 0 for grids in seen for grid in grids for side in grid[1:])
-    assert layer.milliseconds([63**2]) == pytest.approx(0.1 + 63**2 * (1e-4 + 1e-8 * 63**2))
+    assert of_layer(layer, [63**2]) == pytest.approx(0.1 + 63**2 * (1e-4 + 1e-8 * 63**2))
 
 
+def times(pace: MediaPace, tower: Tower, grids: list[Grid], requests: int) -> list[float]:
+    """Milliseconds of each slice."""
+    assert pace.layer is not None
+    slices = pace.slices(tower, grids, requests)
+    pieces = [piece for part in parts_of(tower, grids) for piece in pieces_of(tower, part, slices.cuts)]
+    assert sum(slices.pieces) == len(pieces) and min(slices.pieces) > 0
+    ends = np.cumsum(slices.pieces)[:-1]
+    return [sum(map(pace.layer.of_piece, run)) for run in np.split(np.array(pieces, dtype=object), ends)]
+
+
+@pytest.mark.parametrize("tower", [TOWER, WINDOWS])
+@pytest.mark.parametrize("grids", [IMAGE, LARGE, VIDEO, [*IMAGE, *LARGE]])
 @pytest.mark.parametrize(("requests", "step_ms"), [(1, 5.0), (2, 10.0), (64, 10.0), (90, 10.0)])
-def test_a_slice_is_a_share_of_the_step(requests: int, step_ms: float) -> None:
-    slices = PACE.slices(IMAGE, 1, 27, requests)
-    each = 27 * 1.1 / slices
-    assert each <= SHARE * step_ms < 27 * 1.1 / (slices - 1)
+def test_a_slice_is_a_share_of_the_step(requests: int, step_ms: float, grids: list[Grid], tower: Tower) -> None:
+    """Also of an image whose layer takes 12 ms, as far as products of all patches allow: these are not cut."""
+    slices = times(PACE, tower, grids, requests)
+    products = max(LAYER.of_piece(Piece(0.5, num_patches(part), 0.0)) for part in parts_of(tower, grids))
+    assert max(slices) <= max(SHARE * step_ms, products) + 1e-9
+    assert sum(slices) / len(slices) > SHARE * step_ms / 2
+    assert PACE.slices(tower, grids, requests).cuts.queries <= MOST_CUTS
+
+
+def test_only_layers_that_are_too_long_are_cut() -> None:
+    assert PACE.slices(TOWER, IMAGE, 64).cuts == Cuts()
+    assert PACE.slices(TOWER, LARGE, 64).cuts.queries > 4 and PACE.slices(TOWER, LARGE, 64).cuts.rows == 1
+    assert MediaPace(LAYER, {64: 1.0}).slices(TOWER, LARGE, 64).cuts.rows == 2, "0.6 ms of products before attention"
+    assert PACE.slices(TOWER, VIDEO, 64).cuts == Cuts()
+
+
+def test_a_layer_without_windows_among_others_is_longer_than_the_mean() -> None:
+    assert pairs_of(WINDOWS, LARGE) == 9 * pairs_of(TOWER, LARGE)
+    whole, of_windows = (sum(p.pairs for p in pieces_of(tower, LARGE, Cuts(3))) for tower in (TOWER, WINDOWS))
+    assert whole == pytest.approx(of_windows)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +103,8 @@ def test_a_prompt_adds_a_share_of_the_step(requests: int, tokens: int) -> None:
 
 def test_what_is_not_measured() -> None:
     assert MediaPace().prompt_tokens(64) is None
-    assert MediaPace().slices(IMAGE, 1, 27, 64) == 4, "a constant number of patches times layers"
+    slices = MediaPace().slices(TOWER, IMAGE, 64)
+    assert len(slices.pieces) == 4 and slices.cuts == Cuts(), "a constant number of patches times layers"
     short = MediaPace(LAYER, {64: 100.0}, {64: 9.0, 512: 16.0})
     assert short.prompt_tokens(64) == 512 - 64, "no longer than what was measured"
-    assert short.slices([(1, 2, 2)], 1, 27, 64) == 1
+    assert len(short.slices(TOWER, [(1, 2, 2)], 64).pieces) == 1

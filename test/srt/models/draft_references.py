@@ -161,10 +161,22 @@ class DFlash:
         first = 0 if keys.get("shift_label") else 1
         size = self.config.get("block_size") or keys["block_size"]
         rows = self.rows(tokens, size, keys["mask_token_id"])[first : first + count]
-        base = self.target.logits(rows)
+        base = self.logits(rows)
         if keys.get("projector_type") == "domino":
             return domino(self.w, keys, self.target, rows, base, tokens[-1])
         return selected(self.w, keys, rows, base, tokens[-1]) if "selector_rank" in keys else base
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Of all tokens, by the target's head, or one for the tokens of `d2t` alone."""
+        if "d2t" not in self.w:
+            return self.target.logits(rows)
+        return self.spread(rows @ self.w["lm_head.weight"].T, -torch.inf)
+
+    def spread(self, values: Tensor, others: float) -> Tensor:
+        """Values [..., rows of d2t] for all tokens."""
+        tokens = self.w["d2t"] + torch.arange(len(self.w["d2t"]))
+        whole = values.new_full((*values.shape[:-1], self.config["vocab_size"]), others)
+        return whole.index_copy(-1, tokens, values)
 
     def rows(self, tokens: list[int], size: int, mask: int) -> Tensor:
         """The output [size, H] of a block behind all tokens but the last one."""
@@ -245,9 +257,9 @@ class DSpark(DFlash):
     def __call__(self, tokens: list[int], count: int) -> Tensor:
         rows = self.guessing(tokens, count)
         given, previous, state = [], tokens[-1], torch.zeros(self.config["markov_rank"])
-        for row, base in zip(rows, self.target.logits(rows), strict=True):
+        for row, base in zip(rows, self.logits(rows), strict=True):
             bias, state = markov_bias(self.w, self.config["markov_head_type"], row, previous, state)
-            given.append(base + bias)
+            given.append(base + (self.spread(bias, 0.0) if "d2t" in self.w else bias))
             previous = int(given[-1].argmax())
         return torch.stack(given)
 
@@ -259,6 +271,46 @@ class DSpark(DFlash):
     @torch.inference_mode()
     def confidences(self, tokens: list[int], guesses: list[int]) -> Tensor:
         return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]])
+
+
+@dataclass
+class Gemma4DSpark(DSpark):
+    """As DSpark, with layers of Gemma 4 that attend to all tokens, transformers' rotation, scaled embeddings, and
+    logits that are bent."""
+
+    def logits(self, rows: Tensor) -> Tensor:
+        cap = self.config["final_logit_softcapping"]
+        return (self.target.logits(rows) / cap).tanh() * cap
+
+    def rows(self, tokens: list[int], size: int, mask: int) -> Tensor:
+        w, eps = self.w, self.config["rms_norm_eps"]
+        streams, _ = self.target.streams(tokens[:-1])
+        joined = torch.cat([streams[layer] for layer in self.captures], dim=-1)
+        context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+        h = self.target.embedded([tokens[-1], *[mask] * (size - 1)]) * self.config["hidden_size"] ** 0.5
+        for i in range(self.config["num_hidden_layers"]):
+            at = f"layers.{i}."
+            norm = lambda x, name, at=at: rms(x, w[f"{at}{name}_layernorm.weight"], eps)  # noqa: E731
+            h = h + norm(self.attention(norm(h, "input"), context, f"{at}self_attn."), "post_attention")
+            x = norm(h, "pre_feedforward")
+            gate, up = (x @ w[f"{at}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            x = (F.gelu(gate, approximate="tanh") * up) @ w[f"{at}mlp.down_proj.weight"].T
+            h = (h + norm(x, "post_feedforward")) * w[f"{at}layer_scalar"]
+        return rms(h, w["norm.weight"], eps)
+
+    def attention(self, block: Tensor, context: Tensor, at: str) -> Tensor:
+        from transformers import Gemma4TextConfig
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
+        w, dim, eps = self.w, self.config["global_head_dim"], self.config["rms_norm_eps"]
+        rows, ones = torch.cat((context, block)), torch.ones(dim)
+        q, k = ((rows @ w[f"{at}{part}_proj.weight"].T).unflatten(-1, (-1, dim)) for part in "qk")
+        v = rms(k, ones, eps)
+        q, k = (rms(x, w[f"{at}{name}_norm.weight"], eps) for x, name in ((q, "q"), (k, "k")))
+        rotary = Gemma4TextRotaryEmbedding(Gemma4TextConfig(**self.config))
+        cos, sin = (x[0][:, None] for x in rotary(rows, torch.arange(len(rows))[None], "full_attention"))
+        q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), dim=-1) * sin for x in (q, k))
+        return attend(q[len(context) :], k, v, 1.0, causal=False) @ w[f"{at}o_proj.weight"].T
 
 
 @torch.inference_mode()

@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
     "num_target_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 24,
+    "head_dim": 48,
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
     "max_position_embeddings": 128,
@@ -64,7 +64,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 """As z-lab and SpecForge write them."""
-HEADED = tuple(VARIANTS)[1:]
+DRAFT_VOCAB = 40
+VARIANTS["speculators"] = CONFIG | {"draft_vocab_size": DRAFT_VOCAB}
+VARIANTS["speculators_selector"] = VARIANTS["selector"] | {
+    "block_size": BLOCK,
+    "draft_vocab_size": CONFIG["vocab_size"],
+}
+_OF_LAYERS = tuple(key for key in CONFIG if key not in ("architectures", "block_size", "dflash_config"))
+
+
+def written(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The same draft as the speculators library writes it."""
+    more = config.get("dflash_config", config)
+    layers = {key: value for key, value in config.items() if key in _OF_LAYERS}
+    others = {key: value for key, value in {**config, **more}.items() if key not in _OF_LAYERS}
+    ids = others.pop("target_layer_ids")
+    for key in ("dflash_config", "is_causal", "num_anchors"):
+        others.pop(key, None)
+    return others | {
+        "architectures": [f"{kind}Speculator"],
+        "speculators_model_type": kind,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in ids],
+        "transformer_layer_config": layers | {"tie_word_embeddings": True},
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "target"}},
+    }
+
+
+def stored(variant: str) -> dict[str, Any]:
+    """The config.json of a variant."""
+    kinds = {"speculators": "dflash", "speculators_selector": "dflash2"}
+    return written(VARIANTS[variant], kinds[variant]) if variant in kinds else VARIANTS[variant]
 
 
 def weights(config: dict[str, Any] = CONFIG, seed: int = 3) -> dict[str, Tensor]:
@@ -90,7 +119,22 @@ def weights(config: dict[str, Any] = CONFIG, seed: int = 3) -> dict[str, Tensor]
     for name in tensors:
         if "norm" in name:
             tensors[name] = torch.rand(shapes[name], generator=generator) + 0.5
-    return tensors
+    return tensors | of_reduced_head(config)
+
+
+def of_reduced_head(config: dict[str, Any]) -> dict[str, Tensor]:
+    """An output head for every sixth token; none where it has all."""
+    rows, vocab = config.get("draft_vocab_size", config["vocab_size"]), config["vocab_size"]
+    if rows == vocab:
+        return {}
+    tokens = 6 * torch.arange(rows)
+    head = torch.randn((rows, config["hidden_size"]), generator=torch.Generator().manual_seed(8)) * 0.3
+    return {
+        "lm_head.weight": head,
+        "d2t": tokens - torch.arange(rows),
+        "t2d": torch.isin(torch.arange(vocab), tokens),
+        "verifier_norm.weight": torch.ones(config["hidden_size"]),
+    }
 
 
 def more_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -123,7 +167,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_draft_as_published(variant: str, target: Path, tmp_path: Path) -> None:
     config = VARIANTS[variant]
-    plan = plan_with_draft(target, "DFLASH", save(tmp_path / "draft", config, weights(config)))
+    plan = plan_with_draft(target, "DFLASH", save(tmp_path / "draft", stored(variant), weights(config)))
     runner = DraftRunner(plan)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32")
@@ -157,6 +201,19 @@ def test_a_draft_as_published(variant: str, target: Path, tmp_path: Path) -> Non
         ),
         ({"is_causal": True}, "is_causal = True is not supported; supported: False"),
         ({"vocab_size": 99}, "vocab_size is 99, and the model's"),
+        ({"speculators_model_type": "dspark"}, "'dspark' is not supported for DFLASH; supported: 'dflash', 'dflash2'"),
+        (
+            written(CONFIG | {"dflash_config": _BACKBONE | {"target_layer_ids": [1, 7]}}, "dflash"),
+            "not all layers of the model, which has 7",
+        ),
+        (
+            written(CONFIG | {"layer_types": ["sliding_attention"] * 2}, "dflash"),
+            "sliding_window_non_causal = False is not supported",
+        ),
+        (
+            written(VARIANTS["selector"] | {"draft_vocab_size": 40}, "dflash2"),
+            "draft_vocab_size 40 with a head that corrects guesses",
+        ),
     ],
 )
 def test_other_drafts_are_refused(keys: dict[str, Any], message: str, target: Path, tmp_path: Path) -> None:

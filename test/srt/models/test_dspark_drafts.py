@@ -12,8 +12,8 @@ from torch import Tensor
 from sglang.srt.errors import UserError
 
 from .draft_harness import DraftRunner, plan_with_draft
-from .harness import random_tokens
-from .test_dflash_drafts import BLOCK, CAPTURES, HIDDEN, target
+from .harness import random_tokens, save_tiny
+from .test_dflash_drafts import BLOCK, CAPTURES, DRAFT_VOCAB, HIDDEN, target, written
 from .test_dflash_drafts import CONFIG as BACKBONE
 from .test_dflash_drafts import weights as backbone_weights
 from .test_eagle3_drafts import save
@@ -48,7 +48,7 @@ def weights(config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
         "embed_tokens.weight": (vocab, hidden),
         "lm_head.weight": (vocab, hidden),
         "markov_head.markov_w1.weight": (vocab, rank),
-        "markov_head.markov_w2.weight": (vocab, rank),
+        "markov_head.markov_w2.weight": (config.get("draft_vocab_size", vocab), rank),
         "confidence_head.proj.weight": (1, hidden + rank),
         "confidence_head.proj.bias": (1,),
     }
@@ -56,12 +56,71 @@ def weights(config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
     if config["markov_head_type"] in gates:
         name, rows, cols = gates[config["markov_head_type"]]
         shapes |= {f"markov_head.{name}.weight": (rows, cols), f"markov_head.{name}.bias": (rows,)}
-    return tensors | {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+    more = {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+    return more | tensors
 
 
-@pytest.mark.parametrize("config", [*(CONFIG | {"markov_head_type": kind} for kind in KINDS), SPECFORGE])
+REDUCED = CONFIG | {"draft_vocab_size": DRAFT_VOCAB}
+SPECULATORS = written(REDUCED, "dspark")
+
+
+GEMMA4_LAYERS = 6
+GEMMA4_OF_HEADS = {"num_attention_heads": 4, "num_global_key_value_heads": 1, "global_head_dim": 64, "head_dim": 32}
+GEMMA4_CONFIG: dict[str, Any] = {key: value for key, value in CONFIG.items() if key not in ("hidden_act", "rope_theta")}
+GEMMA4_CONFIG |= GEMMA4_OF_HEADS | {
+    "architectures": ["Gemma4DSparkModel"],
+    "model_type": "gemma4_text",
+    "target_model_type": "gemma4",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 2,
+    "num_target_layers": GEMMA4_LAYERS,
+    "layer_types": ["full_attention"] * CONFIG["num_hidden_layers"],
+    "sliding_window": 12,
+    "attention_k_eq_v": True,
+    "attention_bias": False,
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": 20.0,
+    "markov_head_type": "gated",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+"""As DeepSpec writes it: the target's config with fewer layers."""
+
+
+def gemma4_target(folder: Path) -> Any:
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * (GEMMA4_LAYERS // 3)
+    return save_tiny("gemma4", folder, num_hidden_layers=GEMMA4_LAYERS, layer_types=layers)
+
+
+def gemma4_weights() -> dict[str, Tensor]:
+    """Values are keys, norms stand around both blocks of a layer, and its output is scaled."""
+    heads = {"head_dim": GEMMA4_CONFIG["global_head_dim"], "num_key_value_heads": 1}
+    tensors, generator = weights(GEMMA4_CONFIG | heads), torch.Generator().manual_seed(5)
+    for i in range(CONFIG["num_hidden_layers"]):
+        del tensors[f"layers.{i}.self_attn.v_proj.weight"]
+        for norm in ("pre", "post"):
+            tensors[f"layers.{i}.{norm}_feedforward_layernorm.weight"] = torch.rand(HIDDEN, generator=generator) + 0.5
+        tensors[f"layers.{i}.layer_scalar"] = torch.rand(1, generator=generator) + 0.5
+    return tensors
+
+
+def test_gemma_4s_draft_as_published(tmp_path: Path) -> None:
+    gemma4_target(tmp_path / "target")
+    draft = save(tmp_path / "draft", GEMMA4_CONFIG, gemma4_weights())
+    plan = plan_with_draft(tmp_path / "target", "DSPARK", draft)
+    runner = DraftRunner(plan)
+    held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
+    assert held == plan.draft.weight_bytes("float32")
+
+
+@pytest.mark.parametrize("config", [*(CONFIG | {"markov_head_type": kind} for kind in KINDS), SPECFORGE, SPECULATORS])
 def test_a_draft_as_published(config: dict[str, Any], target: Path, tmp_path: Path) -> None:
-    tensors = weights({"markov_head_type": "vanilla"} | config)
+    tensors = weights(REDUCED if config is SPECULATORS else {"markov_head_type": "vanilla"} | config)
     plan = plan_with_draft(target, "DSPARK", save(tmp_path / "draft", config, tensors))
     runner = DraftRunner(plan)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
@@ -73,7 +132,7 @@ def test_a_draft_as_published(config: dict[str, Any], target: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"architectures": ["Gemma4DSparkModel"]}, "not supported for DSPARK. Supported: Qwen3DSparkModel"),
+        ({"architectures": ["LlamaDSparkModel"]}, "not supported for DSPARK. Supported: Qwen3DSparkModel"),
         ({"markov_head_type": "fir"}, "markov_head_type 'fir' is not supported; supported: vanilla, gated, rnn"),
         ({"mask_token_id": None}, "'mask_token_id' is missing"),
         ({"mask_token_id": 1 << 20}, "mask_token_id 1048576 is no token"),

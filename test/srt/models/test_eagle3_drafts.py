@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 24,
+    "head_dim": 48,
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
     "max_position_embeddings": 128,

@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_ru
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
 from sglang.srt.model_executor import media_pace
 from sglang.srt.model_executor.graph_runner import GraphSizes
-from sglang.srt.model_executor.media_pace import MediaPace
+from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -241,21 +241,26 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
 _SLICED = ("qwen3_vl", "gemma4", "kimi_k25")
 
 
+_PACES = {"layers": MediaPace(), "shares of patches": MediaPace(LayerTimes(1.0, 0.02, 1.0), {1: 30.0})}
+
+
+@pytest.mark.parametrize("pace", list(_PACES))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in _SLICED)) for name in SEEING]
 )
-def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
     monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
     model = save_seeing(name, tmp_path)
     scheduler, collector, events = seeing_scheduler(tmp_path), Collector(), []
     features, launch = scheduler.media.features, scheduler.launch
     assert features is not None
+    features.pace = _PACES[pace]
     advance = features.advance
     monkeypatch.setattr(features, "advance", lambda whole: (events.append("slice"), advance(whole)))
     monkeypatch.setattr(scheduler, "launch", lambda batch: (events.append("step"), launch(batch)))
     for number in range(2):
-        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 40, temperature=0.0, ignore_eos=True))
+        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 100, temperature=0.0, ignore_eos=True))
     for _ in range(3):
         scheduler.step()
     events.clear()
@@ -263,10 +268,13 @@ def test_slices_of_an_encoder_step(name: str, tmp_path: Path, monkeypatch: pytes
     for rid, prompt in prompts.items():
         add(scheduler, media_request(rid, prompt, tmp_path, NEW_TOKENS))
     run_to_end(scheduler, collector)
-    layers, first = features.description.tower.num_layers, 64
-    slices = -(-first * layers // 20)
-    assert events[: 2 * slices + 1] == ["step"] + ["slice", "step"] * slices, "the patches travel for a step"
-    assert events.count("slice") == slices + -(-24 * layers // 20)
+    counts = []
+    for prompt in prompts.values():
+        slices = features.pace.slices(features.description.tower, [item.grid for item in prompt.items(tmp_path)], 2)
+        assert (slices.cuts.queries > 1 and slices.cuts.rows > 1) == (pace != "layers")
+        counts.append(len(slices.pieces))
+    assert events[: 2 * counts[0] + 1] == ["step"] + ["slice", "step"] * counts[0], "the patches travel for a step"
+    assert events.count("slice") == sum(counts) and counts[0] > 3
     for rid, prompt in prompts.items():
         assert collector.tokens[rid] == greedy(model, prompt, collector.tokens[rid]), rid
     assert_clean(scheduler)

@@ -18,10 +18,11 @@ from sglang.srt.distributed.parallel_state import Group, Groups
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_checkpoint, load_tower
-from sglang.srt.models.vision import encoder
+from sglang.srt.models.vision import encoder, pieces
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
+from sglang.srt.models.vision.pieces import Cuts, parts_of, pieces_of
 from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.plan import describe_served_model
@@ -125,7 +126,7 @@ def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.M
     tower, grids = tower_of(tmp_path), [(1, 4, 4), (5, 2, 4), (1, 6, 4)]
     pixels = torch.randn(80, patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
     want = tower.encode(pixels, grids)
-    monkeypatch.setattr(encoder, "PATCHES_A_STEP", 20)
+    monkeypatch.setattr(pieces, "PATCHES_A_STEP", 20)
     assert [len(run) for run in parts_of_clips(clips(grids, 1), 20)] == [1, 2, 2, 1, 1]
     assert list(parts_of_clips(clips([(9, 2, 2), (1, 2, 2)], 4), 20)) == [
         [(4, 2, 2)],
@@ -136,6 +137,38 @@ def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.M
     for got, wanted in zip(in_parts, want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert all(item.untyped_storage().nbytes() == item.nbytes for item in in_parts), "one may go without the others"
+
+
+def row_by_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, *rest: Any, **options: Any) -> None:
+    """Attention whose rows have the same bits in every call, as those of the Triton kernel have."""
+    (starts,), (index, count) = rest, options["share"]
+    for row in range(len(q) * index // count, len(q) * (index + 1) // count):
+        last = int((starts > row).nonzero()[0])
+        seen = slice(int(starts[last - 1]), int(starts[last]))
+        scores = torch.einsum("hd,khd->hk", q[row], k[seen]) * (options["scale"] or q.shape[2] ** -0.5)
+        o[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen])
+
+
+@pytest.mark.parametrize("name", list(SEEING))
+def test_an_encoder_that_stops_behind_every_piece(name: str, tmp_path: Path) -> None:
+    """It has the pieces that are counted beforehand, and the bits of one that does not, however attention is cut."""
+    save_seeing(name, tmp_path)
+    tower = tower_of(tmp_path)
+    tower.attention = row_by_row
+    for batch in ("two sizes", "clips of a long video"):
+        grids = BATCHES[batch]
+        pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
+        want = tower.encode(pixels, grids)
+        for cuts in (Cuts(), Cuts(3), Cuts(2, 3)):
+            counted = sum(len(list(pieces_of(tower.tower, part, cuts))) for part in parts_of(tower.tower, grids))
+            encoding = tower.encoding(tower.sent(pixels, grids), grids, cuts)
+            with torch.inference_mode():
+                for _ in range(counted):
+                    next(encoding)
+                with pytest.raises(StopIteration) as end:
+                    next(encoding)
+            got = end.value.value
+            assert len(got) == len(want) and all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("grid", [(1, 7, 3), (1, 8, 8), (1, 2, 11)])

@@ -47,7 +47,6 @@ def test_flags_name_the_groups(words: str, groups: int, replicas: int) -> None:
     [
         ("--tp 4 --attn-dp-size 3", "--attn-dp-size 3 does not divide --tp-size 4"),
         ("--tp 2 --attn-dp-size 2 --pp-size 2", "does not go with stages"),
-        ("--tp 2 --attn-dp-size 2 --dcp-size 2", "does not go with tokens that ranks share out"),
         ("--tp 2 --attn-dp-size 2 --mm-enable-dp-encoder", "whose groups encode images of their own"),
         (
             "--tp 2 --attn-dp-size 2 --enable-hierarchical-cache --hicache-storage-backend file",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang import explain
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.plan import host_cache
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.host_cache import (
+    COPIED,
     GB,
     GIB,
     PACED_RATE,
@@ -53,7 +57,7 @@ def test_twice_the_gpu_where_that_fits() -> None:
     assert made.sizes.checkpoints == 80 and made.sizes.max_requests == 0
     assert made.token_bytes == made.sizes.tokens * TOKEN and made.state_bytes == 80 * (4 << 20)
     assert made.window_bytes == 128_000 * TOKEN
-    assert made.describe()["bytes"] == made.total_bytes and not made.write_through
+    assert made.describe()["bytes"] == made.total_bytes and made.write_policy == "write_through_selective"
 
 
 def test_what_fits_where_twice_does_not() -> None:
@@ -105,7 +109,6 @@ def test_a_copy_to_main_memory_is_bounded() -> None:
     ("options", "text"),
     [
         ({"disable_radix_cache": True}, "--disable-radix-cache leaves none"),
-        ({"hicache_write_policy": "write_back"}, "write_back is not supported"),
         ({"hicache_ratio": 0.0}, "--hicache-ratio must be above 0"),
         ({"hicache_host_memory_fraction": 0.0}, "must be above 0"),
         ({"hicache_storage_backend": "mooncake"}, "use file, or dynamic"),
@@ -211,3 +214,54 @@ def test_ranks_that_share_a_pool_give_as_much_each() -> None:
         "a ratio is one of tokens"
     )
     assert made(4, 100 * GIB).total_bytes <= 0.8 * 90 * GIB
+
+
+@pytest.mark.parametrize("policy", list(COPIED))
+def test_every_policy_is_a_choice_of_the_flag(policy: str) -> None:
+    made = plan(400 * GIB, hicache_write_policy=policy)
+    assert made.describe()["write_policy"] == policy and COPIED[policy] in str(made)
+
+
+def explained(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    words = ["--arch", "rtx-pro-6000-server", "--model-path", str(folder), "--json", *flags]
+    assert explain.main(words) == 0
+    memory: dict[str, Any] = json.loads(capsys.readouterr().out).get("main_memory", {})
+    return memory
+
+
+def test_explain_counts_main_memory_of_each_numa_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny("deepseek_v3", tmp_path)
+    asked = ("--enable-hierarchical-cache", "--tp", "2")
+    memory = explained(tmp_path, capsys, *asked, "--hicache-size", "40", "--numa-nodes", "2")
+    assert 39.5 * GB < memory["bytes_of_gpu"] <= 40 * GB and not memory["at_most"]
+    assert memory["bytes_of_machine"] == pytest.approx(2 * memory["bytes_of_gpu"], abs=2)
+    assert memory["bytes_of_numa_node"] == -(-memory["bytes_of_machine"] // 2)
+    assert memory["ranks_of_a_pool"] == 2, "latents are stored once a machine"
+    assert explained(tmp_path, capsys, *asked, "--host-memory", "64")["bytes_of_machine"] < 0.8 * 54 * GIB
+    timed = [
+        explained(tmp_path, capsys, *asked, "--time", "--time-context", str(tokens))["loading_seconds"]
+        for tokens in (64, 128)
+    ]
+    assert timed[1] == pytest.approx(2 * timed[0]) and timed[0] > 0
+    assert explain.main(["--model-path", str(tmp_path), *asked, "--arch", "sm_120", "--host-memory", "30"]) == 0
+    assert "for each GPU at its NUMA node" in capsys.readouterr().out
+    refused = ("--arch", "rtx-pro-6000-server", "--model-path", str(tmp_path), *asked, "--hicache-size", "40")
+    assert explain.main([*refused, "--host-memory", "30"]) == explain.WOULD_NOT_START
+    assert "Use a smaller --hicache-size" in capsys.readouterr().out
+    assert explain.main(["--model-path", str(tmp_path), "--numa-nodes", "0"]) == 2
+
+
+def test_explain_says_what_main_memory_is_taken_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most four times the cache of the GPU, where nothing is known of the machine; nothing where it does not pay or
+    less than 32 GiB are free."""
+    save_tiny("qwen3", tmp_path)
+    assert not explained(tmp_path, capsys), "computing so small a model takes no time"
+    monkeypatch.setattr(host_cache, "_pays", lambda *_: True)
+    most = explained(tmp_path, capsys)
+    asked = explained(tmp_path, capsys, "--enable-hierarchical-cache", "--hicache-ratio", "1")
+    assert most["at_most"] and most["bytes_of_gpu"] == pytest.approx(4 * asked["bytes_of_gpu"], rel=0.01)
+    assert 0 < explained(tmp_path, capsys, "--host-memory", "64")["bytes_of_machine"] <= 27 * GIB
+    assert not explained(tmp_path, capsys, "--host-memory", "31")
+    assert not explained(tmp_path, capsys, "--disable-hierarchical-cache")

@@ -18,7 +18,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
-from sglang.srt.plan.layout import check_layout, larger_layouts, uneven_heads
+from sglang.srt.plan.layout import LayoutProblem, check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
@@ -443,6 +443,14 @@ def test_tokens_that_cannot_be_shared_out_are_refused_by_name(name: str, ranks: 
     assert (name == "kimi_k25" and ranks.tp_size == 8) == (
         "--tp-size 8 --dcp-size 8 or --tp-size 8 --dcp-size 4" in works
     )
+
+
+def test_the_ranks_of_a_group_share_out_its_tokens() -> None:
+    model = describe("kimi_k25")
+    check_layout(model, RankLayout(8, dcp_size=4, attn_dp_size=2))
+    with pytest.raises(LayoutProblem, match="--dcp-size 8 does not divide --tp-size 8 in 2 groups of 4") as raised:
+        check_layout(model, RankLayout(8, dcp_size=8, attn_dp_size=2))
+    assert "what works: --tp-size 8 --dcp-size 4 --attn-dp-size 2 or" in str(raised.value)
 
 
 def test_shared_out_tokens_take_their_share_of_the_memory() -> None:

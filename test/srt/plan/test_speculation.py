@@ -94,6 +94,7 @@ def test_trees_and_other_counts_are_read_as_chains_with_a_warning(caplog: pytest
     settings("--speculative-algorithm NEXTN --speculative-num-steps 4 --speculative-num-draft-tokens 6")
     tree, count = caplog.messages
     assert tree.startswith("--speculative-eagle-topk 4: a chain of 5 guesses") and "answers are the same" in tree
+    assert tree.endswith("see Depth in docs/speculative_decoding.md.")
     assert count.startswith("--speculative-num-draft-tokens 6 is read as 5")
 
 

@@ -21,7 +21,7 @@ from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run
 from srt.models import test_dflash_drafts as dflash_drafts
 from srt.models import test_dspark_drafts as dspark_drafts
 from srt.models.depth_drafts import build_depths
-from srt.models.draft_references import DFlash, DSpark, Eagle3, Target
+from srt.models.draft_references import DFlash, DSpark, Eagle3, Gemma4DSpark, Target
 from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
@@ -57,18 +57,26 @@ def dflash(folder: Path, variant: str) -> Pair:
     config = dflash_drafts.VARIANTS[variant]
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
     tensors = dflash_drafts.weights(config)
-    draft = save(folder / "draft", config, tensors)
+    draft = save(folder / "draft", dflash_drafts.stored(variant), tensors)
     flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
     return Pair(folder / "target", flags, DFlash(tensors, config, target, dflash_drafts.CAPTURES))
 
 
-def dspark(folder: Path, **keys: Any) -> Pair:
+def dspark(folder: Path, speculators: bool = False, **keys: Any) -> Pair:
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
     config = dspark_drafts.CONFIG | keys
     tensors = dspark_drafts.weights(config)
-    draft = save(folder / "draft", config, tensors)
+    draft = save(folder / "draft", dflash_drafts.written(config, "dspark") if speculators else config, tensors)
     flags = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(draft)}
     return Pair(folder / "target", flags, DSpark(tensors, config, target, dflash_drafts.CAPTURES))
+
+
+def gemma4_dspark(folder: Path) -> Pair:
+    target = Target(dspark_drafts.gemma4_target(folder / "target"))
+    config, tensors = dspark_drafts.GEMMA4_CONFIG, dspark_drafts.gemma4_weights()
+    draft = save(folder / "draft", config, tensors)
+    flags = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(draft)}
+    return Pair(folder / "target", flags, Gemma4DSpark(tensors, config, target, dflash_drafts.CAPTURES))
 
 
 def v4(folder: Path, dspark: bool) -> Pair:
@@ -85,6 +93,10 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     "v4_mtp": functools.partial(v4, dspark=False),
     "v4_dspark": functools.partial(v4, dspark=True),
     "dspark_shifted": functools.partial(dspark, sample_from_anchor=False),
+    "gemma4_dspark": gemma4_dspark,
+    "dspark_speculators": functools.partial(
+        dspark, speculators=True, draft_vocab_size=dflash_drafts.DRAFT_VOCAB, markov_head_type="gated"
+    ),
 }
 
 
@@ -151,6 +163,10 @@ class Proposals:
         pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),
         ("dspark_rnn", {}),
         pytest.param("dspark_shifted", {}, marks=pytest.mark.thorough),
+        ("dflash_speculators", {}),
+        pytest.param("dflash_speculators_selector", {}, marks=pytest.mark.thorough),
+        pytest.param("dspark_speculators", {"page_size": 8}, marks=pytest.mark.thorough),
+        ("gemma4_dspark", {}),
         ("v4_mtp", {"chunked_prefill_size": 16}),
         ("v4_dspark", {"chunked_prefill_size": 16}),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import native_ops
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -28,8 +30,16 @@ from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import assert_clean, request
+from srt.managers.test_fp4_schedules import quantize_rounded
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
-from srt.models import test_dflash_drafts, test_dspark_drafts, test_eagle3_drafts, test_mtp_drafts, test_other_drafts
+from srt.models import (
+    test_dflash_drafts,
+    test_dspark_drafts,
+    test_eagle3_drafts,
+    test_mtp_drafts,
+    test_other_drafts,
+    test_stream_drafts,
+)
 from srt.models.depth_drafts import DEPTH_FORMS, build_depths
 from srt.models.harness import VOCAB, save_tiny
 from srt.models.v4_drafts import save_v4
@@ -37,11 +47,12 @@ from srt.models.v4_drafts import save_v4
 NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
 MODELS = (
     "qwen3", "qwen3_moe", "qwen3_windows", "mimo_v2", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
-    "qwen3_next", "nemotron_h", "minimax_m3", "step3p7", "kimi_linear", "glm5_next",
+    "qwen3_next", "nemotron_h", "minimax_m3", "step3p7", "kimi_linear", "glm5_next", "qwen4_exp",
 )  # fmt: skip
 """Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, blocks,
-windows of other heads with a draft layer for each depth, states beside latents, and pooled keys."""
-PAGES = {"deepseek_v4": 16, "minimax_m3": 4, "glm5_next": 4}
+windows of other heads with a draft layer for each depth, states beside latents, pooled keys, and gated streams with
+embeddings of n-grams."""
+PAGES = {"deepseek_v4": 16, "minimax_m3": 4, "glm5_next": 4, "qwen4_exp": 4}
 """Sizes of pages that hold what these models cache or read as one."""
 LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
 GROUP_LAYOUTS: dict[str, dict[str, int]] = {
@@ -81,7 +92,11 @@ def own_layers(name: str, target: Path, folder: Path) -> dict[str, Any]:
     if name == "deepseek_v4":
         save_v4(target, dspark=False, name=name)
         return {"speculative_algorithm": "NEXTN"}
-    (build_depths if name in DEPTH_FORMS else test_mtp_drafts.build)(name, target)
+    target.mkdir(exist_ok=True)
+    if name == "qwen4_exp":
+        test_stream_drafts.build(target)
+    else:
+        (build_depths if name in DEPTH_FORMS else test_mtp_drafts.build)(name, target)
     return {"speculative_algorithm": "NEXTN"}
 
 
@@ -110,9 +125,13 @@ def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(folder)}
 
 
-ONE_STREAM = tuple(name for name in MODELS if name not in ("deepseek_v4", "glm5_next"))
+UNGATED = tuple(name for name in MODELS if name != "qwen4_exp")
+"""Of gated streams only the model's own layer reads the hidden states."""
+ONE_STREAM = tuple(name for name in UNGATED if name not in ("deepseek_v4", "glm5_next"))
 """Of several streams no EAGLE head reads the hidden states."""
-OWN_LAYERS = tuple(name for name in MODELS if name in (*test_mtp_drafts.FORMS, *DEPTH_FORMS, "deepseek_v4"))
+OWN_LAYERS = tuple(
+    name for name in MODELS if name in (*test_mtp_drafts.FORMS, *DEPTH_FORMS, "deepseek_v4", "qwen4_exp")
+)
 Builder = Callable[[str, Path, Path], dict[str, Any]]
 DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "NGRAM": (no_weights, MODELS),
@@ -120,10 +139,10 @@ DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "EAGLE": (eagle, ONE_STREAM),
     "EAGLE3": (eagle3, ONE_STREAM),
     "NEXTN": (own_layers, OWN_LAYERS),
-    "DFLASH": (dflash, MODELS),
-    "DSPARK": (dspark, MODELS),
-    "DOMINO": (functools.partial(dflash, variant="domino"), MODELS),
-    "SELECTOR": (functools.partial(dflash, variant="selector"), MODELS),
+    "DFLASH": (dflash, UNGATED),
+    "DSPARK": (dspark, UNGATED),
+    "DOMINO": (functools.partial(dflash, variant="domino"), UNGATED),
+    "SELECTOR": (functools.partial(dflash, variant="selector"), UNGATED),
     "SHARED": (shared_selection, ("glm_moe_dsa",)),
 }
 """How each is made beside a target, and the targets that it is served with."""
@@ -141,7 +160,7 @@ def cases() -> list[Any]:
                 if i < 2:
                     quick = (m + d) % (8 if d >= heads else 4) == 0 and i == (m // 4 + d) % 2
                 else:
-                    quick = 2 <= d < heads and d % 2 != i % 2 and m == 4 * d % len(MODELS)
+                    quick = 2 <= d < heads and d % 2 != i % 2 and m == 4 * d % (len(MODELS) - 1)
                 if model in models:
                     rows.append(pytest.param(drafter, model, layout, marks=[] if quick else pytest.mark.thorough))
     return rows
@@ -292,6 +311,37 @@ def test_drafts_change_nothing(drafter: str, model: str, layout: str, tmp_path: 
     assert all(results[-1].logprobs[name] for name in WITH_LOGPROBS), "the last stage has them"
 
 
+FP4_MODELS = ("qwen3", "qwen3_moe", "qwen3_windows", "gpt_oss", "gemma4", "qwen3_next", "nemotron_h")
+"""Of grouped-query attention, in layers of their own or beside states."""
+FP4_CACHE = {"kv_cache_dtype": "fp4_e2m1"}
+
+
+def cases_of_fp4() -> list[Any]:
+    """All of them, of which `make test` runs two."""
+    quick = {("EAGLE3", "qwen3", True), ("DFLASH", "gpt_oss", False)}
+    every = itertools.product(DRAFTERS, FP4_MODELS, (False, True))
+    return [
+        pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough)
+        for case in every
+        if case[1] in DRAFTERS[case[0]][1]
+    ]
+
+
+@pytest.mark.parametrize(("drafter", "model", "graphs"), cases_of_fp4())
+def test_drafts_change_nothing_of_four_bit_caches(
+    drafter: str, model: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's keys and values have four bits, too."""
+    monkeypatch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
+    build, _ = DRAFTERS[drafter]
+    target = tmp_path / model
+    options = build(model, target, tmp_path / "draft")
+    plain = outcome(server_args(target, FP4_CACHE))
+    result = outcome(server_args(target, options | FP4_CACHE), graphs)
+    assert result.verified > 0
+    same(result, plain)
+
+
 def cases_of_groups() -> list[Any]:
     """All of them, of which `make test` runs one."""
     return [
@@ -301,6 +351,7 @@ def cases_of_groups() -> list[Any]:
         )
         for drafter, (_, models) in DRAFTERS.items()
         for model in models
+        if model != "qwen4_exp"  # tables that are looked up by token are shared by all ranks
         for layout in GROUP_LAYOUTS
         for graphs in (False, True)
     ]

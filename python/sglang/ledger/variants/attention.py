@@ -48,8 +48,8 @@ _FLOATS = ("scale", "k_scale", "v_scale", "cap")
 _SCORES = ("HAS_CAP", "HAS_SINKS")
 _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "extend_attention": {
-        "plain": (),
-        "cap_sinks": _SCORES,
+        "plain": ("HAS_PARTS",),
+        "cap_sinks": ("HAS_PARTS", *_SCORES),
         "window_cap_sinks": ("HAS_WINDOW", *_SCORES),
         "custom_mask": ("HAS_MASK",),
         "window_both_ways": ("HAS_WINDOW",),
@@ -62,8 +62,8 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
     "latent_prompt_attention": {"causal": ("CAUSAL", "CARRY_OUT"), "chunk": ("CARRY_IN", "CARRY_OUT")},
 }
-"""The flags that are recorded, those that cost most: guesses, a cap and sinks together, in layers with a window and in
-those without."""
+"""The flags that are recorded, those that cost most: guesses, prefixes in parts, a cap and sinks together, in layers
+with a window and in those without."""
 
 _BOTH_WAYS = ((256, 256),)
 """Heads of models whose images see themselves both ways in layers with a window (Gemma 4)."""
@@ -77,11 +77,12 @@ _PREFIX = ("k_cache_ptr", "v_cache_ptr", "req_to_token_ptr", "req_pool_indices_p
 FORM_RULES = {
     "extend_attention.extend_kernel": FormRule(
         free=frozenset({"GROUP"}),
-        at_most=frozenset({"HAS_PREFIX", "HAS_CAP", "HAS_SINKS"}),
+        at_most=frozenset({"HAS_PREFIX", "HAS_CAP", "HAS_SINKS", "HAS_PARTS"}),
         # Slots are loaded one by one: it does not matter how rows of the table lie.
-        counts=frozenset({"num_seqs", "num_blocks", "num_kv_heads", "window", "stride_rt"}),
+        counts=frozenset({"num_seqs", "num_blocks", "num_kv_heads", "num_parts", "window", "stride_rt"}),
         absent={
             "HAS_PREFIX": _PREFIX,
+            "HAS_PARTS": ("part_o_ptr", "part_lse_ptr", "num_parts"),
             "HAS_SINKS": ("sinks_ptr",),
             "HAS_MASK": ("mask_ptr", "mask_offsets_ptr"),
             "HAS_WINDOW": ("window",),

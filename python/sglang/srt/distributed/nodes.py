@@ -22,6 +22,7 @@ import msgspec
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.host_port import split_address
 from sglang.version import __version__
 
 _SIOCGIFADDR = 0x8915
@@ -31,14 +32,6 @@ _EACH_ITS_OWN = frozenset(
     | {"speculative_draft_model_path", "dry_run", "dist_timeout"}
 )
 """Arguments in which machines may differ: paths, what only the front reads, and the seed, which is the leader's."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT. Raises ValueError."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(address)
-    return host.strip("[]"), int(port)
 
 
 def rendezvous(args: ServerArgs, directory: str) -> str:

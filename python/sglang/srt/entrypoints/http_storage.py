@@ -29,7 +29,7 @@ class StorageBackendBody(Body, kw_only=True):
     hicache_storage_backend_extra_config_json: Annotated[str, Meta(max_length=MAX_CONFIG_CHARS)] | None = None
     """As --hicache-storage-backend-extra-config, but no file is read."""
     hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] | None = None
-    hicache_write_policy: Literal["write_through", "write_through_selective"] | None = None
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] | None = None
 
 
 BODIES = (StorageBackendBody,)

@@ -213,13 +213,25 @@ def free_memory_bytes(device_index: int | None = 0, unified: bool = False) -> in
     return min(int(total), max(int(free), _free_main_memory())) if unified else int(free)
 
 
-def _free_main_memory() -> int:
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+def _free_main_memory(root: Path = Path("/")) -> int:
+    """Of a container what its limit leaves: cached files, such as a checkpoint that was read, give way."""
+    meminfo = _numbers(root / "proc/meminfo", ":")
+    available = meminfo["MemAvailable"] * 1024
+    group = root / "sys/fs/cgroup"
+    limit = group / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
+        stat = _numbers(group / "memory.stat", " ")
+        files = stat.get("active_file", 0) + stat.get("inactive_file", 0)
+        used = int((group / "memory.current").read_text()) - files
+        available = min(available, max(0, int(text) - max(0, used)))
     return available
+
+
+def _numbers(path: Path, separator: str) -> dict[str, int]:
+    """Lines of a name, the separator and a number; none of a file that is not there."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    pairs = (line.split(separator, 1) for line in lines)
+    return {name: int(value.split()[0]) for name, value in pairs}
 
 
 def is_sm120_supported(device_index: int = 0) -> bool:

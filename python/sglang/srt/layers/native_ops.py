@@ -516,13 +516,19 @@ def context_attention(
     *,
     is_causal: bool = True,
     scale: float | None = None,
+    share: tuple[int, int] = (0, 1),
     tile: object = None,
 ) -> None:
     """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of sequences with rows start_loc[i] ..
-    start_loc[i + 1], without a cache."""
+    start_loc[i + 1], without a cache. share (i, n): fills the i-th of n shares of the rows only, without causality."""
     starts = start_loc.tolist()
+    first, last = (len(q) * (share[0] + i) // share[1] for i in (0, 1))
+    assert share[1] == 1 or not is_causal
     for begin, end in pairwise(starts):
-        query, key, value = (x[begin:end].transpose(0, 1) for x in (q, k, v))
-        o[begin:end] = F.scaled_dot_product_attention(
+        low, high = max(begin, first), min(end, last)
+        if low >= high:
+            continue
+        query, key, value = (x.transpose(0, 1) for x in (q[low:high], k[begin:end], v[begin:end]))
+        o[low:high] = F.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
         ).transpose(0, 1)

@@ -158,7 +158,7 @@ class EngineProcesses:
         end = time.monotonic() + _EXIT_GRACE_S
         while not self._closing and len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:
             failures += self._listen(by_pipe, left)  # the detokenizer waits for nobody
-        failures.sort(key=_lateness)
+        failures.sort(key=lateness)
         limit_s = _MISSED_BEATS * beat_seconds(self._limit_s)
         silent = [child for child in by_pipe.values() if child.silent_for(limit_s)]
         return [
@@ -209,7 +209,7 @@ class EngineProcesses:
         self.end(0.0)
 
 
-def _lateness(failure: UserError | EngineError) -> int:
+def lateness(failure: UserError | EngineError) -> int:
     """Orders failures of ranks, whenever they were heard of. Who dies without a word began it; who lost its connection
     to another rank did not."""
     if isinstance(failure, UserError):

@@ -5,6 +5,7 @@
     handle.watch(on_failure)              # told once for each replica of which a process dies later
     handle.shutdown()
 
+With --use-ray the processes of a replica run on nodes of a cluster (`ray_cluster`); otherwise all are of this machine.
 With --dp-size there are several replicas, each of which has ranks and a detokenizer of its own and knows nothing of the
 others; without, there is one. A replica of which a process has failed is ended, and the others go on.
 
@@ -18,23 +19,24 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.managers.engine_processes import EngineError, EngineProcesses
+from sglang.srt.managers import replica_processes
+from sglang.srt.managers.engine_processes import EngineError
 from sglang.srt.managers.front.media.served_media import ServedMedia, served_media
 from sglang.srt.managers.front.server_defaults import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.ray_cluster.installed import check_installed
+from sglang.srt.managers.replica_processes import ReplicaProcesses, start_processes
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.plan.layout import asked_node, replica_args
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
-SCHEDULER_ENTRY = "sglang.srt.managers.scheduler.scheduler_process:run_scheduler"
-"""`module:function(args, ports, rank, start_pipe)`; imported by the child only."""
-DETOKENIZER_ENTRY = "sglang.srt.managers.detokenizer.detokenizer_manager:run_detokenizer"
+SCHEDULER_ENTRY = replica_processes.SCHEDULER_ENTRY
 
 
 class EngineHandle:
@@ -46,7 +48,9 @@ class EngineHandle:
     def __init__(self, args: ServerArgs, model_config: ModelConfig, media: ServedMedia | None = None) -> None:
         """media: None where the model reads text only."""
         self._ports = Ports.create_many(args.dp_size)
-        self._replicas: list[EngineProcesses] = []
+        self._replicas: Sequence[ReplicaProcesses] = []
+        self._disconnect: Callable[[], None] = lambda: None
+        """Leaves the cluster, if there is one."""
         self._changed = threading.Condition()
         """Notified when a replica is ready or has failed."""
         self._closed = False
@@ -56,8 +60,7 @@ class EngineHandle:
         atexit.register(self.shutdown)  # before the exit handler of multiprocessing, which would wait for the children
         try:
             answers = asked_node(args).answers
-            for index, (each, ports) in enumerate(zip(replica_args(args), self._ports, strict=True)):
-                self._start(each, ports, f"DP{index}" if args.dp_size > 1 else "", answers)
+            self._start(args)
             for replica in self._replicas:
                 replica.watch()
             if answers:
@@ -104,20 +107,26 @@ class EngineHandle:
         end = time.monotonic() + limit_s
         for replica in self._replicas:
             replica.end(max(0.0, end - time.monotonic()))
+        self._disconnect()
         self._ports[0].remove()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _start(self, args: ServerArgs, ports: Ports, name: str, answers: bool) -> None:
-        """Starts the processes of one replica. name: empty where there is only one."""
-        replica = EngineProcesses(args.watchdog_timeout, self._on_change)
-        self._replicas.append(replica)
-        node = asked_node(args)
-        for rank in node.ranks:
-            rank_name = "" if node.layout.world_size == 1 else node.layout.name(rank)
-            replica.spawn(" ".join(filter(None, ("scheduler", name, rank_name))), SCHEDULER_ENTRY, (args, ports, rank))
-        if answers:
-            replica.spawn(" ".join(filter(None, ("detokenizer", name))), DETOKENIZER_ENTRY, (args, ports, 0))
+    def _start(self, args: ServerArgs) -> None:
+        """Starts the processes of all replicas."""
+        names = [f"DP{index}" if args.dp_size > 1 else "" for index in range(args.dp_size)]
+        if args.use_ray:
+            check_installed()
+            from sglang.srt.managers.ray_cluster.cluster import RayCluster  # which imports ray
+
+            cluster = RayCluster.connect()
+            self._disconnect = cluster.leave
+            self._ports, self._replicas = cluster.start(args, replica_args(args), self._ports, names, self._on_change)
+            return
+        replicas: list[ReplicaProcesses] = []
+        self._replicas = replicas
+        for each, ports, name in zip(replica_args(args), self._ports, names, strict=True):
+            replicas.append(start_processes(each, ports, name, self._on_change, SCHEDULER_ENTRY))
 
     @property
     def _all_ready(self) -> bool:
@@ -150,6 +159,7 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
     media = None
     if description.media is not None:
         media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype))
-    if media is not None and args.nnodes > 1:
-        raise UserError("images are served on one machine only; pass --language-model-only with --nnodes.")
+    if media is not None and (args.nnodes > 1 or args.use_ray):
+        flag = "--use-ray" if args.use_ray else "--nnodes"
+        raise UserError(f"images are served on one machine only; pass --language-model-only with {flag}.")
     return EngineHandle(args, model, media)

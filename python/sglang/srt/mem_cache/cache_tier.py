@@ -84,6 +84,10 @@ class CachedPrefix:
     def last(self) -> Node:
         return self.nodes[-1] if self.nodes else self.tier.tree.root
 
+    def now(self) -> CachedPrefix:
+        """The same prefix, of which nodes may have been split since. Its end is locked."""
+        return CachedPrefix(self.tier, self.tier.tree.path(self.last)[::-1])
+
     def slots(self, start: int, end: int) -> Slots:
         """The slots of the positions start .. end - 1, all of which it has."""
         parts = [n.value[max(0, start - _begin(n)) : end - _begin(n)] for n in self.nodes if _overlaps(n, start, end)]
@@ -324,7 +328,8 @@ class Transfer:
         return self.arrival.namespace
 
     def _reserve_all(self, source: CachedPrefix, target: CachedPrefix) -> bool:
-        """States and windows first: what gives way for them is small."""
+        """States and windows first: what gives way for them is small. Making room in the target may write back what it
+        evicts there, and so split nodes of the source."""
         return self._reserve_state(source, target) and (
             self._reserve_windows(source, target) and self._reserve_tokens(source)
         )
@@ -334,7 +339,7 @@ class Transfer:
         if not arrival.take_tokens():
             return False
         if arrival.slots.size:
-            moves = self._moves(source.slots(arrival.had, len(self.keys)), arrival.slots)
+            moves = self._moves(source.now().slots(arrival.had, len(self.keys)), arrival.slots)
         self.moves.insert(0, moves)
         return True
 
@@ -346,7 +351,7 @@ class Transfer:
         end = len(self.keys)
         for window, of_source in zip(target.tier.windows, source.tier.windows, strict=True):
             first = int(window.first_kept(np.array([end], np.int32))[0])
-            there, here = source.window(window.index, first, end), target.window(window.index, first, end)
+            there, here = source.now().window(window.index, first, end), target.window(window.index, first, end)
             copied = (here == 0) & (there != 0)
             if not (here | there)[-(window.window - 1) :].all():  # nobody could go on behind it
                 copied[:] = False

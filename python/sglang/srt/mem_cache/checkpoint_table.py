@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.mem_cache.radix_node import Node, TellOfNodes
 
 Rows = npt.NDArray[np.int64]
 
@@ -37,6 +37,8 @@ class CheckpointTable:
         """Of these, the rows that nobody has any more: free when the last copy has ended."""
         self._reserved: set[int] = set()
         """Rows that a copy from another memory writes."""
+        self.before_eviction: TellOfNodes | None = None
+        """Is told of a node that is about to lose its state."""
 
     def usage(self) -> dict[str, int]:
         used = {"cached": len(self._nodes), "held": len(self._decoding)}
@@ -73,6 +75,8 @@ class CheckpointTable:
             unpinned = (node for row, node in self._nodes.items() if row not in self._pinned)
             node = min(unpinned, key=lambda n: (n.last_access, n.depth), default=None)
             if node is not None:
+                if self.before_eviction is not None:
+                    self.before_eviction([node])
                 self.drop(node)
         return self._free.pop() if self._free else 0
 

@@ -49,7 +49,12 @@ ASK_EVERY = 32
 KERNEL_LOSS = 0.15
 """Predicted: the share of a load's time by which it takes longer by the kernel, layer by layer, than by the copy engine
 in whole pages (0.85 of a pinned copy and about 0.97)."""
+SAVED_A_STEP = 2
+"""Tokens of a save over those that the step computes meanwhile, at most: saves would otherwise fall ever further behind
+a long prompt, and a save of so many takes a tenth of such a step (predicted)."""
 POLL_S = 0.0005
+READY_POLL_S = 0.02
+"""Between two steps of an idle server whose main memory is not ready yet."""
 
 
 class Entry(Enum):
@@ -131,6 +136,9 @@ class HostCounts:
     loaded_bytes: int = 0
     layered_loads: int = 0
     """Loads behind which a prompt began before they had ended."""
+    layered_bytes: int = 0
+    """Of these loads, those that ended well, as the next."""
+    layered_seconds: float = 0.0
     dropped_tokens: int = 0
     """Tokens that were to be saved and were not: the GPU's copy was evicted first, or main memory had no room."""
     failed_copies: int = 0
@@ -160,8 +168,6 @@ class HostTier:
     ) -> None:
         """agree: the least of the ranks' values at each position. storage: of a store beyond main memory."""
         self.plan, self.counts = plan, HostCounts()
-        self.write_through = plan.write_through
-        """Whether what is computed is copied at once, and not only when it is used again."""
         self.device = CacheTier(kv.tree, kv.windows, kv.checkpoints)
         self.host = host_tables(plan.sizes)
         self._engine, self._agree = engine, agree
@@ -178,7 +184,16 @@ class HostTier:
         """Loads that have failed, though steps read what they were to bring."""
         self._loads_layers = False
         self._launches = 0
+        self.use_policy(plan.write_policy)
         engine.start()
+
+    def use_policy(self, write_policy: str) -> None:
+        """Copies prefixes to main memory at those times from now on: a key of `plan.host_cache.COPIED`."""
+        self.write_policy = write_policy
+        writes_back = self.write_back if write_policy == "write_back" else None
+        for table in (self.device.tree, *self.device.windows, self.device.checkpoints):
+            if table is not None:
+                table.before_eviction = writes_back
 
     def attach(self, config: StorageConfig, storage: StorageEngine) -> None:
         """Keeps prefixes of main memory in a store from now on. No request waits."""
@@ -207,11 +222,12 @@ class HostTier:
     def placed(self, req: LoadingRequest) -> None:
         """A request goes on from a cached prefix, which that proves useful."""
         req.num_loads = 0
-        self._offer(req.node)
+        if self.write_policy != "write_back":
+            self._offer(req.node)
 
     def committed(self, req: CachedRequest) -> None:
         """What a request has computed is in the tree."""
-        if self.write_through:
+        if self.write_policy == "write_through":
             self._offer(req.node)
 
     def keep(self, node: Node, until: float) -> None:
@@ -342,18 +358,24 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """Returns whether copies are under way."""
+        """Returns whether copies are under way, or prefixes wait until main memory can take them: a server without
+        requests would not ask again whether it can."""
+        return self._moving or (bool(self._offers) and not self._ready)
+
+    @property
+    def _moving(self) -> bool:
         return bool(self._copies) or (self.storage is not None and self.storage.busy)
 
-    def launch(self, decoding: bool = False) -> None:
-        """Starts the copies that were chosen; behind the launch of a step. decoding: requests wait for tokens, so that
-        copies are paced where ranks add up over the same bus."""
+    def launch(self, decoding: bool = False, num_tokens: int = 0) -> None:
+        """Starts the copies that were chosen; behind the launch of a step, which computes so many tokens. decoding:
+        requests wait for tokens, so that copies are paced where ranks add up over the same bus."""
         self._launches += 1
         if not self._ready and (self._launches % ASK_EVERY != 1 or not self._becomes_ready()):
             return
         self._engine.pace(self.plan.paced_rate if decoding else None)
         if self._offers and all(copy.req is not None and not copy.by_layer for copy in self._copies):
-            self._begin_save()
+            page = self.device.page_size
+            self._begin_save(max(self.plan.save_tokens, SAVED_A_STEP * num_tokens // page * page))
         if self.storage is not None:
             self.storage.launch()
         self.start_layers()
@@ -361,18 +383,15 @@ class HostTier:
             if copy.handle is None and not copy.by_layer:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=copy.req is None)
 
-    def _begin_save(self) -> None:
-        """One at a time, of at most `save_tokens`: loads and steps share the link."""
+    def _begin_save(self, most: int) -> None:
+        """One at a time, of at most so many tokens: loads and steps share the link."""
         for node in list(self._offers):
             if node.parent is None:
                 self._drop(node)
                 continue
             until = self._offers.pop(node)
-            path = CachedPrefix(self.device, self.device.tree.path(node)[::-1])
-            keys = np.concatenate([n.key for n in path.nodes])
-            namespace = namespace_of(path.nodes)
-            saved = self.host.prefix(keys, namespace)
-            end = min(len(keys), saved.length + self.plan.save_tokens)
+            path, saved, keys, namespace = self._both(node)
+            end = min(len(keys), saved.length + most)
             if self.device.checkpoints is not None and node.checkpoint and saved.state_at(node.depth) is None:
                 if not self.device.checkpoints.is_readable(node):
                     self._offers[node] = until  # the next step writes it
@@ -389,6 +408,49 @@ class HostTier:
                 self._copies.append(Copy(transfer, None, until))
                 return
 
+    def _both(self, node: Node) -> tuple[CachedPrefix, CachedPrefix, Keys, str | None]:
+        """Returns what the GPU and main memory have of the prefix that ends with a node of the GPU's, its keys, and its
+        namespace."""
+        path = CachedPrefix(self.device, self.device.tree.path(node)[::-1])
+        keys = np.concatenate([n.key for n in path.nodes])
+        namespace = namespace_of(path.nodes)
+        return path, self.host.prefix(keys, namespace), keys, namespace
+
+    def write_back(self, nodes: Sequence[Node]) -> None:
+        """Copies prefixes that end with these nodes of the GPU's tree, which are about to lose something, and waits for
+        that. A collective if main memory lacks something of them."""
+        while nodes and self._ready:
+            begun, later = list[Copy](), list[Node]()
+            for node in nodes:
+                path, saved, keys, namespace = self._both(node)
+                if any(
+                    common_length(c.transfer.keys, keys) > saved.length
+                    for c in begun
+                    if c.transfer.namespace == namespace
+                ):
+                    later.append(node)  # its beginning is being copied
+                elif (copy := self._written_back(path, saved, keys, namespace)) is not None:
+                    begun.append(copy)
+            self._engine.pace(None)
+            for copy in begun:
+                copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=True)
+            while unended := [copy for copy in begun if copy in self._copies]:
+                time.sleep(POLL_S)
+                self._settle(unended)
+            nodes = later
+
+    def _written_back(self, path: CachedPrefix, saved: CachedPrefix, keys: Keys, namespace: str | None) -> Copy | None:
+        """Returns a copy of what main memory lacks; None if it lacks nothing or has no room."""
+        transfer = Transfer.begin(path, saved, keys, namespace)
+        if transfer is None:
+            self.counts.dropped_tokens += len(keys) - saved.length
+            return None
+        if transfer.is_empty:
+            transfer.end(False)
+            return None
+        self._copies.append(Copy(transfer, None))
+        return self._copies[-1]
+
     def _keep_in_host(self, node: Node, until: float) -> None:
         if until and node.depth:
             self.host.tree.keep(node, until)
@@ -397,7 +459,9 @@ class HostTier:
         """Ends the copies that have ended on every rank. A collective while there are any."""
         if self.storage is not None:
             self.storage.settle()
-        started = [copy for copy in self._copies if copy.handle is not None]
+        self._settle([copy for copy in self._copies if copy.handle is not None])
+
+    def _settle(self, started: Sequence[Copy]) -> None:
         if not started:
             return
         states = self._agree([copy.handle.state for copy in started if copy.handle is not None])
@@ -431,6 +495,8 @@ class HostTier:
             counts.loaded_tokens += num_tokens
             counts.loaded_bytes += num_bytes
             counts.loading_seconds += seconds
+            counts.layered_bytes += num_bytes * copy.by_layer
+            counts.layered_seconds += seconds * copy.by_layer
 
     def _num_bytes(self, transfer: Transfer) -> int:
         return sum(len(m) * size for m, size in zip(transfer.all_moves(), self._engine.page_bytes, strict=True))
@@ -448,9 +514,9 @@ class HostTier:
             self.settle()
 
     def wait(self) -> None:
-        """Sleeps a moment while copies are under way."""
+        """Sleeps a moment while it is busy."""
         if self.busy:
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self._moving else READY_POLL_S)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -462,6 +528,7 @@ class HostTier:
         """The use of main memory's pools; what is missing in a sum is being written."""
         tree = self.host.tree
         usage: dict[str, object] = {
+            "ready": self._ready,
             "free": tree.allocator.available_size(),
             "cached": tree.total_size(),
             "total": tree.allocator.size,

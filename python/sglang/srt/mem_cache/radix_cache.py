@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
-from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node
+from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, TellOfNodes
 from sglang.srt.mem_cache.window_table import WindowTable
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -62,6 +62,8 @@ class RadixCache:
         self.windows = windows
         self.checkpoints = checkpoints
         self.enabled = enabled
+        self.before_eviction: TellOfNodes | None = None
+        """Is told of nodes that are about to lose tokens."""
         self._start()
 
     def _start(self) -> None:
@@ -273,6 +275,8 @@ class RadixCache:
         ends, rounded up to pages. Returns the number of tokens freed."""
         freed: list[Slots] = []
         missing = -(-num_tokens // self.page_size) * self.page_size
+        if self.before_eviction is not None and missing > 0:
+            self.before_eviction(self._next_evicted(missing))
         while missing > 0 and self._heap:
             queued_at, _, node = heapq.heappop(self._heap)
             node.queued = False
@@ -290,6 +294,27 @@ class RadixCache:
         self.allocator.free(slots)
         return int(slots.size)
 
+    def _next_evicted(self, num_tokens: int) -> list[Node]:
+        """Returns the nodes from which `evict` would take so many tokens, in its order, without those of which it has
+        taken some before."""
+        heap, entries, nodes = list(self._heap), self._entries, list[Node]()
+        gone: set[Node] = set()
+        while num_tokens > 0 and heap:
+            queued_at, entry, node = heapq.heappop(heap)
+            if node in gone or node.lock_ref or any(child not in gone for child in node.children.values()):
+                continue
+            if node.last_access > queued_at:
+                heapq.heappush(heap, (node.last_access, entry, node))
+                continue
+            num_tokens -= node.key.size
+            gone.add(node)
+            if not node.shrunk:
+                nodes.append(node)
+            if node.parent is not None and node.parent is not self.root:
+                entries += 1
+                heapq.heappush(heap, (node.parent.last_access, entries, node.parent))
+        return nodes
+
     def _shrink(self, leaf: Node, num_tokens: int) -> None:
         keep = leaf.key.size - num_tokens
         self._kept -= num_tokens if leaf.kept_until else 0
@@ -301,6 +326,7 @@ class RadixCache:
         if keep:
             leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
             leaf.depth -= num_tokens
+            leaf.shrunk = True
             self._queue(leaf)
             return
         parent = leaf.parent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +36,7 @@ class Node:
         "lock_ref",
         "parent",
         "queued",
+        "shrunk",
         "value",
         "windows",
     )
@@ -48,7 +51,12 @@ class Node:
         self.lock_ref = 0
         self.last_access = last_access
         self.queued = False  # has an entry in the eviction heap
+        self.shrunk = False  # its last tokens were evicted
         self.windows: list[Slots] = []
         self.checkpoint = 0  # the row of the state at its end; 0: none
         self.in_window_heap = 0  # a bit for each window table
         self.kept_until = 0.0  # it stays longer than others until then; 0: it does not
+
+
+TellOfNodes = Callable[[Sequence[Node]], None]
+"""Is told of nodes that are about to lose something. It may copy that, but takes and frees nothing where they are."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
-from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.mem_cache.radix_node import Node, TellOfNodes
 from sglang.srt.plan.pool_sizes import PoolSizes, window_tokens
 
 Lengths = npt.NDArray[np.int32]
@@ -41,6 +41,8 @@ class WindowTable:
         self._entries = 0  # breaks ties in the heap, so that nodes are never compared
         self._heap: list[tuple[int, int, int, Node]] = []
         self._num_gone = 0  # of its entries, those of nodes that have left the tree
+        self.before_eviction: TellOfNodes | None = None
+        """Is told of nodes whose last windows are about to lose pages."""
 
     # --- sizes in tokens ----------------------------------------------------------------------------------------------
 
@@ -209,6 +211,8 @@ class WindowTable:
 
     def evict(self, num_tokens: int) -> int:
         """Frees at least so many tokens, if so many are evictable. Returns the number of tokens freed."""
+        if self.before_eviction is not None and num_tokens > 0:
+            self.before_eviction(self._next_evicted(-(-num_tokens // self.page_size)))
         missing = min(-(-num_tokens // self.page_size), self._num_evictable)
         freed, in_use = 0, []
         while freed < missing:
@@ -223,11 +227,7 @@ class WindowTable:
             if node.last_access > queued_at:
                 self.queue(node, tier)
                 continue
-            end = (
-                slots.size
-                if tier == IN_THE_WINDOW
-                else max(0, slots.size - window_tokens(self.window, self.page_size, 0))
-            )
+            end = slots.size if tier == IN_THE_WINDOW else self._before_the_window(slots)
             freed += self._evict_from(slots[:end], missing - freed)
             if tier == BEFORE_THE_WINDOW:
                 self.queue(node, IN_THE_WINDOW)
@@ -237,10 +237,35 @@ class WindowTable:
             self.queue(node)
         return freed * self.page_size
 
+    def _before_the_window(self, slots: Slots) -> int:
+        """Returns how many of a node's positions lie before its last window."""
+        return max(0, slots.size - window_tokens(self.window, self.page_size, 0))
+
+    def _next_evicted(self, num_pages: int) -> list[Node]:
+        """Returns the nodes whose last windows lose pages if so many are freed."""
+        in_window: list[tuple[int, int, Node, int]] = []
+        for tier, _, entry, node in self._heap:
+            if node.parent is not None:
+                slots = node.windows[self.index]
+                end = 0 if tier == IN_THE_WINDOW else self._before_the_window(slots)
+                num_pages -= self._unused(slots[:end]).size
+                in_window.append((node.last_access, entry, node, self._unused(slots[end:]).size))
+        nodes = []
+        for _, _, node, count in sorted(in_window):
+            if num_pages > 0 and count:
+                num_pages -= count
+                nodes.append(node)
+        return nodes
+
+    def _unused(self, slots: Slots) -> npt.NDArray[np.intp]:
+        """Returns the indices of whole pages that are there and that no row uses."""
+        starts = slots[:: self.page_size]
+        return np.flatnonzero((starts != 0) & (self._users[starts // self.page_size] == 0))
+
     def _evict_from(self, slots: Slots, num_pages: int) -> int:
         """Clears up to `num_pages` of them that no row uses, from the front. Returns how many."""
         starts = slots[:: self.page_size]
-        unused = np.flatnonzero((starts != 0) & (self._users[starts // self.page_size] == 0))[:num_pages]
+        unused = self._unused(slots)[:num_pages]
         pages = starts[unused] // self.page_size
         self.drop(pages.repeat(self.page_size) * self.page_size)
         slots.reshape(-1, self.page_size)[unused] = 0

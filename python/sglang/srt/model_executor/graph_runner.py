@@ -121,7 +121,10 @@ class GraphRunner:
         if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.prompts.media is not None:
             return None
         tokens = _at_least(self.sizes.prompt_tokens, max(len(step.out_cache_loc), decodes))
-        return None if tokens is None else StepShape(tokens, decodes, has_prompts=True)
+        lens = step.prompts.extend_lens.tolist(), step.prompts.prefix_lens.tolist()
+        if tokens is None or self.state.attention.shares_prefixes(*lens):
+            return None
+        return StepShape(tokens, decodes, has_prompts=True)
 
     def _shape_of_groups(self, steps: GroupSteps) -> StepShape | None:
         """Returns the shape in which all attention groups compute, of which each has a step of its own."""

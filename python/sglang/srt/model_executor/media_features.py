@@ -6,8 +6,8 @@ stages of a pipeline that have no encoder.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -15,10 +15,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from sglang.srt.model_executor.media_pace import MediaPace
+from sglang.srt.model_executor.media_pace import WHOLE, MediaPace
 from sglang.srt.model_executor.patch_uploads import PatchReader, PatchUploads
-from sglang.srt.models.vision.encoder import PatchPart
+from sglang.srt.models.vision.encoder import PatchPart, Pieces, whole
 from sglang.srt.models.vision.patch_places import Grid, num_patches
+from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
@@ -34,7 +35,7 @@ class MediaEncoder(Protocol):
 
 @runtime_checkable
 class LayeredEncoder(MediaEncoder, Protocol):
-    """An encoder that can stop behind every layer."""
+    """An encoder that can stop behind every piece (`models.vision.pieces`)."""
 
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
         """The clips of all items, by the parts in which they are computed."""
@@ -42,8 +43,10 @@ class LayeredEncoder(MediaEncoder, Protocol):
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         """What the layers need of the places of the patches of a part, computed on the host. Any thread may call it."""
 
-    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid]) -> Generator[int, None, list[torch.Tensor]]:
-        """Yields how many patches a layer has computed, and returns what `encode` does."""
+    def encoding(
+        self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: Cuts = WHOLE_LAYERS
+    ) -> Pieces[list[torch.Tensor]]:
+        """Yields behind every piece, and returns what `encode` does."""
 
 
 @dataclass(slots=True)
@@ -55,15 +58,12 @@ class _Entry:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """An encoder step in slices. `work`: patches times layers, of which `done` are computed in `slices_done` of
-    `slices`; `layers` None: nothing is computed before the last slice, which reads the patches itself."""
+    """An encoder step, and the pieces of each of its `slices` that are left. `pieces` None: nothing is computed before
+    the last slice, which reads the patches itself."""
 
     items: Sequence[MediaItem]
-    work: int
-    slices: int
-    layers: Generator[int, None, list[torch.Tensor]] | None
-    slices_done: int = 0
-    done: int = 0
+    slices: deque[int]
+    pieces: Pieces[list[torch.Tensor]] | None
 
 
 class MediaFeatures:
@@ -83,7 +83,7 @@ class MediaFeatures:
     ) -> None:
         """width: of a placeholder's features. budget: in bytes. encoder: None in stages of a pipeline that use no
         features. directory: that of the shared arrays. agreed: whether all ranks that encode together say so.
-        sliced: whether an encoder step may be cut between layers."""
+        sliced: whether an encoder step may be cut."""
         self.description, self.width, self.dtype, self.budget = description, width, dtype, budget
         self.device, self.encoder, self.directory, self._agreed = device, encoder, directory, agreed
         self._sliced = sliced
@@ -142,8 +142,8 @@ class MediaFeatures:
         """Begins an encoder step over items that are not there, beside so many requests that decode: their patches are
         sent to the device. `advance` computes it."""
         tower, grids = self.description.tower, [item.grid for item in items]
-        slices = self.pace.slices(grids, tower.pooled_frames, tower.num_layers, num_decodes) if self._sliced else 1
-        self._under_way = _UnderWay(items, num_patches(grids) * tower.num_layers, slices, self._layers_of(items))
+        slices = self.pace.slices(tower, grids, num_decodes) if self._sliced and num_decodes else WHOLE
+        self._under_way = _UnderWay(items, deque(slices.pieces), self._pieces_of(items, slices.cuts))
 
     @torch.inference_mode()
     def advance(self, whole: bool) -> None:
@@ -151,9 +151,9 @@ class MediaFeatures:
         its items are there, in the place of others. All ranks count the slices alike, also those without encoder."""
         step = self._under_way
         assert step is not None
-        step.slices_done = step.slices if whole else step.slices_done + 1
-        last = step.slices_done == step.slices
-        sliced = None if step.layers is None else self._continued(step, step.layers, last)
+        count = step.slices.popleft()
+        last = whole or not step.slices
+        sliced = None if step.pieces is None else _continued(step.pieces, None if last else count)
         if not last:
             return
         self._under_way = None
@@ -183,8 +183,8 @@ class MediaFeatures:
                     return
                 self.used -= self._entries.pop(digest).size
 
-    def _layers_of(self, items: Sequence[MediaItem]) -> Generator[int, None, list[torch.Tensor]] | None:
-        """Returns the computation of the items, which stops behind every layer; None where it cannot, or pixels are
+    def _pieces_of(self, items: Sequence[MediaItem], cuts: Cuts) -> Pieces[list[torch.Tensor]] | None:
+        """Returns the computation of the items, which stops behind every piece; None where it cannot, or pixels are
         gone."""
         if self._uploads is None or not isinstance(self.encoder, LayeredEncoder):
             return None
@@ -192,19 +192,7 @@ class MediaFeatures:
         if not self._agreed(reader is not None) or reader is None:
             return None
         parts = self._uploads.send(reader, self.encoder.parts(grids), self.encoder.places)
-        return self.encoder.encoding(parts, grids)
-
-    def _continued(
-        self, step: _UnderWay, layers: Generator[int, None, list[torch.Tensor]], last: bool
-    ) -> list[torch.Tensor] | None:
-        """Computes a slice; returns the features behind the last one."""
-        try:
-            while last or step.done * step.slices < step.work * step.slices_done:
-                step.done += next(layers)
-        except StopIteration as end:
-            features: list[torch.Tensor] = end.value
-            return features
-        return None
+        return self.encoder.encoding(parts, grids, cuts)
 
     def _reader(self, items: Sequence[MediaItem]) -> PatchReader | None:
         """Returns the patches of the items, which may be unlinked from then on; None where pixels of one are gone."""
@@ -228,3 +216,12 @@ class MediaFeatures:
         values = torch.empty(num_patches(grids), tower.patch_values, dtype=dtype)
         reader.fill(values.view(-1))
         return self.encoder.encode(values, grids)
+
+
+def _continued(pieces: Pieces[list[torch.Tensor]], count: int | None) -> list[torch.Tensor] | None:
+    """Computes so many pieces, or None for all that are left; then returns the features."""
+    if count is None:
+        return whole(pieces)
+    for _ in range(count):
+        next(pieces)
+    return None

@@ -2,8 +2,9 @@
 
 An encoder's slice of s ms behind a decode step of d ms makes the time between two tokens d + s. The 99th percentile
 beside images is to stay within 1.5 times that without, so s is at most SHARE of d, and so is what a prompt adds to a
-step: the rest of the half is left for slices that end with a whole layer, and for the launches of the host. All times
-are measured at the start, so that the ranks, which agree on them, cut alike. On a stream of its own the encoder would
+step: the rest of the half is left for longer contexts, and for the launches of the host. A slice is a run of pieces
+(`models.vision.pieces`); where a layer takes longer than a slice, it is cut, too. All times are measured at
+the start, so that the ranks, which agree on them, cut alike. On a stream of its own the encoder would
 cost more: a decode step is some 300 kernels, one behind the other, and each would wait for blocks of the encoder's
 products to leave an SM (some 50 us), which is longer than the step.
 """
@@ -12,14 +13,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang.srt.models.vision.patch_places import Grid, clips, num_patches
+from sglang.srt.models.vision.patch_places import Grid, num_patches
+from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, Piece, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.media import PATCH_LAYERS_BESIDE
+from sglang.srt.plan.towers.tower import Tower
 
 SHARE = 0.3
 """Share of a decode step that a slice of an encoder step, or a part of a prompt, may add to it."""
+MOST_CUTS = 128
+"""Of what a layer computes."""
 LEAST_TOKENS = 64
 """Of a prompt with images a step takes so many, however long it is."""
 FLAT = 1.1
@@ -29,8 +34,8 @@ make them shorter."""
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Milliseconds of a layer of the encoder over clips: for each patch `patch` and `pair` for each patch that it sees,
-    and `least` at any rate, which the launches take."""
+    """Milliseconds of the mean layer of the encoder over clips: for each patch `patch`, and `pair` for each patch that
+    it sees; and `least` at any rate, which the launches take."""
 
     patch: float
     pair: float
@@ -44,9 +49,25 @@ class LayerTimes:
         pair = max(0.0, (of_large - each) / (more_seen - seen))
         return cls(max(each - pair * seen, 0.0), pair, least)
 
-    def milliseconds(self, sizes: Sequence[int]) -> float:
-        """sizes: patches of each clip."""
-        return max(self.least, sum(size * (self.patch + self.pair * size) for size in sizes))
+    def of_piece(self, piece: Piece) -> float:
+        """Returns milliseconds."""
+        return max(piece.share * self.least, piece.share * piece.patches * self.patch + piece.pairs * self.pair)
+
+
+_UNMEASURED = LayerTimes(1.0, 0.0, 0.0)
+"""In patches times layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """An encoder step in slices: how many `pieces` each has, and how layers are cut to these."""
+
+    pieces: tuple[int, ...]
+    cuts: Cuts = WHOLE_LAYERS
+
+
+WHOLE = Slices((1,))
+"""A step that is not cut: its last slice goes to the end, however many pieces it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +79,19 @@ class MediaPace:
     decode_ms: Mapping[int, float] = field(default_factory=dict)
     prompt_ms: Mapping[int, float] = field(default_factory=dict)
 
-    def slices(self, grids: Sequence[Grid], pooled_frames: int, num_layers: int, num_decodes: int) -> int:
-        """Returns in how many slices an encoder step is computed beside so many requests that decode."""
-        parts = clips(grids, pooled_frames)
+    def slices(self, tower: Tower, grids: Sequence[Grid], num_decodes: int) -> Slices:
+        """Returns the slices of an encoder step beside so many requests that decode: none is longer than its share of
+        a decode step, if its pieces are not."""
+        parts = parts_of(tower, grids)
         if self.layer is None or not self.decode_ms:
-            return -(-num_patches(parts) * num_layers // PATCH_LAYERS_BESIDE)
-        whole = num_layers * self.layer.milliseconds([num_patches([part]) for part in parts])
-        return max(1, math.ceil(whole / (SHARE * self._decode_ms(num_decodes))))
+            layer, limit, cuts = _UNMEASURED, float(PATCH_LAYERS_BESIDE), WHOLE_LAYERS
+        else:
+            layer, limit = self.layer, SHARE * self._decode_ms(num_decodes)
+            attention = layer.pair * max(pairs_of(tower, part) for part in parts)
+            products = layer.patch * max(map(num_patches, parts)) / 2
+            cuts = Cuts(_cuts(attention, limit / 2), _cuts(products, limit))
+        times = [layer.of_piece(piece) for part in parts for piece in pieces_of(tower, part, cuts)]
+        return Slices(tuple(_packed(times, limit)), cuts)
 
     def prompt_tokens(self, num_decodes: int) -> int | None:
         """Returns how many tokens of prompts with images a step takes beside so many requests that decode; None: as
@@ -88,6 +115,21 @@ class MediaPace:
             f"slices of {SHARE * self._decode_ms(most):.2f} ms and {'all' if tokens is None else tokens} tokens of"
             f" prompts with images beside {most} requests, whose step takes {self._decode_ms(most):.2f} ms"
         )
+
+
+def _cuts(milliseconds: float, limit: float) -> int:
+    return min(max(1, math.ceil(milliseconds / limit)), MOST_CUTS)
+
+
+def _packed(times: Sequence[float], limit: float) -> Iterator[int]:
+    """Yields how many of the pieces, in order, are a slice of at most `limit`; a longer one is a slice by itself."""
+    count, total = 0, 0.0
+    for time in times:
+        if count and time and total + time > limit:
+            yield count
+            count, total = 0, 0.0
+        count, total = count + 1, total + time
+    yield count
 
 
 def _crossing(times: Mapping[int, float], limit: float) -> int:

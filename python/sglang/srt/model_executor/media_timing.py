@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -44,7 +44,8 @@ def measured_pace(runner: Runner) -> MediaPace:
         return MediaPace()
     sizes = [tokens for tokens in PROMPT_TOKENS if tokens <= runner.longest_prompt]
     prompt = [_milliseconds(partial(runner.run_padding, tokens)) for tokens in sizes]
-    layer = _layer_times(runner.media)
+    encoder = runner.media.encoder
+    layer = layer_times(encoder) if isinstance(encoder, VisionEncoder) else None  # others are not cut into slices
     measured = [*prompt, *(() if layer is None else (layer.patch, layer.pair, layer.least))]
     agreed = _longest_each(measured)
     if layer is not None:
@@ -52,11 +53,9 @@ def measured_pace(runner: Runner) -> MediaPace:
     return MediaPace(layer, decode, dict(zip(sizes, agreed, strict=False)))
 
 
-def _layer_times(media: MediaFeatures) -> LayerTimes | None:
-    """None where this rank's encoder is not cut into slices."""
-    encoder, tower = media.encoder, media.description.tower
-    if not isinstance(encoder, VisionEncoder):
-        return None
+def layer_times(encoder: VisionEncoder[Any]) -> LayerTimes:
+    """Measures the encoder of this rank."""
+    tower = encoder.tower
 
     def of_step(grids: Sequence[Grid]) -> float:
         pixels = torch.zeros(num_patches(grids), tower.patch_values, dtype=encoder.dtype, device=encoder.device)

@@ -101,6 +101,12 @@ class DraftParts:
         head = LMHead(self.scope.sub("lm_head"), self.draft.head_size)
         return ReducedHead(self.scope, head, self.draft) if self.draft.reduced else head
 
+    @property
+    def reduced_tokens(self) -> torch.Tensor:
+        """Tokens [rows] that the rows of a reduced output head stand for."""
+        assert isinstance(self.head, ReducedHead)
+        return self.head.tokens
+
     def layer(self, i: int, around: Around | None = None) -> DecoderLayer:
         return DecoderLayer(self.layer_scope(i), self.model.layers[i], self.site(i), self.residual, around)
 

@@ -46,7 +46,8 @@ class MarkovHead:
         scope, rank = parts.scope, spec.rank
         self.spec = spec
         self.w1 = replace(scope, path="markov_w1").param("weight", (vocab_size, rank))
-        self.w2 = replace(scope, path="markov_w2").param("weight", (vocab_size, rank))
+        self.w2 = replace(scope, path="markov_w2").param("weight", (spec.rows or vocab_size, rank))
+        self.tokens = parts.reduced_tokens if spec.rows else None
         rows, cols = spec.projection(parts.model.hidden_size)
         self.gate = parts.projection(cols, True, "markov_gate", rows, optional_bias=False) if rows else None
         self.linear: LinearOp = scope.plan.entry("linear")
@@ -71,7 +72,10 @@ class MarkovHead:
             latent = torch.tanh(out)
         elif self.gate is not None:
             latent = torch.sigmoid(self.gate(torch.cat((rows, latent), dim=-1))) * latent
-        return logits + self.linear(latent, self.w2, None, torch.float32), state
+        bias = self.linear(latent, self.w2, None, torch.float32)
+        if self.tokens is not None:  # other tokens are not guessed
+            return logits.index_add(1, self.tokens, bias), state
+        return logits + bias, state
 
 
 class ConfidenceHead:

@@ -51,6 +51,14 @@ SAVE_BYTES = 256 << 20
 """Most bytes of one copy to main memory: loads and the steps' own traffic go between two of them."""
 
 
+COPIED = {
+    "write_through": "when computed",
+    "write_through_selective": "when a second request uses them",
+    "write_back": "when the GPU evicts them",
+}
+"""When prefixes are copied to main memory, by --hicache-write-policy."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankBytes:
     """Bytes of a rank's weights: all of them, and those that a token multiplies, at least."""
@@ -67,8 +75,8 @@ class HostCachePlan:
     token_bytes: int
     window_bytes: int
     state_bytes: int
-    write_through: bool
-    """True: what is computed is copied at once; False: when a second request uses it."""
+    write_policy: str
+    """When prefixes are copied there, a key of COPIED."""
     save_tokens: int
     """Most tokens of one copy to main memory, in whole pages."""
     storage: StorageConfig | None
@@ -112,7 +120,7 @@ class HostCachePlan:
             "bytes": self.total_bytes,
             "bytes_of_machine": self.total_bytes * self.processes,
             **({"ranks_of_a_pool": self.sharers} if self.sharers > 1 else {}),
-            "write_policy": "write_through" if self.write_through else "write_through_selective",
+            "write_policy": self.write_policy,
             **({"storage": self.storage.describe()} if self.storage is not None else {}),
         }
 
@@ -123,7 +131,7 @@ class HostCachePlan:
         of = "a rank" if self.sharers == 1 else f"that {self.sharers} ranks share"
         return (
             f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory {of}{ranks};"
-            f" copied {'when computed' if self.write_through else 'when a second request uses them'}"
+            f" copied {COPIED[self.write_policy]}"
             + (f", and kept by the backend {self.storage.backend}" if self.storage is not None else "")
         )
 
@@ -159,7 +167,7 @@ def plan_host_cache(
     `processes`: the pools on the machine. `ranks_share`: as in the plan. `weights`: of the rank; None: unknown.
     `unasked`: no flag asks for it, so that nothing is said where it has no effect. `sharers`: as in the plan.
     Raises UserError for a size that was asked for and does not fit."""
-    if not args.enable_hierarchical_cache:
+    if not args.enable_hierarchical_cache and not unasked:
         return None, []
     if arch.unified_memory:
         return None, [
@@ -255,7 +263,7 @@ def _scaled(
         token_bytes=int(cost.bytes_per_token * sizes.tokens),
         window_bytes=sum(size.tokens * of_window[size.window] for size in windows),
         state_bytes=cost.state_bytes * checkpoints,
-        write_through=args.hicache_write_policy == "write_through",
+        write_policy=args.hicache_write_policy,
         save_tokens=max(1, SAVE_BYTES // per_page) * page,
         storage=read_storage_config(
             args.hicache_storage_backend,

@@ -219,20 +219,19 @@ def _group_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]
     asked = f"--attn-dp-size {ranks.attn_dp_size}"
     if ranks.pp_size > 1:
         yield f"{asked}: groups with requests of their own do not go with --pp-size {ranks.pp_size}"
-    if ranks.dcp_size > 1:
-        yield f"{asked}: groups with requests of their own do not share out tokens (--dcp-size {ranks.dcp_size})"
     if model.per_layer_inputs is not None or any(layer.ngrams != ABSENT for layer in model.layers):
         yield f"{asked}: tables that are looked up by token beside the embedding are shared by all ranks"
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     """Yields problems of sharing out the tokens of caches over ranks."""
-    tp_size, dcp_size = ranks.tp_size, ranks.dcp_size
+    tp_size, dcp_size = ranks.attn_tp_size, ranks.dcp_size
     if dcp_size == 1:
         return
     asked = f"--dcp-size {dcp_size}"
+    groups = f" in {ranks.attn_dp_size} groups of {tp_size}" if ranks.attn_dp_size > 1 else ""
     if tp_size % dcp_size:
-        yield f"{asked} does not divide --tp-size {tp_size}, whose ranks share out the tokens"
+        yield f"{asked} does not divide --tp-size {ranks.tp_size}{groups}, whose ranks share out the tokens"
         return
     mixers = [layer.mixer for layer in model.layers]
     if any(isinstance(mixer, CompressedSparse | PooledSelection) for mixer in mixers):
@@ -241,7 +240,7 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
         heads = max((mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA)), default=0)
         yield (
             f"{asked} shares out the tokens of a cache that {dcp_size} ranks would each hold, and with --tp-size"
-            f" {tp_size} no {dcp_size} ranks hold the same of the model's {heads} KV heads"
+            f" {ranks.tp_size}{groups} no {dcp_size} ranks hold the same of the model's {heads} KV heads"
         )
 
 

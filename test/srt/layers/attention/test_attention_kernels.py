@@ -243,6 +243,20 @@ def test_prefill(head_dims: tuple[int, int], causal: bool) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("shares", [2, 5])
+def test_shares_of_a_prefill_are_its_bits(shares: int) -> None:
+    lens = EXTEND_SHAPES[1]
+    p = Problem([0] * len(lens), lens, 2, 2, 72, 72, device=interpreter.DEVICE)
+    whole, parts = poisoned_output(p, torch.float32), poisoned_output(p, torch.float32)
+    tile = first_tile("prefill_attention", 72, 72, torch.bfloat16)
+    context_attention_fwd(p.q, p.k, p.v, whole, p.start_loc, is_causal=False, tile=tile)
+    for i in range(shares):
+        assert bool(torch.isnan(parts).any())
+        context_attention_fwd(p.q, p.k, p.v, parts, p.start_loc, is_causal=False, share=(i, shares), tile=tile)
+    assert torch.equal(parts, whole)
+
+
+@interpreter.kernel_test
 def test_extend_without_prefix_equals_empty_prefixes() -> None:
     lens = EXTEND_SHAPES[1]
     p = Problem([0] * len(lens), lens, 6, 2, 64, 64, device=interpreter.DEVICE)

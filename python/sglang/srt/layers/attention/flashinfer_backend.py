@@ -8,6 +8,7 @@ that the new tokens see and no others. Layers must have neither logit caps nor s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,9 @@ class FlashInferExtend:
             **self.site.options,
         )
         return FlashInferExtendMetadata(self, int(qo_indptr[-1]))
+
+    def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        return 1
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ read where they lie: keys and values are views of one cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,9 @@ class FlashInferMLAExtend:
         assert causal, "plan.needs asks for no other"
         self.options.plan(self.wrapper, rows, rows.new_lens_cpu, causal=True)
         return FlashInferMLAExtendMetadata(self, sum(rows.new_lens_cpu))
+
+    def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        return 1
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from `out_cache_loc`. The tables of windows are complete before each replay of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -80,6 +81,10 @@ class ExtendBuilder(Protocol):
     def build(self, rows: ExtendRows, causal: bool = True) -> ExtendMetadata:
         """Builds the metadata of any step. In a graph the lengths on the host are those of the widest case. causal
         False: new tokens of a request see all of its new tokens; asked only of models with images that do so."""
+
+    def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        """Returns the programs that share a cached prefix of a step with prompts of these lengths, [P] each. Where they
+        are more than 1, the step has no graph: graphs serve prefixes of every length."""
 
 
 class AttentionBackend(Protocol):

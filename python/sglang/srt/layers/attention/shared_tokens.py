@@ -8,7 +8,7 @@ prompts, guesses            each token as if it decoded, where only the device k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -116,6 +116,9 @@ class SharedExtend:
             return self.whole.build(rows)
         runs = _runs(lens, self.most_tokens)
         return GatheredMetadata([self._gathered(rows, run, lens[run]) for run in runs])
+
+    def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        return 1
 
     def _one_by_one(self, rows: ExtendRows) -> TokenRowsMetadata:
         """Tokens before those of the first request are other rows' and see nothing here."""

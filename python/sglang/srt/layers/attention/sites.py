@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.distributed import parallel_state
@@ -55,6 +55,10 @@ class AttentionSites:
         """Prepares the backends for graphs with these numbers of decoding rows (ascending)."""
         for builder in self._decode_builders:
             builder.prepare_graphs(batch_sizes)
+
+    def shares_prefixes(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> bool:
+        """Returns whether several programs share a cached prefix of a step with such prompts, which has no graph."""
+        return any(builder.num_parts(new_lens, prefix_lens) > 1 for builder in self._extend_builders)
 
     def metadata(
         self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False

@@ -6,6 +6,7 @@ length. Everything is read from the pool, the new tokens too. It looks at host l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,9 @@ class NativeExtend(_OutsideGraphs):
 
     def build(self, rows: ExtendRows, causal: bool = True) -> NativeExtendMetadata:
         return NativeExtendMetadata(rows, causal)
+
+    def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        return 1
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
+from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts, count_parts
 
 if TYPE_CHECKING:
     from sglang.srt.kernels.launch import TileLadder
@@ -226,7 +228,9 @@ class TritonExtend:
 
     def __init__(self, plan: Plan, shape: AttentionShape, whole: bool, device: torch.device | str) -> None:
         """whole: the cache has all tokens, also those of guesses; else `shared_tokens` attends to these itself."""
+        self.shape, self.num_sms = shape, plan.arch.num_sms
         self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
+        self.shares_prefixes = whole and not plan.kv_cache_dtype.startswith("fp4")
         self.guesses: TritonGuesses | None = None
         if whole and plan.verified_tokens > 1 and plan.choices["decode_attention"].name == "triton":
             self.guesses = TritonGuesses(plan, shape, device)
@@ -234,7 +238,22 @@ class TritonExtend:
     def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata | TritonGuessMetadata:
         if rows.guesses is not None and self.guesses is not None:
             return self.guesses.build(rows, rows.guesses)
-        return TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu), causal)
+        metadata = TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu), causal)
+        if causal and rows.seq_lens_cpu is not None:
+            count = self.num_parts(rows.new_lens_cpu, rows.prefix_lens_cpu)
+            if count > 1:
+                num_tokens, heads = len(rows.token_slots[0].out_cache_loc), self.shape
+                metadata.parts = PrefixParts.allocate(
+                    count, num_tokens, rows.start_loc[:1], heads.num_heads, heads.v_head_dim
+                )
+        return metadata
+
+    def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        if not self.shares_prefixes:
+            return 1
+        shape = self.shape
+        heads = shape.num_heads, shape.num_kv_heads, shape.v_head_dim
+        return count_parts(new_lens, prefix_lens, *heads, self.num_sms, self.ladder.tile)
 
 
 @dataclass(slots=True)
@@ -243,12 +262,15 @@ class TritonExtendMetadata:
     rows: ExtendRows
     has_prefix: bool
     causal: bool
+    parts: PrefixParts | None = None
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
         rows, cache, scales = self.rows, layer.cache, layer.cache.group_scales()
         attend: Callable[..., None] = extend_fp4_fwd if scales else extend_attention_fwd
+        if self.parts is not None and not layer.sliding_window:
+            attend = partial(attend, parts=self.parts)
         self.ladder.run(
             lambda tile: attend(
                 q,

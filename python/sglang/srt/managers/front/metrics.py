@@ -51,6 +51,8 @@ _HOST_COUNTERS = {
     "load_back_tokens": "Tokens loaded from main memory",
     "load_back_bytes": "Bytes loaded from main memory, by a rank",
     "load_back_seconds": "Time that loads from main memory took, from their choice on",
+    "load_back_overlapped_bytes": "Bytes of these that came layer by layer while the prompt behind them was computed",
+    "load_back_overlapped_seconds": "Time that loads layer by layer took, from their choice on",
     "hicache_backup_tokens": "Tokens copied to main memory",
     "hicache_backup_bytes": "Bytes copied to main memory, by a rank",
     "hicache_backup_seconds": "Time that copies to main memory took, from their choice on",

@@ -1,10 +1,10 @@
 """Encoder steps: which images are encoded before which chunk of a prompt.
 
 One request at a time has its images encoded, a budget of patches in a step. While requests decode, a step is computed
-in slices of some layers, the first of them behind the decode step during which its patches travel to the device; a
-decode step comes behind each slice, and between the last one and the chunk. Chunks with images are so short, too, that
-requests that decode do not wait for a large image (`model_executor.media_pace`). A step that has begun is ended before
-another, whoever waits for it.
+in slices, the first of them behind the decode step during which its patches travel to the device; a decode step comes
+behind each slice, and between the last one and the chunk. Chunks with images are so short, too, that requests that
+decode do not wait for a large image (`model_executor.media_pace`). A step that has begun is ended before another,
+whoever waits for it.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     for req in reqs:  # up to all running requests, each step
         length = len(req.tokens) if req.pending_finish is None else req.pending_finish_len
         meta = TokenMeta(req.prompt_len, length - req.prompt_len, req.hit_len, req.num_retractions, req.started_time)
-        meta.host_tokens, meta.stored_tokens = req.host_len, req.stored_len
+        if req.host_len is not None:
+            meta.host_tokens, meta.stored_tokens = req.host_len, req.stored_len
         if req.first_token_time:
             meta.first_token_time = req.first_token_time
         if req.drafts.steps:

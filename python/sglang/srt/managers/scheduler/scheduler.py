@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,8 @@ class Scheduler:
     def read_back(self, batch: ScheduleBatch | None) -> None:
         """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
         if self.host_tier is not None:
-            self.host_tier.launch(bool(self.running.reqs))
+            prompts = None if batch is None else batch.step.prompts
+            self.host_tier.launch(bool(self.running.reqs), 0 if prompts is None else len(prompts.input_ids))
         ahead = 0 if batch is None else self.steps_ahead
         while len(self.in_flight) > ahead:
             self.process(self.in_flight.popleft())
@@ -436,8 +437,11 @@ class Scheduler:
             redo_stale(self, batch)
         report: list[Req] = []
         sampled, interval = batch.read(self.running), self.args.stream_interval
-        for req, token, row in zip(*sampled, strict=True):
-            if req.finish is not None or req in batch.stale:
+        rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
+        if batch.stale:
+            rows = [row for row in rows if row[0] not in batch.stale]
+        for req, token, row in rows:  # up to all running requests, each step
+            if req.finish is not None:
                 continue
             if token == NO_TOKEN:
                 logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))

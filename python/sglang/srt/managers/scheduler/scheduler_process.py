@@ -243,8 +243,9 @@ class SchedulerProcess:
         return ControlReply(msg.id, data={"path": str(path)})
 
     def _set_corpora(self, msg: ControlReq) -> ControlReply:
-        if self.args.nnodes > 1:
-            return ControlReply(msg.id, ok=False, message="added texts go with one machine, without --nnodes")
+        if self.args.nnodes > 1 or self.args.use_ray:
+            flag = "--use-ray" if self.args.use_ray else "--nnodes"
+            return ControlReply(msg.id, ok=False, message=f"added texts go with one machine, without {flag}")
         if isinstance(self.runner.drafter, NgramDrafter):  # stages before the last one have none
             self.runner.drafter.load_texts(Path(msg.args["path"]))
         return ControlReply(msg.id)

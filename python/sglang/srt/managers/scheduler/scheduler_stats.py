@@ -149,6 +149,8 @@ def _host_cache(tier: HostTier) -> HostCacheStats:
         stats.hicache_host_mamba_total_states = states["total"]
     stats.load_back_tokens, stats.load_back_bytes = counts.loaded_tokens, counts.loaded_bytes
     stats.load_back_seconds = counts.loading_seconds
+    stats.load_back_overlapped_bytes = counts.layered_bytes
+    stats.load_back_overlapped_seconds = counts.layered_seconds
     stats.hicache_backup_tokens, stats.hicache_backup_bytes = counts.saved_tokens, counts.saved_bytes
     stats.hicache_backup_seconds = counts.saving_seconds
     stats.hicache_dropped_tokens, stats.hicache_failed_copies = counts.dropped_tokens, counts.failed_copies

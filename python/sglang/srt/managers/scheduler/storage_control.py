@@ -26,13 +26,10 @@ def describe(scheduler: Scheduler | AttentionGroups) -> dict[str, Any]:
     """As SGLang names it; all None without a store."""
     tier = scheduler.host_tier
     config = None if tier is None or tier.storage is None else tier.storage.config
-    policy = None
-    if tier is not None:
-        policy = "write_through" if tier.write_through else "write_through_selective"
     return {
         "hicache_storage_backend": None if config is None else config.backend,
         "hicache_storage_prefetch_policy": None if config is None else config.prefetch_policy,
-        "hicache_write_policy": policy,
+        "hicache_write_policy": None if tier is None else tier.write_policy,
     }
 
 
@@ -64,7 +61,7 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
     assert engine is not None and config is not None
     tier.attach(config, engine)
     if args["write_policy"] is not None:
-        tier.write_through = args["write_policy"] == "write_through"
+        tier.use_policy(args["write_policy"])
     logger.info("Cached prefixes are kept by the backend %s from now on", config.backend)
     return ""
 

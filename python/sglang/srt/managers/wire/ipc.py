@@ -2,6 +2,10 @@
 
 Every channel has one reader, which binds, and any number of writers, which connect. The sockets live in a directory
 that only the user may enter. A full channel is back-pressure, not memory: `send` waits, `try_send` refuses.
+
+Where a replica runs on another machine than the front (`Ports.between_machines`), its two channels from and to the
+front are TCP sockets that the replica binds, encrypted by CURVE. A peer needs the replica's public key to talk to it,
+and only the front is told that key.
 """
 
 from __future__ import annotations
@@ -9,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -41,6 +46,26 @@ class IntegerTooWide(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Keys:
+    """A replica's keys of channels between machines, in zmq's printable form."""
+
+    public: str
+    secret: str | None = None
+    """The replica alone has it."""
+
+    def open(self, channel: zmq.Socket[bytes], address: str) -> None:
+        """Binds the replica's end of a channel, connects the front's."""
+        if self.secret is None:
+            channel.curve_serverkey = self.public.encode()
+            channel.curve_publickey, channel.curve_secretkey = zmq.curve_keypair()
+            channel.connect(address)
+        else:
+            channel.curve_server = 1
+            channel.curve_publickey, channel.curve_secretkey = self.public.encode(), self.secret.encode()
+            channel.bind(address)
+
+
+@dataclass(frozen=True, slots=True)
 class Ports:
     """Addresses of one replica's channels. Plain strings, so that it can be handed to spawned processes."""
 
@@ -53,6 +78,8 @@ class Ports:
     scheduler_input: str
     detokenizer_input: str
     tokenizer_input: str
+    keys: Keys | None = None
+    """Of the channels from and to the front where that runs on another machine; None: all are sockets of this one."""
 
     @classmethod
     def create(cls) -> Ports:
@@ -68,8 +95,30 @@ class Ports:
         directories = [root] if count == 1 else [os.path.join(root, str(index)) for index in range(count)]
         for directory in directories:
             os.makedirs(directory, mode=0o700, exist_ok=True)
-        names = ("scheduler", "detokenizer", "tokenizer")
-        return [cls(root, each, arrays, *(_address(each, name) for name in names)) for each in directories]
+        return [
+            cls(
+                root=root,
+                directory=each,
+                shared_arrays=arrays,
+                scheduler_input=_address(each, "scheduler"),
+                detokenizer_input=_address(each, "detokenizer"),
+                tokenizer_input=_address(each, "tokenizer"),
+            )
+            for each in directories
+        ]
+
+    def between_machines(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
+        """Returns the front's ports of a replica at `host`, where nothing uses these two ports, and the keys that the
+        replica is to have."""
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+        scheduler, tokenizer = (f"tcp://{host}:{port}" for port in ports)
+        front = replace(self, scheduler_input=scheduler, tokenizer_input=tokenizer, keys=Keys(public))
+        return front, Keys(public, secret)
+
+    def on_other_machine(self, keys: Keys) -> Ports:
+        """Returns the replica's ports of what the front has, with fresh directories of this machine."""
+        ports = Ports.create()
+        return replace(ports, scheduler_input=self.scheduler_input, tokenizer_input=self.tokenizer_input, keys=keys)
 
     def remove(self) -> None:
         for directory in (self.root, self.shared_arrays):
@@ -84,6 +133,20 @@ def _address(directory: str, name: str) -> str:
     return f"ipc://{path}"
 
 
+def free_ports(host: str, count: int) -> list[int]:
+    """Returns ports of that address which nothing uses. Raises UserError."""
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            sockets.append(socket.create_server((host, 0)))
+        return [each.getsockname()[1] for each in sockets]
+    except OSError as error:
+        raise UserError(f"cannot listen at {host}: {error.strerror or error}") from error
+    finally:
+        for each in sockets:
+            each.close()
+
+
 def _memory_files() -> str | None:
     """The directory of files in memory; None where there is none, or a small one, as containers have by default."""
     if not os.access(_MEMORY_FILES, os.W_OK | os.X_OK):
@@ -95,12 +158,15 @@ def _memory_files() -> str | None:
 class Sender(Generic[T]):
     """Writing end of a channel. Belongs to one thread."""
 
-    def __init__(self, address: str, timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(self, address: str, timeout_s: float = SEND_TIMEOUT_S, keys: Keys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
-        self._socket.connect(address)
+        if keys is None:
+            self._socket.connect(address)
+        else:
+            keys.open(self._socket, address)
         self._encoder = msgspec.msgpack.Encoder()
         self._address = address
 
@@ -146,11 +212,14 @@ class Receiver(Generic[T]):
     """Reading end of a channel. `message_type` is the union that the channel carries; anything else raises
     msgspec.ValidationError. Belongs to one thread."""
 
-    def __init__(self, address: str, message_type: Any) -> None:
+    def __init__(self, address: str, message_type: Any, keys: Keys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        if keys is None:
+            self._socket.bind(address)
+        else:
+            keys.open(self._socket, address)
         self._decoder = msgspec.msgpack.Decoder(message_type)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Callable[[T], None] | None = None
@@ -215,7 +284,7 @@ class Receiver(Generic[T]):
 
 
 def scheduler_inbox(ports: Ports) -> Receiver[SchedulerInput]:
-    return Receiver(ports.scheduler_input, SchedulerInput)
+    return Receiver(ports.scheduler_input, SchedulerInput, ports.keys)
 
 
 def scheduler_outbox(ports: Ports) -> Sender[SchedulerOutput]:
@@ -227,12 +296,12 @@ def detokenizer_inbox(ports: Ports) -> Receiver[SchedulerOutput]:
 
 
 def detokenizer_outbox(ports: Ports) -> Sender[DetokenizerOutput]:
-    return Sender(ports.tokenizer_input)
+    return Sender(ports.tokenizer_input, keys=ports.keys)
 
 
 def tokenizer_inbox(ports: Ports) -> Receiver[DetokenizerOutput]:
-    return Receiver(ports.tokenizer_input, DetokenizerOutput)
+    return Receiver(ports.tokenizer_input, DetokenizerOutput, ports.keys)
 
 
 def tokenizer_outbox(ports: Ports) -> Sender[SchedulerInput]:
-    return Sender(ports.scheduler_input)
+    return Sender(ports.scheduler_input, keys=ports.keys)

@@ -14,22 +14,24 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import ALONE, groups
 from sglang.srt.layers.parameter import Init, Param, Part
-from sglang.srt.models.vision.patch_places import Grid, clips, num_patches, parts_of_clips, rows_and_columns
-from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.models.vision.patch_places import Grid, num_patches, rows_and_columns
+from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, parts_of, shares
 from sglang.srt.plan.towers.tower import Cut, Tower
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
-Turn = Callable[[torch.Tensor], None]
-"""Rotates queries, keys or both [P, heads, head_dim] in place, by the places of their patches."""
+Turn = Callable[[torch.Tensor, slice], None]
+"""Rotates queries, keys or both [N, heads, head_dim] of a slice of the patches in place, by their places."""
+Heads = Sequence[torch.Tensor]
+"""Queries, keys and values of patches, [N, heads, head_dim] each."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
 Result = TypeVar("Result")
 Places = Mapping[str, torch.Tensor]
 """Tensors of `VisionEncoder.places`, on the device."""
-Layers = Generator[int, None, Result]
-"""A computation that stops behind every layer and says how many patches it has computed."""
+Pieces = Generator[None, None, Result]
+"""A computation that stops behind every piece (`models.vision.pieces`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,16 @@ class PatchPart:
     grids: Sequence[Grid]
     pixels: torch.Tensor
     places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How the patches of a part attend: `turn` of queries and keys; `starts` [groups + 1], the first patches of those
+    that see one another, and P; and how their layers are cut."""
+
+    turn: Turn
+    starts: torch.Tensor
+    cuts: Cuts
 
 
 class VisionEncoder(ABC, Generic[AnyTower]):
@@ -82,19 +94,20 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return whole(self.encoding(self.sent(pixels, grids), grids))
 
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
-        """Returns the clips of all items in order, by the parts in which they are computed: clips see themselves
-        alone, so a long video has several, and no more of its pixels than those of two need be on the device."""
-        return list(parts_of_clips(clips(grids, self.tower.pooled_frames), PATCHES_A_STEP))
+        return parts_of(self.tower, grids)
 
-    def encoding(self, parts: Iterable[PatchPart], grids: Sequence[Grid]) -> Layers[list[torch.Tensor]]:
-        """Computes what `encode` does of the `parts` of the items layer by layer: yields how many patches a layer has
-        computed, behind each one, and returns the features. Each item's features have memory of their own: one may go
-        without the others."""
+    def encoding(
+        self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: Cuts = WHOLE_LAYERS
+    ) -> Pieces[list[torch.Tensor]]:
+        """Computes what `encode` does of the `parts` of the items: yields behind each of the pieces that `pieces_of`
+        names, and returns the features. Each item's features have memory of their own: one may go without the
+        others."""
         shapes = [(self.tower.num_tokens(grid), self.tower.features_size) for grid in grids]
         features = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
         to_fill = list(features)
         for part in parts:
-            to_fill = _filled(to_fill, (yield from self._encoded(part)))
+            to_fill = _filled(to_fill, (yield from self._encoded(part, cuts)))
+            yield
         return features
 
     def sent(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Iterator[PatchPart]:
@@ -112,9 +125,9 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         may call it."""
 
     @abstractmethod
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `pooled_frames` frames; yields behind
-        every layer."""
+        every piece but the last."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
@@ -143,25 +156,52 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
         return self.params[f"{name}.{leaf}"].tensor
 
-    def _attended(self, qkv: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        """qkv [P, 3 * hidden], of this rank's heads. Otherwise as `_attend`."""
+    def _split(self, qkv: torch.Tensor, sight: Sight, rows: slice) -> Heads:
+        """qkv [N, 3 * hidden] of a slice of the patches, of this rank's heads."""
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
-        turn(heads[:, :2].flatten(1, 2))
-        q, k, v = heads.unbind(1)
-        return self._attend(q, k, v, starts)
+        sight.turn(heads[:, :2].flatten(1, 2), rows)
+        return heads.unbind(1)
+
+    def _attended(
+        self, project: Callable[[slice], Heads], count: int, sight: Sight, scale: float | None = None
+    ) -> Pieces[torch.Tensor]:
+        """project: gives the queries, keys and values of a slice of the `count` patches, turned. `scale` None: the root
+        of head_dim divides products. Yields behind every slice, and every share of the queries. Returns [P, hidden]."""
+        parts = []
+        for rows in shares(count, sight.cuts.rows):
+            parts.append(project(rows))
+            yield
+        q, k, v = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        del parts
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        for i in range(sight.cuts.queries):
+            self._attend(q, k, v, out, sight.starts, scale, (i, sight.cuts.queries))
+            yield
+        return out.view(len(out), -1)
+
+    def _row_by_row(self, compute: Callable[[slice], object], count: int, sight: Sight) -> Pieces[None]:
+        """Computes what every patch has alone, of a slice of them after the other; yields between slices."""
+        for number, rows in enumerate(shares(count, sight.cuts.rows)):
+            if number:
+                yield
+            compute(rows)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None = None
-    ) -> torch.Tensor:
-        """q, k, v [P, heads, head_dim]; `starts` [groups + 1]: first patches of those that see one another, and P.
-        `scale` None: the root of head_dim divides products. Returns [P, hidden]."""
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        starts: torch.Tensor,
+        scale: float | None,
+        share: tuple[int, int],
+    ) -> None:
+        """Fills a share (i of n) of the rows of out [P, heads, head_dim]."""
+        attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale, share=share)
         if self.ladder is None:
             attend(tile={})
         else:
             self.ladder.run(lambda tile: attend(tile=tile))
-        return out.view(len(out), -1)
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -206,11 +246,11 @@ def interpolation(neighbours: tuple[np.ndarray, np.ndarray]) -> dict[str, np.nda
     return dict(zip(("index", "weights"), neighbours, strict=True))
 
 
-def whole(layers: Layers[Result]) -> Result:
+def whole(pieces: Pieces[Result]) -> Result:
     """Runs a computation to its end."""
     while True:
         try:
-            next(layers)
+            next(pieces)
         except StopIteration as end:
             result: Result = end.value
             return result
@@ -225,10 +265,10 @@ def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tenso
     return to_fill
 
 
-def _turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [P, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
+def _turn_halves(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """x [N, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
     first, second = x.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
-    turn_pairs(first, second, cos, sin)
+    turn_pairs(first, second, cos[rows], sin[rows])
 
 
 def turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

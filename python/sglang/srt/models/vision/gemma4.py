@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, cos_sin, gelu_
+from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, cos_sin, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, rows_and_columns, squares
+from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 
 _ROW_BY_ROW = 1
@@ -27,15 +28,16 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         order = squares(grids, self.tower.merge)
         return turned | {"rows": rows, "columns": columns, "squares": order, "starts": frame_starts(grids)}
 
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "patch_embedder.input_proj", (2 * part.pixels - 1).to(self.dtype))
         of_column, of_row = self._weight(prefix + "patch_embedder", "position_embedding_table")
         x = x + of_column[places["columns"]] + of_row[places["rows"]]
-        turn, starts = self._turn(places), places["starts"]
+        sight = Sight(self._turn(places), places["starts"], cuts)
+        yield
         for i in range(tower.num_layers):
-            x = self._block(f"{prefix}encoder.layers.{i}.", x, turn, starts)
-            yield len(x)
+            x = yield from self._block(f"{prefix}encoder.layers.{i}.", x, sight)
+            yield
         pooled = x[places["squares"]].unflatten(0, (-1, tower.merge**2)).float().mean(1)
         pooled = pooled * tower.hidden_size**0.5
         if tower.standardized:
@@ -44,24 +46,34 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         normed = F.rms_norm(pooled.to(self.dtype).float(), (tower.hidden_size,), eps=tower.norm_eps)
         return self._linear(projector + "embedding_projection", normed.to(self.dtype))
 
-    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        eps = self.tower.norm_eps
-        attended = self._attention(name + "self_attn.", self._rms_norm(name + "input_layernorm", x, eps), turn, starts)
-        x += self._rms_norm(name + "post_attention_layernorm", attended, eps)
-        del attended
-        normed = self._rms_norm(name + "pre_feedforward_layernorm", x, eps)
-        gate = gelu_(self._bounded(name + "mlp.gate_proj", normed), approximate="tanh")
-        down = self._bounded(name + "mlp.down_proj", gate.mul_(self._bounded(name + "mlp.up_proj", normed)))
-        return x.add_(self._rms_norm(name + "post_feedforward_layernorm", down, eps))
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        eps, mlp = self.tower.norm_eps, name + "mlp."
 
-    def _attention(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
+        def project(rows: slice) -> Heads:
+            normed = self._rms_norm(name + "input_layernorm", x[rows], eps)
+            return self._heads(name + "self_attn.", normed, sight, rows)
+
+        def rest(rows: slice) -> None:
+            patches, out = x[rows], self._bounded(name + "self_attn.o_proj", attended[rows])
+            patches += self._rms_norm(name + "post_attention_layernorm", out, eps)
+            del out
+            normed = self._rms_norm(name + "pre_feedforward_layernorm", patches, eps)
+            gate = gelu_(self._bounded(mlp + "gate_proj", normed), approximate="tanh")
+            down = self._bounded(mlp + "down_proj", gate.mul_(self._bounded(mlp + "up_proj", normed)))
+            patches += self._rms_norm(name + "post_feedforward_layernorm", down, eps)
+
+        attended = yield from self._attended(project, len(x), sight, scale=1.0)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
+
+    def _heads(self, name: str, x: torch.Tensor, sight: Sight, rows: slice) -> Heads:
+        """x [N, hidden] of a slice of the patches."""
         heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
         q, k = self._rms_norm(name + "q_norm", q, eps), self._rms_norm(name + "k_norm", k, eps)
-        turn(q)
-        turn(k)
-        v = F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
-        return self._bounded(name + "o_proj", self._attend(q, k, v, starts, scale=1.0))
+        sight.turn(q, rows)
+        sight.turn(k, rows)
+        return q, k, F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
 
     def _bounded(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """A linear layer, whose inputs and outputs are kept within bounds if it has some."""

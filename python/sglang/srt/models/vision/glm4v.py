@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, interpolation
+from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, interpolation
 from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts
+from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.glm4v import ROTARY_THETA, Glm4vTower
 
 _LAYER_NORM_EPS = 1e-5
@@ -24,23 +25,35 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
         turned = self._halves(grids, self.tower.merge, ROTARY_THETA)
         return positions | turned | {"starts": frame_starts(grids)}
 
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
         positions = self._weight(prefix + "embeddings.position_embedding", "weight")
         x = x + self._interpolated(positions, part.places)
-        turn, starts = self._turn(part.places), part.places["starts"]
+        sight = Sight(self._turn(part.places), part.places["starts"], cuts)
+        yield
         for i in range(tower.num_layers):
-            x = self._block(f"{prefix}blocks.{i}.", x, turn, starts)
-            yield len(x)
+            x = yield from self._block(f"{prefix}blocks.{i}.", x, sight)
+            yield
         return self._merged(prefix, self._rms_norm(prefix + "post_layernorm", x, tower.norm_eps))
 
-    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        qkv = self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x, self.tower.norm_eps))
-        x += self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
-        del qkv
-        return x.add_(self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, self.tower.norm_eps)))
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        def project(rows: slice) -> Heads:
+            return self._split(
+                self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x[rows], self.tower.norm_eps)),
+                sight,
+                rows,
+            )
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "attn.proj", attended[rows])
+            patches += self._gated(name + "mlp.", self._rms_norm(name + "norm2", patches, self.tower.norm_eps))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
 
     def _merged(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """[P, hidden] -> [tokens, out_size]: the convolution over a square of the merge is a product."""

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from sglang.srt.models.vision.encoder import (
-    Layers,
+    Heads,
     PatchPart,
-    Turn,
+    Pieces,
+    Sight,
     VisionEncoder,
     cos_sin,
     gelu_,
@@ -23,6 +24,7 @@ from sglang.srt.models.vision.encoder import (
     turn_pairs,
 )
 from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, squares
+from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
 _ROW_BY_ROW = 1
@@ -40,17 +42,18 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         frames = {"frames": frame_numbers(grids)} if any(frames > 1 for frames, _, _ in grids) else {}
         return positions | turned | order | frames
 
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         positions = self._weight(prefix + "patch_embed.pos_emb", "weight").flatten(0, 1)
         x = x + self._interpolated(positions, places)
         if "frames" in places:
             x = x + self._times()[places["frames"]]
-        turn, starts = partial(_turn_neighbours, cos=places["cos"], sin=places["sin"]), places["starts"]
+        sight = Sight(partial(_turn_neighbours, cos=places["cos"], sin=places["sin"]), places["starts"], cuts)
+        yield
         for i in range(tower.num_layers):
-            x = self._block(f"{prefix}encoder.blocks.{i}.", x, turn, starts)
-            yield len(x)
+            x = yield from self._block(f"{prefix}encoder.blocks.{i}.", x, sight)
+            yield
         x = self._norm(prefix + "encoder.final_layernorm", x, tower.norm_eps)
         x = _pooled(x[places["squares"]], part.grids)
         x = self._norm(projector + "pre_norm", x, tower.projector_eps)
@@ -64,12 +67,21 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         table = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
         return self._on_device(np.concatenate((np.zeros_like(table[:1]), table))).to(self.dtype)
 
-    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        qkv = self._linear(name + "wqkv", self._norm(name + "norm0", x, self.tower.norm_eps))
-        x += self._linear(name + "wo", self._attended(qkv, turn, starts))
-        del qkv
-        wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", x, self.tower.norm_eps))
-        return x.add_(self._linear(name + "mlp.fc1", gelu_(wide, approximate="tanh")))
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        def project(rows: slice) -> Heads:
+            return self._split(
+                self._linear(name + "wqkv", self._norm(name + "norm0", x[rows], self.tower.norm_eps)), sight, rows
+            )
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "wo", attended[rows])
+            wide = self._linear(name + "mlp.fc0", self._norm(name + "norm1", patches, self.tower.norm_eps))
+            patches += self._linear(name + "mlp.fc1", gelu_(wide, approximate="tanh"))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
 
 
 def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -80,8 +92,8 @@ def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
     return torch.cat([part.unflatten(0, (grid[0], -1)).mean(0) for part, grid in zip(parts, grids, strict=True)])
 
 
-def _turn_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [P, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
+def _turn_neighbours(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """x [N, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
     the column, odd ones by the row."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turn_pairs(first, second, cos, sin)
+    turn_pairs(first, second, cos[rows], sin[rows])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, gelu_
+from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, windows
+from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.qwen2_5_vl import NORM_EPS, ROTARY_THETA, Qwen2_5VLTower
 
 
@@ -22,26 +24,40 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
         turned = {name: self._squares(array, order) for name, array in turned.items()}
         return turned | {"order": order, "window_starts": starts, "starts": frame_starts(grids)}
 
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, prefix, places = self.tower, self.tower.prefixes[0], part.places
         by_window = places["order"]
         x = self._linear(prefix + "patch_embed.proj", self._squares(part.pixels.to(self.dtype), by_window))
         turn = self._turn(places)
+        of_windows, of_frames = (
+            Sight(turn, places["window_starts"], replace(cuts, queries=1)),
+            Sight(turn, places["starts"], cuts),
+        )
+        yield
         for i in range(tower.num_layers):
-            seen = places["starts" if i in tower.full_layers else "window_starts"]
-            x = self._block(f"{prefix}blocks.{i}.", x, turn, seen)
-            yield len(x)
+            sight = of_frames if tower.sees_whole_clips(i) else of_windows
+            x = yield from self._block(f"{prefix}blocks.{i}.", x, sight)
+            yield
         x = self._rms_norm(prefix + "merger.ln_q", x, NORM_EPS).view(-1, tower.hidden_size * tower.merge**2)
         x = self._linear(prefix + "merger.mlp.2", gelu_(self._linear(prefix + "merger.mlp.0", x)))
         merged = torch.empty_like(x)
         merged[by_window] = x
         return merged
 
-    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        qkv = self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x, NORM_EPS))
-        x += self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
-        del qkv
-        return x.add_(self._gated(name + "mlp.", self._rms_norm(name + "norm2", x, NORM_EPS)))
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        def project(rows: slice) -> Heads:
+            return self._split(
+                self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x[rows], NORM_EPS)), sight, rows
+            )
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "attn.proj", attended[rows])
+            patches += self._gated(name + "mlp.", self._rms_norm(name + "norm2", patches, NORM_EPS))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
 
     def _squares(self, x: Any, order: Any) -> Any:
         """An array or a tensor x [P, ...], whose squares of the merge are put in the order [P / merge^2]."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Layers, PatchPart, Turn, VisionEncoder, gelu_, interpolation
+from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_, interpolation
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated
+from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 
 
@@ -20,26 +21,36 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
         turned = self._halves(grids, self.tower.merge, ROTARY_THETA)
         return positions | turned | {"starts": frame_starts(grids)}
 
-    def _encoded(self, part: PatchPart) -> Layers[torch.Tensor]:
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), part.places)
-        turn, starts = self._turn(part.places), part.places["starts"]
+        sight = Sight(self._turn(part.places), part.places["starts"], cuts)
         features = []
+        yield
         for i in range(tower.num_layers):
-            x = self._block(f"{prefix}blocks.{i}.", x, turn, starts)
+            x = yield from self._block(f"{prefix}blocks.{i}.", x, sight)
             if i in tower.deepstack:
                 merger = f"{prefix}deepstack_merger_list.{tower.deepstack.index(i)}."
                 features.append(self._merged(merger, x, wide_norm=True))
-            yield len(x)
+            yield
         return torch.cat((self._merged(prefix + "merger.", x, wide_norm=False), *features), dim=-1)
 
-    def _block(self, name: str, x: torch.Tensor, turn: Turn, starts: torch.Tensor) -> torch.Tensor:
-        qkv = self._linear(name + "attn.qkv", self._norm(name + "norm1", x, NORM_EPS))
-        x += self._linear(name + "attn.proj", self._attended(qkv, turn, starts))
-        del qkv
-        wide = self._linear(name + "mlp.linear_fc1", self._norm(name + "norm2", x, NORM_EPS))
-        return x.add_(self._linear(name + "mlp.linear_fc2", gelu_(wide, approximate="tanh")))
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        def project(rows: slice) -> Heads:
+            return self._split(
+                self._linear(name + "attn.qkv", self._norm(name + "norm1", x[rows], NORM_EPS)), sight, rows
+            )
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "attn.proj", attended[rows])
+            wide = self._linear(name + "mlp.linear_fc1", self._norm(name + "norm2", patches, NORM_EPS))
+            patches += self._linear(name + "mlp.linear_fc2", gelu_(wide, approximate="tanh"))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
 
     def _merged(self, name: str, x: torch.Tensor, wide_norm: bool) -> torch.Tensor:
         """[P, hidden] -> [tokens, out_size]: neighbours side by side, normed before that or behind."""

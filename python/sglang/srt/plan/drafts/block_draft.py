@@ -1,5 +1,5 @@
-"""What block drafts of all kinds have in common: a backbone of layers as those of Qwen3 over captured streams of the
-target.
+"""What block drafts of all kinds have in common: a backbone of layers as those of Qwen3 (of one draft those of Gemma 4)
+over captured streams of the target.
 
 Source: the format in which z-lab publishes DFlash drafts, which DeepSeek's DSpark and SpecForge's drafts share.
 """
@@ -17,6 +17,8 @@ from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
 from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.gemma3 import NORMS_AROUND
+from sglang.srt.plan.families.gemma4 import GEMMA4
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
@@ -28,15 +30,22 @@ _MODEL_NAMES: Mapping[str, str] = {
     "hidden_norm": "hidden_norm",
     "norm": "norm",
     "lm_head": "lm_head",
+    "": "",
 }
+GEMMA4_DSPARK = "Gemma4DSparkModel"
+"""The architecture whose layers are those of Gemma 4 that attend to all tokens; others have layers of Qwen3."""
 _LAYER_NAMES = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
+
+OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
+"""Copies of the target's tensors that the speculators library stored while it trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
     """The keys of a block draft beside those of its layers. `trained`: rows of the blocks that it was trained with.
-    `captures`: the target layers whose outputs it reads. `unread`: beginnings of the names of tensors that nothing here
-    asks for."""
+    `captures`: the target layers whose outputs it reads. `head_size`: tokens of an output head of its
+    own, which are some of the target's; 0: the target's head. `unread`: beginnings of the names of tensors that nothing
+    here asks for."""
 
     trained: int
     mask_token: int
@@ -45,6 +54,7 @@ class BlockSettings:
     head: Head | None = None
     convolution: Convolution | None = None
     confidence: Confidence | None = None
+    head_size: int = 0
     unread: tuple[str, ...] = ()
 
 
@@ -76,9 +86,8 @@ def describe_block_draft(
     """Describes a draft with such a backbone. Raises UserError naming keys of its config that do not go with the
     target."""
     keys = config.reader()
-    family = Family(
-        model_types=("qwen3",), architectures=(architecture_of(keys),), names=names, qk_norm="head", head_dim=128
-    )
+    family = _backbone(architecture_of(keys), names)
+    names = family.names
     quantization = stored_wide(config.quantization, config.stored(names))
     model = describe_as(family, keys, quantization, config.keep_shared_apart)
     check_sizes(keys, model, target)
@@ -109,8 +118,24 @@ def describe_block_draft(
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
         captures=settings.captures,
+        head_size=settings.head_size,
+        reduced=settings.head_size > 0,
     )
     return finished(draft, target)
+
+
+def _backbone(architecture: str, names: WeightMap) -> Family:
+    """Returns the family of the draft's layers."""
+    if architecture == GEMMA4_DSPARK:
+        layer = {**names.layer, **NORMS_AROUND, "end": ""}
+        return replace(GEMMA4, architectures=(architecture,), names=replace(names, layer=layer), tie_embeddings=False)
+    return Family(model_types=("qwen3",), architectures=(architecture,), names=names, qk_norm="head", head_dim=128)
+
+
+def reduced_head(keys: ConfigReader, target: ModelDescription) -> int:
+    """Returns the tokens of the draft's output head where they are fewer than the target's; 0: the target's head."""
+    size = keys.count("draft_vocab_size")
+    return 0 if size >= target.vocab_size else size
 
 
 def check_captures(named: list[Any], num_target_layers: int, source: str) -> tuple[int, ...]:

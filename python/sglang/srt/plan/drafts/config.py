@@ -13,8 +13,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule
 from sglang.srt.configs.quantization import agree, detect
-from sglang.srt.configs.speculative import DSPARK, EAGLE, NGRAM, UNQUANTIZED, SpeculativeSettings
+from sglang.srt.configs.speculative import BLOCK_ALGORITHMS, DSPARK, EAGLE, NGRAM, UNQUANTIZED, SpeculativeSettings
 from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.speculators import block_values
 from sglang.srt.plan.weight_names import WeightMap
 
 MTP = "MTP"
@@ -87,10 +88,11 @@ def read_draft_config(
             num_guesses=settings.num_steps,
         )
     config = read_config(folder)
+    values, source = select_text_config(config), str(folder / "config.json")
     return DraftConfig(
         kind=kind,
         model_path=str(folder),
-        values=select_text_config(config),
+        values=block_values(values, kind, source) if kind in BLOCK_ALGORITHMS else values,
         quantization=_asked(flag, detect(config, folder), str(folder)),
         dummy=dummy,
         num_guesses=settings.num_steps,

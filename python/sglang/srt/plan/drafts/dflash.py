@@ -15,11 +15,13 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DFLASH, USUAL_BLOCK_SIZE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.block_draft import (
+    OF_VERIFIER,
     BlockSettings,
     check_architecture,
     check_captures,
     describe_block_draft,
     names_of,
+    reduced_head,
 )
 from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
@@ -65,12 +67,17 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     keys = config.reader()
     check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES)
     inner = _settings(keys)
+    head, size = _head(inner, target.vocab_size), reduced_head(keys, target)
+    if head is not None and size:
+        raise UserError(f"{keys.source}: draft_vocab_size {size} with a head that corrects guesses is not supported.")
     settings = BlockSettings(
         trained=dflash_rows(keys),
         mask_token=inner.require("mask_token_id", int),
         captures=_captures(inner, keys.positive("num_hidden_layers"), len(target.layers)),
         first_row=dflash_first_row(keys),
-        head=_head(inner, target.vocab_size),
+        head=head,
+        head_size=size,
+        unread=OF_VERIFIER,
         convolution=_convolution(inner, keys.positive("hidden_size")),
     )
     return describe_block_draft(config, target, settings, names_of(_HEAD_NAMES, _CONVOLUTION_NAMES))

@@ -1,8 +1,9 @@
 """DSpark block drafts with a checkpoint of their own: descriptions made from their config.json.
 
-Sources: arXiv 2607.05147, the format in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel`: keys beside those
-of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A draft is DFlash's backbone with a head
-that biases each guess by the token before it. Its embedding and output head are copies of the target's.
+Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel` and
+`Gemma4DSparkModel`: keys beside those of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A
+draft is DFlash's backbone with a head that biases each guess by the token before it. Its embedding and output head are
+copies of the target's.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DSPARK, USUAL_DSPARK_SIZE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.block_draft import (
+    GEMMA4_DSPARK,
+    OF_VERIFIER,
     BlockSettings,
     check_architecture,
     check_captures,
     describe_block_draft,
     names_of,
+    reduced_head,
 )
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
@@ -25,7 +29,7 @@ from sglang.srt.plan.drafts.dspark_bundled import CONFIDENCE, describe_bundled
 from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.model_description import ModelDescription
 
-DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
+DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel", GEMMA4_DSPARK)
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 _NAMES: Mapping[str, str] = {
     "markov_w1": "markov_head.markov_w1",
@@ -65,7 +69,8 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
     if kind not in MARKOV_KINDS:
         known = ", ".join(MARKOV_KINDS)
         raise UserError(f"{keys.source}: markov_head_type {kind!r} is not supported; supported: {known}.")
-    head = Markov(rank, kind) if rank else None
+    size = reduced_head(keys, target)
+    head = Markov(rank, kind, size) if rank else None
     names = names_of({**_NAMES, "markov_gate": _GATES.get(kind, "")})
     settings = BlockSettings(
         trained=block_rows(keys),
@@ -73,6 +78,8 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
         captures=check_captures(keys.require("target_layer_ids", list), len(target.layers), keys.source),
         first_row=first_row(keys),
         head=head,
+        head_size=size,
+        unread=OF_VERIFIER,
         confidence=_confidence(keys, rank),
     )
     return describe_block_draft(config, target, settings, names)

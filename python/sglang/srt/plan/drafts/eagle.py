@@ -14,6 +14,7 @@ from sglang.srt.configs.speculative import EAGLE, EAGLE3
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
 from sglang.srt.plan.drafts.description import Concatenated, DraftDescription, Projected
+from sglang.srt.plan.drafts.speculators import KIND, with_layer_keys
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
@@ -174,15 +175,12 @@ def finished(draft: DraftDescription, target: ModelDescription) -> DraftDescript
 def _plain(keys: ConfigReader) -> tuple[ConfigReader, bool]:
     """Returns the keys of the draft's layer, and whether the speculators library wrote them: it puts the layer's config
     into `transformer_layer_config`."""
-    kind = keys.values.get("speculators_model_type")
+    kind = keys.values.get(KIND)
     if kind is None:
         return keys, False
     if kind != "eagle3":
-        raise UserError(f"{keys.source}: speculators_model_type {kind!r} is not supported; supported: 'eagle3'.")
-    inner = keys.require("transformer_layer_config", dict)
-    outer = {key: value for key, value in keys.values.items() if key != "transformer_layer_config"}
-    # The inner config's vocabulary is the target's, its embeddings are not the draft's.
-    return ConfigReader({**inner, **outer, "tie_word_embeddings": False}, keys.source), True
+        raise UserError(f"{keys.source}: {KIND} {kind!r} is not supported; supported: 'eagle3'.")
+    return with_layer_keys(keys), True
 
 
 def _settings(keys: ConfigReader) -> ConfigReader:

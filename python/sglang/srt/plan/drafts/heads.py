@@ -13,11 +13,13 @@ class Markov:
     one another (DSpark, arXiv 2607.05147): w2 of the token's row of w1, both of `rank` columns and a row a token.
 
     `kind` "vanilla": as it is; "gated": times a gate made of the row's output and the token; "rnn": a state goes from
-    guess to guess, and the bias is made of it, the token and the row's output.
+    guess to guess, and the bias is made of it, the token and the row's output. `rows`: of w2, where the draft's output
+    head has fewer tokens than the target.
     """
 
     rank: int
     kind: str = "vanilla"
+    rows: int = 0
 
     def projection(self, hidden_size: int) -> tuple[int, int]:
         """Returns rows and columns of the product that gates, or makes the state and the bias; (0, 0) without one."""
@@ -29,7 +31,7 @@ class Markov:
         rows, cols = self.projection(hidden_size)
         gate = (Matrix("markov_gate", ("",), rows, cols, True, quantized=False),) if rows else ()
         table = Elements(vocab_size * self.rank)
-        return (table, Matrix("markov_w2", ("",), vocab_size, self.rank, quantized=False), *gate)
+        return (table, Matrix("markov_w2", ("",), self.rows or vocab_size, self.rank, quantized=False), *gate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.speculative import DFLASH, DSPARK, USUAL_BLOCK_SIZE
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, config_keys, dspark_folder
 from sglang.srt.plan.drafts.dflash import dflash_first_row, dflash_rows
 from sglang.srt.plan.drafts.dspark import block_rows, dspark_keys, first_row
+from sglang.srt.plan.drafts.speculators import block_values
 from sglang.srt.server_args import ServerArgs
 
 
@@ -26,7 +28,7 @@ def trained_block(args: ServerArgs) -> TrainedBlock:
     if args.speculative_algorithm == DFLASH:
         if path is None:  # refused with the other flags
             return TrainedBlock(USUAL_BLOCK_SIZE, USUAL_BLOCK_SIZE - 1)
-        keys = config_keys(_resolved(args))
+        keys = _plain(config_keys(_resolved(args)), DFLASH)
         rows = dflash_rows(keys)
         return TrainedBlock(rows, rows - dflash_first_row(keys))
     if args.speculative_algorithm != DSPARK:
@@ -38,8 +40,13 @@ def trained_block(args: ServerArgs) -> TrainedBlock:
     if keys.values.get(BUNDLED_SIZE) is not None:
         rows = keys.positive(BUNDLED_SIZE)
         return TrainedBlock(rows, rows)
-    rows = block_rows(dspark_keys(keys))
-    return TrainedBlock(rows, rows - first_row(dspark_keys(keys)))
+    keys = dspark_keys(_plain(keys, DSPARK))
+    rows = block_rows(keys)
+    return TrainedBlock(rows, rows - first_row(keys))
+
+
+def _plain(keys: ConfigReader, algorithm: str) -> ConfigReader:
+    return ConfigReader(block_values(keys.values, algorithm, keys.source), keys.source)
 
 
 def _resolved(args: ServerArgs) -> Path:

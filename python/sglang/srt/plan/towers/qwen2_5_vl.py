@@ -49,6 +49,9 @@ class Qwen2_5VLTower(Tower):
         yield from linear_shapes(_PREFIX + "merger.mlp.0", merged, merged)
         yield from linear_shapes(_PREFIX + "merger.mlp.2", self.out_size, merged)
 
+    def sees_whole_clips(self, layer: int) -> bool:
+        return layer in self.full_layers
+
     def activation_size(self) -> int:
         return 2 * self.hidden_size + max(8 * self.hidden_size, 3 * self.intermediate_size) + self.place_size
 

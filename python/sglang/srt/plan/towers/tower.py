@@ -62,6 +62,10 @@ class Tower(ABC):
         """Dims of a token's features, with those of deepstack."""
         return self.out_size * (1 + len(self.deepstack))
 
+    def sees_whole_clips(self, layer: int) -> bool:
+        """Returns whether all patches of a clip see one another in this layer, not those of a window alone."""
+        return 0 <= layer < self.num_layers
+
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Returns the tokens of frames x rows x columns of patches."""
         frames, rows, columns = grid

@@ -35,6 +35,7 @@ from sglang.srt.layers.attention.triton_ops.common import (
 )
 from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE, DecodeWorkspace, head_tiles
 from sglang.srt.layers.attention.triton_ops.latent_decode import launch_latent_decode
+from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 from sglang.srt.layers.triton_ops import pdl
 
 SPREAD_COLS = 16
@@ -389,7 +390,10 @@ def keep_all_pieces(workspace: DecodeWorkspace) -> None:
 
 
 def merge_pieces(
-    o: torch.Tensor, workspace: DecodeWorkspace, sinks: torch.Tensor | None = None, lse: torch.Tensor | None = None
+    o: torch.Tensor,
+    workspace: DecodeWorkspace | PrefixParts,
+    sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Fill the rows of o [B, Hq, Dv] whose sequences have several pieces, from the workspace's `part_o` and
     `part_lse`; with lse [B, Hq] all rows. sinks [Hq] fp32, or of a part of Hq heads that repeats."""

@@ -8,6 +8,9 @@ The grid is flat and depends on shapes only. Sequence i owns the block numbers f
 on, which leaves room for its last partial block; a program finds its sequence by bisection. Tokens before start_loc[0]
 belong to nobody here: their blocks do nothing.
 
+A short prompt behind a long prefix has too few blocks for the GPU. Several programs then share a block's prefix: each
+attends to a part of it, the last one to the new tokens as well, and `merge_pieces` makes one output of theirs.
+
 Reference: `reference_extend` in test/srt/layers/attention/reference.py.
 """
 
@@ -20,6 +23,8 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
+from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
+from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 
 
 @triton.jit
@@ -61,22 +66,27 @@ def _attend(
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_blocks"],
+    do_not_specialize=["num_seqs", "num_blocks", "num_parts"],
     do_not_specialize_on_alignment=["req_pool_indices_ptr", "prefix_lens_ptr", "start_loc_ptr", "mask_offsets_ptr"],
 )
 def extend_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, prefix_lens_ptr,
-    start_loc_ptr, sinks_ptr, mask_ptr, mask_offsets_ptr, num_seqs, num_blocks, num_kv_heads, scale, k_scale, v_scale,
-    cap, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh, stride_kcs,
-    stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_PREFIX: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
-    V_IN_K: tl.constexpr,
+    start_loc_ptr, sinks_ptr, mask_ptr, mask_offsets_ptr, part_o_ptr, part_lse_ptr, num_seqs, num_blocks,
+    num_kv_heads, num_parts, scale, k_scale, v_scale, cap, window, stride_qt, stride_qh, stride_kt, stride_kh,
+    stride_vt, stride_vh, stride_ot, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP:
+    tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_PREFIX:
+    tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
+    V_IN_K: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
-    carry log2(e). Grid: (num_blocks * Hkv,)."""
+    carry log2(e). Grid: (num_blocks * Hkv,). HAS_PARTS: num_parts programs share a block, and the results are part_o
+    [T, num_parts, Hkv * GROUP, Dv] and part_lse [T, num_parts, Hkv * GROUP], base 2."""
     pid = tl.program_id(0)
+    part = 0
+    if HAS_PARTS:
+        part = pid % num_parts
+        pid = pid // num_parts
     kv_head = pid % num_kv_heads
     # The last blocks of a sequence see the most keys: start them first.
     block = num_blocks - 1 - pid // num_kv_heads
@@ -135,17 +145,23 @@ def extend_kernel(
         v_base = v_cache_ptr + kv_head * stride_vch
         slot_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + seq) * stride_rt
         prefix_scale = scale * k_scale
-        start = first_visible // BLOCK_N * BLOCK_N
+        begin = first_visible // BLOCK_N * BLOCK_N
+        end = prefix_len
+        if HAS_PARTS:
+            each = (prefix_len + BLOCK_N * num_parts - 1) // (BLOCK_N * num_parts) * BLOCK_N
+            begin = part * each
+            end = tl.minimum(begin + each, prefix_len)
+        start = begin
         if not ALWAYS_MASK:
-            start = prefix_len // BLOCK_N * BLOCK_N
-            for n in range(0, start, BLOCK_N):
+            start = tl.maximum(end // BLOCK_N * BLOCK_N, begin)
+            for n in range(begin, start, BLOCK_N):
                 pos = n + offs_n
                 acc, row_max, row_sum = _attend(
                     acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs,
                     pos, 0, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM,
                     BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False, V_IN_K,
                 )  # fmt: skip
-        for n in range(start, prefix_len, BLOCK_N):
+        for n in range(start, end, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len,
@@ -164,6 +180,10 @@ def extend_kernel(
     else:
         end = seq_len
         start = seq_len // BLOCK_N * BLOCK_N
+    if HAS_PARTS:
+        if part < num_parts - 1:
+            start = 0
+            end = 0
     if ALWAYS_MASK:
         start = tl.maximum(first_visible - prefix_len, 0) // BLOCK_N * BLOCK_N
     else:
@@ -189,11 +209,19 @@ def extend_kernel(
         # Last, not as the first maximum: the largest weight then stays exactly one when it is rounded to DTYPE.
         sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0) * 1.4426950408889634
         row_sum += tl.exp2(sink - row_max)
-    out = acc * (1.0 / row_sum)[:, None]
-    o_rows = (seq_start + token).to(tl.int64) * stride_ot + head * stride_oh
     cols = tl.arange(0, BLOCK_DV)
     o_mask = row_ok[:, None] & (cols < V_HEAD_DIM)[None, :]
-    tl.store(o_ptr + o_rows[:, None] + cols[None, :], out.to(o_ptr.dtype.element_ty), mask=o_mask)
+    if HAS_PARTS:
+        # Of a part without keys the sum is 0 and its logarithm -inf: the merge leaves it out.
+        num_heads = num_kv_heads * GROUP
+        part_rows = ((seq_start + token).to(tl.int64) * num_parts + part) * num_heads + head
+        out = acc * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))[:, None]
+        tl.store(part_lse_ptr + part_rows, row_max + tl.log2(row_sum), mask=row_ok)
+        tl.store(part_o_ptr + part_rows[:, None] * V_HEAD_DIM + cols[None, :], out, mask=o_mask)
+    else:
+        out = acc * (1.0 / row_sum)[:, None]
+        o_rows = (seq_start + token).to(tl.int64) * stride_ot + head * stride_oh
+        tl.store(o_ptr + o_rows[:, None] + cols[None, :], out.to(o_ptr.dtype.element_ty), mask=o_mask)
 
 
 def extend_attention_fwd(
@@ -219,6 +247,8 @@ def extend_attention_fwd(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     has_prefix: bool = True,
+    parts: PrefixParts | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> None:
     """Fill o [T, Hq, Dv] with the attention of T new tokens of B sequences over their cached prefixes and themselves.
 
@@ -232,7 +262,9 @@ def extend_attention_fwd(
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
     sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are
-    empty. Never synchronizes; CUDA-graph safe.
+    empty. parts: of a step whose prefixes several programs share, without a window and a mask. share (i, n), without
+    parts: launches the i-th of n runs of blocks only, those before `num_blocks`; together they fill o as one launch
+    does, bit by bit. Never synchronizes; CUDA-graph safe.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]
@@ -244,22 +276,32 @@ def extend_attention_fwd(
     group = num_heads // num_kv_heads
     num_seqs = start_loc.shape[0] - 1
     num_blocks = num_tokens * group // tile["BLOCK_M"] + num_seqs
+    first_block, num_blocks = (num_blocks * (share[0] + i) // share[1] for i in (0, 1))
+    if first_block == num_blocks:
+        return
     block_d, block_dpe = split_head_dim(head_dim)
     v_in_k = (
         v_head_dim == block_d < head_dim
         and v.data_ptr() == k.data_ptr()
         and (v_cache.data_ptr() == k_cache.data_ptr() or not has_prefix)
     )
-    extend_kernel[(num_blocks * num_kv_heads,)](
+    num_parts = 1 if parts is None else parts.count
+    assert parts is None or (sliding_window == 0 and custom_mask is None and has_prefix and share == (0, 1))
+    extend_kernel[((num_blocks - first_block) * num_kv_heads * num_parts,)](
         q, k, v, o, k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens, start_loc,
         q if sinks is None else sinks,
         q if custom_mask is None else custom_mask,
         start_loc if mask_offsets is None else mask_offsets,
-        num_seqs, num_blocks, num_kv_heads, scale * LOG2E, float(k_scale), float(v_scale), logit_cap * LOG2E,
+        q if parts is None else parts.part_o,
+        q if parts is None else parts.part_lse,
+        num_seqs, num_blocks, num_kv_heads, num_parts, scale * LOG2E, float(k_scale), float(v_scale), logit_cap * LOG2E,
         sliding_window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), o.stride(0),
         o.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
         GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
-        HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
-        HAS_MASK=custom_mask is not None, V_IN_K=v_in_k, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0,
+        HAS_SINKS=sinks is not None and parts is None, HAS_MASK=custom_mask is not None, V_IN_K=v_in_k,
+        HAS_PARTS=parts is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
     )  # fmt: skip
+    if parts is not None:
+        merge_pieces(o, parts, sinks)

@@ -22,14 +22,16 @@ def context_attention_fwd(
     is_causal: bool = True,
     scale: float | None = None,
     sliding_window: int = 0,
+    share: tuple[int, int] = (0, 1),
     tile: Mapping[str, int],
 ) -> None:
     """Fill o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] (bf16/fp16) of B sequences with rows
     start_loc[i] .. start_loc[i + 1] (int32, [B + 1], on the device). `scale` defaults to D ** -0.5. A sliding window
-    limits how far back a query sees and needs `is_causal`."""
+    limits how far back a query sees and needs `is_causal`. share (i, n): fills the i-th of n shares of the rows only;
+    all shares fill o as one call does, bit by bit."""
     if sliding_window > 0 and not is_causal:
         raise ValueError("a sliding window without causality is not defined here")
     extend_attention_fwd(
         q, k, v, o, k, v, start_loc, start_loc, start_loc, start_loc, scale=scale or q.shape[2] ** -0.5, tile=tile,
-        causal=is_causal, sliding_window=sliding_window, has_prefix=False,
+        causal=is_causal, sliding_window=sliding_window, has_prefix=False, share=share,
     )  # fmt: skip

@@ -1,0 +1,143 @@
+"""This server and upstream SGLang serve the same model with the same drafts over HTTP, one after the other on one GPU.
+
+Each has the flags and the forced accept length of a case of `draft_shapes`. Requests of random tokens are sent
+together, once with short and once with long answers; the difference is decoding alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draft_shapes import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
+
+from compare import PEER_ENV, Side, healthy, peer_path  # noqa: E402
+
+from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
+
+OURS, PEER = "sm120-sglang", "SGLang 0.5.15"
+PORTS = {OURS: 31000, PEER: 31001}
+PROMPT, SHORT, LONG = 512, 16, 144
+"""In tokens."""
+TRITON_FP8 = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+"""The peer's products of FP8 blocks are Triton's, as on SM120, where DeepGEMM does not run; compiling that takes
+minutes."""
+REAL_TOKENS = {"SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
+"""Without it the peer accepts one and the same token everywhere, which sends all rows to the same experts."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """`tokens_per_s`: of all requests, behind their first tokens."""
+
+    tokens_per_s: float
+    accept_length: float
+
+
+async def rate(port: int, requests: int, seed: int) -> Rate:
+    """Raises HttpError, also for an answer that ends too early."""
+    short, _ = await _together(port, requests, SHORT, seed)
+    seconds, answers = await _together(port, requests, LONG, seed + 1)
+    verified = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    length = requests * (LONG - 1) / verified if verified else 1.0
+    return Rate(requests * (LONG - SHORT) / (seconds - short), length)
+
+
+async def _together(port: int, requests: int, tokens: int, seed: int) -> tuple[float, list[dict[str, Any]]]:
+    rng, began = random.Random(seed), time.perf_counter()
+    prompts = [[rng.randrange(300, 4000) for _ in range(PROMPT)] for _ in range(requests)]
+    answers = await asyncio.gather(*(_ask(port, prompt, tokens) for prompt in prompts))
+    return time.perf_counter() - began, list(answers)
+
+
+async def _ask(port: int, prompt: list[int], tokens: int) -> dict[str, Any]:
+    params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params}
+    reply = await send(Endpoint.parse(f"http://127.0.0.1:{port}", {}), "POST", "/generate", body, timeout_s=60)
+    answer: dict[str, Any] = json.loads(reply)
+    if answer["meta_info"]["completion_tokens"] != tokens:
+        raise HttpError(f"{answer['meta_info']['completion_tokens']} tokens came of {tokens}")
+    return answer
+
+
+def sides_of(case: Case, sizes: list[int], device: str, peer_site: str, logs: Path) -> list[Side]:
+    """Returns both servers, without the paths of the model and the draft."""
+    tokens = 1024 * max(sizes)
+    flags = ["--max-running-requests", str(max(sizes)), "--max-total-tokens", str(tokens), "--skip-tokenizer-init"]
+    flags += ["--cuda-graph-bs", *map(str, sizes), "--context-length", "2048", "--disable-radix-cache"]
+    flags += ["--skip-server-warmup", "--device", device, *case.flags]
+    env = {"SGLANG_SIMULATE_ACC_LEN": str(case.accept_length)}
+    of_peer = ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--attention-backend", "flashinfer"]
+    of_peer += ["--mem-fraction-static", "0.85"]
+    if "quantization_config" in case.target(True):
+        of_peer += ["--moe-runner-backend", "triton"]
+    our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return [
+        Side(OURS, our_path, env, flags, logs),
+        Side(PEER, peer_path(peer_site), {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **env}, [*flags, *of_peer], logs),
+    ]
+
+
+def compare(
+    name: str, case: Case, sizes: list[int], device: str, peer_site: str, logs: Path, start_seconds: float
+) -> dict[str, Any]:
+    """Prints tokens a second of both servers by number of requests. A server that does not start costs its own column
+    only. Returns what was measured."""
+    rates: dict[str, dict[int, Rate]] = {}
+    if not (Path(peer_site) / "sglang").is_dir():
+        print(f"{peer_site} holds no sglang: nothing to compare with", flush=True)
+        return {}
+    print(f"\n{name} over HTTP, with drafts: tokens/s at {', '.join(map(str, sizes))} requests", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model, *draft = case.write(Path(folder), few_layers=False)[1:]
+        for side in sides_of(case, sizes, device, peer_site, logs):
+            side.flags += draft[len(case.flags) :]
+            rates[side.name] = _rates(side, model, sizes, start_seconds)
+    ours, peer = rates[OURS], rates[PEER]
+    for size in ours.keys() & peer.keys():
+        print(f"at {size}: {ours[size].tokens_per_s / peer[size].tokens_per_s:.2f} times upstream", flush=True)
+    return {
+        side: {size: [value.tokens_per_s, value.accept_length] for size, value in row.items()}
+        for side, row in rates.items()
+    }
+
+
+def _rates(side: Side, model: str, sizes: list[int], start_seconds: float) -> dict[int, Rate]:
+    port, began, rates = PORTS[side.name], time.monotonic(), {}
+    side.log.parent.mkdir(parents=True, exist_ok=True)
+    with side.log.open("wb") as log:
+        words = side.command("launch_server", model, "--port", str(port))
+        process = subprocess.Popen(words, env=side.env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        while not healthy(port):
+            if process.poll() is not None or time.monotonic() - began > start_seconds:
+                raise HttpError(f"not up after {time.monotonic() - began:.0f} s")
+            time.sleep(0.5)
+        print(f"{side.name}: up after {time.monotonic() - began:.0f} s", flush=True)
+        for size in sizes:
+            asyncio.run(rate(port, size, 1000 * size))  # warms up
+            rates[size] = asyncio.run(rate(port, size, 1000 * size + 100))
+            text = f"{rates[size].tokens_per_s:.1f} tokens/s, accept length {rates[size].accept_length:.2f}"
+            print(f"{side.name} at {size}: {text}", flush=True)
+    except (HttpError, OSError, KeyError, ValueError) as error:
+        text = side.log.read_text(errors="replace")
+        print(f"{side.name} failed: {error!r}; {side.log} ends:\n{text[-2500:]}", flush=True)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        time.sleep(3)  # the driver takes a moment to give the memory back
+    return rates

@@ -1,0 +1,62 @@
+"""Cached prefixes that several programs of a prompt's attention share, where a short prompt has too few blocks of
+queries for the GPU: how many parts there are, and the buffers of what each part gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+MOST_PARTS = 16
+LEAST_PART = 4096
+"""Tokens of a part, at least: what is written and read again of a part is then below a hundredth of what it reads."""
+LEAST_GAIN = 1.1
+"""Predicted gain from which on a prefix is shared out: merging costs a launch."""
+PART_BYTES = 32 << 20
+"""Most bytes of the parts of a step. Only steps with few tokens have any, and their other activations are as much less
+than those of the largest step, for which the plan leaves room."""
+
+
+def count_parts(
+    new_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    v_head_dim: int,
+    num_sms: int,
+    tile: Mapping[str, int],
+) -> int:
+    """Returns the programs that share the prefix of a block of queries: the fewest that bring the time of the longest
+    program to within 5% of the least there is, or 1 where that gains little. Lengths are the host's."""
+    group = num_heads // num_kv_heads
+    blocks = sum(triton.cdiv(new * group, tile["BLOCK_M"]) for new in new_lens) * num_kv_heads
+    slots = num_sms * max(1, 8 // tile["num_warps"])
+    row_bytes = sum(new_lens) * num_heads * (v_head_dim + 1) * 4
+    most = min(MOST_PARTS, max(prefix_lens, default=0) // LEAST_PART, PART_BYTES // max(1, row_bytes))
+    times = [triton.cdiv(blocks * parts, slots) / parts for parts in range(1, most + 1)]
+    if len(times) < 2 or times[0] < LEAST_GAIN * min(times):
+        return 1
+    return 1 + next(i for i, time in enumerate(times) if time <= 1.05 * min(times))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixParts:
+    """Of one step; all layers of a shape fill the same buffers."""
+
+    count: int
+    pieces: torch.Tensor  # [T, 2] int32: first part of each token's, and how many there are; 1 where nothing is merged
+    part_o: torch.Tensor  # [T * count, Hq, Dv] fp32
+    part_lse: torch.Tensor  # [T * count, Hq] fp32, base 2
+
+    @classmethod
+    def allocate(
+        cls, count: int, num_tokens: int, first_token: torch.Tensor, num_heads: int, v_head_dim: int
+    ) -> PrefixParts:
+        """first_token [1] int32: tokens before it are not of prompts."""
+        token = torch.arange(num_tokens, dtype=torch.int32, device=first_token.device)
+        pieces = torch.stack((token * count, torch.where(token >= first_token, count, 1).to(torch.int32)), dim=1)
+        rows, options = num_tokens * count, {"dtype": torch.float32, "device": first_token.device}
+        part_o = torch.empty((rows, num_heads, v_head_dim), **options)  # type: ignore[call-overload]
+        return cls(count, pieces, part_o, torch.empty((rows, num_heads), **options))  # type: ignore[call-overload]

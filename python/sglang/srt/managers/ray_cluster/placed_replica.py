@@ -1,0 +1,121 @@
+"""A replica whose processes run on nodes of a Ray cluster, as the engine sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from sglang.srt.errors import UserError
+from sglang.srt.managers.engine_processes import EngineError, lateness
+from sglang.srt.managers.ray_cluster.machine import Failure
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+OTHERS_S, NODE_S = 2.0, 10.0
+"""Seconds in which other machines say what they know when one has failed: the rest of them, and Ray about a node that
+is gone, where all that is known is that a rank lost its connection."""
+KILL_S = 5.0
+"""Seconds that an actor may need beyond the limit of its processes."""
+
+
+class PlacedReplica:
+    """The actors of a replica's machines; they fail together. As `replica_processes.ReplicaProcesses`."""
+
+    def __init__(
+        self, machines: Sequence[Any], addresses: Sequence[str], calls: Sequence[Any], on_change: Callable[[], None]
+    ) -> None:
+        """calls: what `Machine.start` of each takes."""
+        self.failure: UserError | EngineError | None = None
+        self.ready = False
+        self._machines, self._addresses, self._calls = machines, addresses, calls
+        self._on_change = on_change
+        self._closing = False
+        self._end_lock = threading.Lock()
+
+    @property
+    def process_ids(self) -> dict[str, int | None]:
+        return {}
+
+    def watch(self) -> None:
+        for machine, call in zip(self._machines, self._calls, strict=True):
+            machine.start.remote(*call)
+        threading.Thread(target=self._watch_machines, name="ray-monitor", daemon=True).start()
+
+    def end(self, limit_s: float) -> None:
+        with self._end_lock:
+            if self._closing:
+                return
+            self._closing = True
+            with contextlib.suppress(Exception):  # an actor, its node or the cluster may be gone
+                ends = [machine.end.remote(limit_s) for machine in self._machines]
+                ray.wait(ends, num_returns=len(ends), timeout=limit_s + KILL_S)
+            for machine in self._machines:
+                with contextlib.suppress(Exception):
+                    ray.kill(machine)
+
+    # --- the monitor's thread -----------------------------------------------------------------------------------------
+
+    def _watch_machines(self) -> None:
+        """Ends with the first failure, or when the machines are told to end."""
+        starting = {machine.ready_or_failed.remote(): index for index, machine in enumerate(self._machines)}
+        running = {machine.failed.remote(): index for index, machine in enumerate(self._machines)}
+        while not self._closing:
+            waiting = [*starting, *running]
+            done, _ = ray.wait(waiting, num_returns=1, timeout=POLL_S)
+            if self._closing:
+                return
+            failures = self._failures(done, starting | running)
+            for ref in done:
+                starting.pop(ref, None)
+            if failures:
+                left = {ref: index for ref, index in running.items() if ref not in done}
+                self._fail([*failures, *self._later(left, failures)])
+                return
+            if not starting and not self.ready:
+                self.ready = True
+                self._on_change()
+
+    def _failures(self, refs: Sequence[Any], index_of: dict[Any, int]) -> list[UserError | EngineError]:
+        """What these calls, which have returned, say."""
+        failures: list[UserError | EngineError] = []
+        for ref in refs:
+            try:
+                said: Failure | None = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
+                host = self._addresses[index_of[ref]]
+                machine = f"machine {index_of[ref]} of the server, on node {host},"
+                failures.append(EngineError(f"{machine} is gone ({reason})"))
+                continue
+            if said is not None:
+                failures.append(said.error())
+        return failures
+
+    def _later(self, running: dict[Any, int], failures: list[UserError | EngineError]) -> list[UserError | EngineError]:
+        """What the other machines say within seconds."""
+        begin, later = time.monotonic(), list[UserError | EngineError]()
+        while running and not self._closing:
+            lost = all(isinstance(each, EngineError) and each.lost_connection for each in [*failures, *later])
+            left = begin + (NODE_S if lost else OTHERS_S) - time.monotonic()
+            if left <= 0:
+                break
+            done, _ = ray.wait(list(running), num_returns=1, timeout=left)
+            later += self._failures(done, running)
+            for ref in done:
+                del running[ref]
+        return later
+
+    def _fail(self, causes: list[UserError | EngineError]) -> None:
+        failure = min(causes, key=lateness)
+        if isinstance(failure, EngineError):
+            logger.error("%s", f"{failure}\n{failure.details}".rstrip())
+        self.failure = failure
+        self._on_change()
+        self.end(0.0)
