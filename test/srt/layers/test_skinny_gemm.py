@@ -92,6 +92,8 @@ def test_a_row_does_not_depend_on_the_others(tile: skinny_gemm.SkinnyTile) -> No
 def test_what_does_not_fit_goes_to_torch(rows: int, cols: int, size: int) -> None:
     x, w = operands(rows, cols, size)
     assert not skinny_gemm.supports(x, w) and not skinny_gemm.supports(x[:0], w)
+    apart = torch.cat([x[:2], x[:2, :8]], dim=1)[:, :size]
+    assert not skinny_gemm.supports(apart, w), "rows at multiples of 8"
     assert torch.equal(gemv.linear(x, w), F.linear(x, w))
 
 

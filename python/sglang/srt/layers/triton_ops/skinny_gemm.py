@@ -102,11 +102,11 @@ def skinny_gemm_kernel(
 
 
 def supports(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """2 to 16 rows of 2-byte floats; w of the same type, with enough columns, whose rows are long enough and begin at
-    multiples of 16 elements."""
+    """2 to 16 rows of 2-byte floats; w of the same type, with enough columns, whose rows are long enough. Rows of both
+    begin at multiples of 16 elements."""
     size = x.shape[-1]
     few = 1 < x.numel() // max(size, 1) <= MAX_ROWS
-    same = x.dtype == w.dtype and x.element_size() == 2
+    same = x.dtype == w.dtype and x.element_size() == 2 and x.stride(0) % ROW_MULTIPLE == 0
     large = len(w) >= LEAST_COLS and size >= LEAST_K
     return few and same and large and size % ROW_MULTIPLE == 0 and w.is_contiguous()
 
