@@ -108,7 +108,8 @@ def _remove_with_us(ports: Ports) -> int:
     could do it; this one is no child. Returns the pipe that says so."""
     reading, writing = os.pipe()
     try:
-        subprocess.run(["sh", "-c", REMOVE_BEHIND_US, "sh", ports.root, ports.shared_arrays], stdin=reading, check=True)
+        words = ["sh", "-c", REMOVE_BEHIND_US, "sh", ports.root, ports.shared_arrays]
+        subprocess.run(words, stdin=reading, check=True, start_new_session=True)  # Ray kills process groups, too
     finally:
         os.close(reading)
     return writing
