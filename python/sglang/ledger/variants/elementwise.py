@@ -413,6 +413,11 @@ def _skinny_gemm() -> Iterator[Variant]:
         yield describe("linear", key, kernel, types | pointers, constants, tile, ("N", "K", "x_stride"))
 
 
+def _linear() -> Iterator[Variant]:
+    yield from _gemv()
+    yield from _skinny_gemm()
+
+
 _VARIANTS = {
     "decode_inputs": _decode_inputs,
     "verify_inputs": _verify_inputs,
@@ -436,5 +441,5 @@ _VARIANTS = {
     "draw_tokens": _draw,
     "filter_thresholds": _thresholds,
     "adjust_logits": _adjust,
-    "linear": lambda: (*_gemv(), *_skinny_gemm()),
+    "linear": _linear,
 }
