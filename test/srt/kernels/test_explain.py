@@ -240,6 +240,10 @@ def test_replicas_are_planned_as_one(model_dir: str, capsys: pytest.CaptureFixtu
     argv = ("--arch", "sm_120", "--model-path", model_dir, "--tp", "2")
     one, three = (json.loads(run(capsys, *argv, *flags, "--json")) for flags in ((), ("--dp", "3")))
     assert (one["replicas"], one["gpus"], three["replicas"], three["gpus"]) == (1, 2, 3, 6)
+    memory, of_one = three["main_memory"], one["main_memory"]
+    for name in ("bytes_of_machine", "bytes_of_numa_node"):  # three replicas are on it
+        assert memory[name] == 3 * of_one[name]
+        memory[name] = of_one[name]
     assert {**three, "replicas": 1, "gpus": 2} == one
     assert "3 replicas of 2 GPUs each: 6 GPUs." in run(capsys, *argv, "--dp", "3")
 
