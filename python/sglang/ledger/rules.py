@@ -102,7 +102,7 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm90", "decode_attention", "288x256/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "linear", "tiles/mxfp8", 8, "two registers under one of the two Triton versions"),
     AcceptedSpill("sm90", "decode_attention", "72x72/", 64, _UNALIGNED_HEADS),
-    AcceptedSpill("sm90", "extend_attention", "72x72/", 136, _UNALIGNED_HEADS),
+    AcceptedSpill("sm90", "extend_attention", "72x72/", 380, _UNALIGNED_HEADS),
     AcceptedSpill("sm90", "prefill_attention", "72x72/", 520, _UNALIGNED_HEADS),
     AcceptedSpill("sm90", "decode_attention", "80x80/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "96x96/", 8, _FEW_REGISTERS),

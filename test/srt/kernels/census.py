@@ -34,7 +34,7 @@ from sglang.srt.layers.attention.triton_ops.extend_attention import extend_atten
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
-from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
+from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE, PrefixParts
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
@@ -369,7 +369,8 @@ def _attention(
             q, k = empty(100, heads, dim), empty(100, kv_heads, dim)
             v = k[..., :v_dim]
         starts = empty(9, dtype=torch.int32)
-        shared = [] if layer.get("sliding_window") else [PrefixParts.allocate(3, 100, starts[:1], heads, v_dim)]
+        in_one = (dim, v_dim) in WHOLE or layer.get("sliding_window")
+        shared = [] if in_one else [PrefixParts.allocate(3, 100, starts[:1], heads, v_dim)]
         for tile in attention_tiles("extend_attention", dim, v_dim, dtype, arch.features):
             for prefix, parts in ((False, None), *((True, each) for each in (None, *shared))):
                 extend_attention_fwd(

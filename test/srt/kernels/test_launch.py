@@ -206,6 +206,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         arch=SimpleNamespace(num_sms=8),
         max_running_requests=4,
         verified_tokens=1,
+        kv_cache_dtype="auto",
         context_len=64,
     )
     log: list[tuple[str, Tile]] = []

@@ -28,6 +28,7 @@ from sglang.srt.layers.attention.triton_ops.latent_prompt import (
     gather_latents_kernel,
     latent_prompt_kernel,
 )
+from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE
 from sglang.srt.layers.triton_ops.fp4_rows import group_block
 
 OPS = ("extend_attention", "decode_attention", "prefill_attention", "latent_prompt_attention")
@@ -255,6 +256,8 @@ def describe(
     constexprs = {name: value for name, value in constexprs.items() if name in fn.arg_names}
     if "PDL" in fn.arg_names:
         constexprs["PDL"] = False
+    if head_dims in WHOLE:
+        flags = tuple(flag for flag in flags if flag != "HAS_PARTS")
     for name in fn.arg_names:
         if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
             constexprs[name] = name in flags

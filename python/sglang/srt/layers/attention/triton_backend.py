@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
-from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts, count_parts
+from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE, PrefixParts, count_parts
 
 if TYPE_CHECKING:
     from sglang.srt.kernels.launch import TileLadder
@@ -230,7 +230,8 @@ class TritonExtend:
         """whole: the cache has all tokens, also those of guesses; else `shared_tokens` attends to these itself."""
         self.shape, self.num_sms = shape, plan.arch.num_sms
         self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
-        self.shares_prefixes = whole and not plan.kv_cache_dtype.startswith("fp4")
+        has_registers = (shape.head_dim, shape.v_head_dim) not in WHOLE
+        self.shares_prefixes = whole and has_registers and not plan.kv_cache_dtype.startswith("fp4")
         self.guesses: TritonGuesses | None = None
         if whole and plan.verified_tokens > 1 and plan.choices["decode_attention"].name == "triton":
             self.guesses = TritonGuesses(plan, shape, device)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+WHOLE = ((80, 80), (96, 96))
+"""Head dims (of keys, of values) whose prefixes are not shared out: their tile has no registers left for it."""
 MOST_PARTS = 16
 LEAST_PART = 4096
 """Tokens of a part, at least: what is written and read again of a part is then below a hundredth of what it reads."""
