@@ -7,7 +7,8 @@ Three kinds of steps have graphs, each with arrays of its own at fixed addresses
     decode      one token of each request; the graph also writes the new cache slots into the tables
     verify      2 to k tokens of each request, where steps bring guesses
     prompts     a short prompt computes faster than the host can launch a model's kernels one by one; with and without
-                requests that decode in the same step. Chunks up to the end of a prompt's last image have no graph
+                requests that decode in the same step. Chunks up to the end of a prompt's last image have no graph, nor
+                have prompts behind a prefix so long that several programs share it
 
 With a drafter each of them has a second graph, which follows the sampling: what stands of the step, and new guesses.
 
