@@ -71,13 +71,13 @@ def _attend(
 )
 def extend_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, prefix_lens_ptr,
-    start_loc_ptr, sinks_ptr, mask_ptr, mask_offsets_ptr, part_o_ptr, part_lse_ptr, num_seqs, num_blocks,
-    num_kv_heads, num_parts, scale, k_scale, v_scale, cap, window, stride_qt, stride_qh, stride_kt, stride_kh,
-    stride_vt, stride_vh, stride_ot, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP:
-    tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_PREFIX:
-    tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
-    V_IN_K: tl.constexpr, HAS_PARTS: tl.constexpr,
+    start_loc_ptr, sinks_ptr, mask_ptr, mask_offsets_ptr, part_o_ptr, part_lse_ptr, num_seqs, num_blocks, num_kv_heads,
+    num_parts, scale, k_scale, v_scale, cap, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    stride_ot, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_PREFIX: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
     carry log2(e). Grid: (num_blocks * Hkv,). HAS_PARTS: num_parts programs share a block, and the results are part_o
