@@ -219,7 +219,7 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits) -> Predicted:
 def _experts(op: Experts, arch: ArchTraits) -> Predicted:
     if few_pairs(op.pairs, op.num_experts):
         return Predicted(streamed_seconds(of_pairs(op, arch), arch), 0.2, "chosen experts streamed, pair by pair")
-    shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias)
+    shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias, op.gate)
     tiles = map(dict, band_of(_expert_bands(shape, arch), op.tokens).tiles)
     seconds, known = 0.0, True
     for kind, tile in zip(KINDS, tiles, strict=True):
@@ -240,7 +240,7 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
 
 @functools.cache
 def _expert_bands(shape: MoeShape, arch: ArchTraits) -> Bands:
-    weights = ((2 * shape.intermediate, shape.hidden, shape.bias), (shape.hidden, shape.intermediate, shape.bias))
+    weights = (((1 + shape.gate) * shape.intermediate, shape.hidden, shape.bias), (shape.hidden, shape.intermediate, shape.bias))
     numbers = (shape.num_experts, shape.top_k, 1)
     need = Need("fused_moe", quant=shape.scheme, shapes=weights, experts=numbers)
     return triton_bands(need, arch).by_shape[None]
