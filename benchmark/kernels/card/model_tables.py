@@ -165,7 +165,8 @@ def published(configs: Path) -> Iterator[str]:
         theirs, left = _theirs(rows, step, entry)
         where = " (H200)" if entry.arch == H200 else ""
         yield (
-            f"| {names.get(entry.config, entry.config)}{where} | {entry.cards} | {entry.batch} | {entry.tokens_per_second:,.0f} |"
+            f"| {names.get(entry.config, entry.config)}{where} | {entry.cards} | {entry.batch} |"
+            f" {entry.tokens_per_second:,.0f} |"
             f" {speeds[0]:,.0f} | {speeds[1]:,.0f} - {speeds[2]:,.0f} | {speeds[0] / entry.tokens_per_second:.2f} |"
             f" {theirs} | {left} | {entry.what} |"
         )

@@ -133,7 +133,9 @@ def experts(source: Source) -> Tables:
     rows = even(source.rows("moe/*/*/moe_perf.parquet"))
     rows = rows.assign(release=rows.framework.str.split("/").str[1])
     rows = rows[rows.inter % 32 == 0]  # other rows are not aligned: they take ten times as long
-    rows = rows[[gated(e, k) or r != "0.5.10" for e, k, r in zip(rows.num_experts, rows.topk, rows.release, strict=True)]]
+    rows = rows[
+        [gated(e, k) or r != "0.5.10" for e, k, r in zip(rows.num_experts, rows.topk, rows.release, strict=True)]
+    ]
     others, rows = rows, rows[rows.framework.str.startswith("sglang")]
     grids: Tables = {}
     for form, kind in EXPERT_FORMS.items():
@@ -178,7 +180,9 @@ def _of_others(form: str, others: Any, ours: Any) -> Tables:
             if tuple(key) in timed or (form == "bf16" and gated(count, top_k)):
                 continue
             timed.add(tuple(key))
-            alike = ratios[[gated(e, k) == gated(count, top_k) for e, k in zip(ratios.num_experts, ratios.topk, strict=True)]]
+            alike = ratios[
+                [gated(e, k) == gated(count, top_k) for e, k in zip(ratios.num_experts, ratios.topk, strict=True)]
+            ]
             known = alike if len(alike) else ratios
             factor = numpy.exp(known.groupby("num_tokens").latency.mean())
             scaled = family.assign(latency=family.latency * family.num_tokens.map(factor).fillna(1.0))

@@ -246,7 +246,10 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
 
 @functools.cache
 def _expert_bands(shape: MoeShape, arch: ArchTraits) -> Bands:
-    weights = (((1 + shape.gate) * shape.intermediate, shape.hidden, shape.bias), (shape.hidden, shape.intermediate, shape.bias))
+    weights = (
+        ((1 + shape.gate) * shape.intermediate, shape.hidden, shape.bias),
+        (shape.hidden, shape.intermediate, shape.bias),
+    )
     numbers = (shape.num_experts, shape.top_k, 1)
     need = Need("fused_moe", quant=shape.scheme, shapes=weights, experts=numbers)
     return triton_bands(need, arch).by_shape[None]

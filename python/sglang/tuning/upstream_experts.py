@@ -79,10 +79,10 @@ Each alone is not told by the data."""
 
 
 SUM = 4e-6
-"""The launch of the last sum, with what waits for it: where a token has one expert, the second product writes the result
-itself. Told by layers with top 1: they take 3.5 to 5 us less in bf16, and 6 to 11 less in FP8 blocks."""
-HELD = replace(SHARED, warm_mb=120.0, warm_width=0.25)
-"""Weights of experts up to 120 MB are in the L2 (128 MiB) when a graph is replayed: keys of attention only up to 102."""
+"""The launch of the last sum, with what waits for it: where a token has one expert, the second product writes the
+result itself. Told by layers with top 1: they take 3.5 to 5 us less in bf16, and 6 to 11 less in FP8 blocks."""
+WEIGHTS = replace(SHARED, warm_mb=120.0, warm_width=0.25)
+"""Weights of experts up to 120 MB are in the L2 (128 MiB) when a graph is replayed: keys of attention up to 102."""
 
 
 def predict(layer: ExpertLayer, arch: ArchTraits, constants: Constants, side: SideKernels) -> float:
@@ -93,7 +93,7 @@ def predict(layer: ExpertLayer, arch: ArchTraits, constants: Constants, side: Si
 
 def predict_replayed(layer: ExpertLayer, arch: ArchTraits, constants: Constants, side: SideKernels) -> float:
     """Seconds, again and again with the same weights and routing, so that small weights are in the L2."""
-    missed = from_memory_share(weight_bytes(layer), HELD)
+    missed = from_memory_share(weight_bytes(layer), WEIGHTS)
     cold = predict(layer, arch, constants, side) if missed else 0.0
     if missed == 1.0:
         return cold
