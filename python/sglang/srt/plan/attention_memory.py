@@ -53,8 +53,9 @@ class AttentionSizes:
 
 
 def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
-    """Returns the bytes that the backends of prefill and of decode allocate; one backend may serve both."""
-    backends = {choice.name: choice for op, choice in choices.items() if op in ("extend_attention", "decode_attention")}
+    """Returns the bytes that the backends of prompts and of decode allocate; one backend may serve several."""
+    ops = ("long_prompt_attention", "extend_attention", "decode_attention")
+    backends = {choice.name: choice for op, choice in choices.items() if op in ops}
     decode = choices.get("decode_attention")
     if decode is not None:
         backends[decode.name] = decode

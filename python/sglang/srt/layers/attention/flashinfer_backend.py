@@ -69,6 +69,12 @@ class FlashInferAttnBackend:
     def extend_builder(self, site: AttentionSite) -> FlashInferExtend:
         return FlashInferExtend(_SiteOptions(self._plan, site), self._workspace)
 
+    def long_prompt_builder(self, site: AttentionSite) -> FlashInferExtend:
+        """Implements LongPromptBackend."""
+        builder = self.extend_builder(site)
+        builder.warm_up()
+        return builder
+
 
 class _SiteOptions:
     """Options that the wrappers of one site are planned with."""
@@ -120,14 +126,17 @@ class FlashInferExtend:
     in_graphs = False
 
     def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
-        self.site = site
+        self.site, self.device = site, workspace.device
         wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self.wrapper = _planned(wrapper, workspace, _plan_lists(workspace.device))
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferExtendMetadata:
         assert causal, "plan.needs asks for no other"
-        pages = self.site.pages(rows)
-        qo_indptr = np.concatenate(([0], np.cumsum(rows.new_lens_cpu))).astype(np.int32)
+        self._plan(rows.new_lens_cpu, self.site.pages(rows))
+        return FlashInferExtendMetadata(self, sum(rows.new_lens_cpu))
+
+    def _plan(self, new_lens: Sequence[int], pages: Pages) -> None:
+        qo_indptr = np.concatenate(([0], np.cumsum(new_lens))).astype(np.int32)
         self.wrapper.plan(
             torch.from_numpy(qo_indptr),
             pages.indptr,
@@ -137,7 +146,18 @@ class FlashInferExtend:
             causal=True,
             **self.site.options,
         )
-        return FlashInferExtendMetadata(self, int(qo_indptr[-1]))
+
+    def warm_up(self) -> None:
+        """Attends to a token of zeros, for which FlashInfer may have to compile. Raises whatever goes wrong."""
+        site, device = self.site, self.device
+        num_heads, num_kv_heads, head_dim, page_size = site.shape
+        ends = torch.tensor([0, 1], dtype=torch.int32)
+        self._plan([1], Pages(ends, ends[1:].clone(), torch.zeros(1, dtype=torch.int32, device=device)))
+        q = torch.zeros((1, num_heads, head_dim), dtype=site.options["q_data_type"], device=device)
+        cache = torch.zeros((1, page_size, num_kv_heads, head_dim), dtype=site.options["kv_data_type"], device=device)
+        self.wrapper.run(q, (cache, cache), k_scale=1.0, v_scale=1.0, out=torch.empty_like(q))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
         return 1
