@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 256 << 20
 PLAN_BYTES = 8 << 20
 """Size in bytes of the lists that a planner makes; each wrapper has as much pinned memory."""
+CHECKED_TOKENS = 200
+CHECK_BOUND = 0.02
+"""Of a right result: probabilities are rounded to the queries' type, or in some kernels to float8."""
 TENSOR_CORE_GROUP = 4
 """Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
 
@@ -72,7 +75,7 @@ class FlashInferAttnBackend:
     def long_prompt_builder(self, site: AttentionSite) -> FlashInferExtend:
         """Implements LongPromptBackend."""
         builder = self.extend_builder(site)
-        builder.warm_up()
+        builder.check()
         return builder
 
 
@@ -84,9 +87,10 @@ class _SiteOptions:
         self.table, self.window = row_tables(plan.caches).index(site.lifetime), site.window
         self.page_size, self.head_dim = plan.page_size, shape.head_dim
         self.shape = (shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.page_size)
+        self.cache_dtype = storage_dtype(plan.kv_cache_dtype)
         self.options = {
             "q_data_type": getattr(torch, plan.dtype),
-            "kv_data_type": storage_dtype(plan.kv_cache_dtype),
+            "kv_data_type": self.cache_dtype,
             "window_left": site.window - 1,  # -1: all tokens
         }
         most_tokens = min(plan.context_len, site.window + plan.page_size - 1) if site.window else plan.context_len
@@ -147,17 +151,29 @@ class FlashInferExtend:
             **self.site.options,
         )
 
-    def warm_up(self) -> None:
-        """Attends to a token of zeros, for which FlashInfer may have to compile. Raises whatever goes wrong."""
-        site, device = self.site, self.device
-        num_heads, num_kv_heads, head_dim, page_size = site.shape
-        ends = torch.tensor([0, 1], dtype=torch.int32)
-        self._plan([1], Pages(ends, ends[1:].clone(), torch.zeros(1, dtype=torch.int32, device=device)))
-        q = torch.zeros((1, num_heads, head_dim), dtype=site.options["q_data_type"], device=device)
-        cache = torch.zeros((1, page_size, num_kv_heads, head_dim), dtype=site.options["kv_data_type"], device=device)
-        self.wrapper.run(q, (cache, cache), k_scale=1.0, v_scale=1.0, out=torch.empty_like(q))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def check(self) -> None:
+        """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
+        RuntimeError if the result is not that of plain torch."""
+        num_heads, num_kv_heads, head_dim, page_size = self.site.shape
+        dtype, device = self.site.options["q_data_type"], self.device
+        new, num_pages = 24, 1 + -(-CHECKED_TOKENS // page_size)
+        count = num_pages * page_size - page_size + 1  # one on the last page
+        last, ends = torch.ones(1, dtype=torch.int32), torch.tensor([0, num_pages], dtype=torch.int32)
+        self._plan([new], Pages(ends, last, torch.arange(num_pages, dtype=torch.int32, device=device)))
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        k, v = (torch.randn(shape, generator=generator, device=device).to(self.site.cache_dtype) for _ in range(2))
+        q = torch.randn((new, num_heads, head_dim), generator=generator, device=device).to(dtype)
+        out = torch.empty_like(q)
+        self.wrapper.run(q, (k, v), k_scale=1.0, v_scale=1.0, out=out)
+        group = num_heads // num_kv_heads
+        keys, values = (x.flatten(0, 1)[:count].float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("thd,shd->hts", q.float(), keys) * head_dim**-0.5
+        unseen = torch.arange(count, device=device) > torch.arange(count - new, count, device=device)[:, None]
+        wanted = torch.einsum("hts,shd->thd", scores.masked_fill(unseen, -torch.inf).softmax(-1), values)
+        error = float((out.float() - wanted).norm() / wanted.norm())
+        if not error < CHECK_BOUND:
+            raise RuntimeError(f"its attention is wrong by {error:.3f} of the result")
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
         return 1
