@@ -41,6 +41,7 @@ from sglang.srt.model_executor.step import (
     no_prompts,
     step_arrays,
 )
+from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.model_executor.step_output import StepOutput
 from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
@@ -112,6 +113,8 @@ class ModelRunner:
         of_groups = None
         if groups.dp.size > 1:
             of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups)
+        self.halves = StepHalves.of_plan(plan, self.state, groups)
+        """Steps that run as two halves; they have no graph."""
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
         self.token_receiver = None if self.samples else TokenReceiver(self.pp_tokens, self.state)
         self.graphs: GraphRunner | None = None
@@ -257,7 +260,8 @@ class ModelRunner:
             loads.before(FIRST)  # states that the tables' update copies
         if self.groups.dp.size > 1 and step.groups is None:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
-        shape = None if graphs is None else graphs.shape_of(step)
+        cut = None if self.halves is None else self.halves.cut_of(step)
+        shape = None if graphs is None or cut is not None else graphs.shape_of(step)
         if shape is not None and shape.has_prompts and step.prompts is None:  # other attention groups have some
             assert step.groups is not None
             idle = step.groups.idle[self.groups.dp.rank]
@@ -267,14 +271,18 @@ class ModelRunner:
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(arrays, shape_of(step), step)
+        batch = self.state.batch(arrays, shape_of(step), step, attends=cut is None or self.drafter is not None)
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = self._exchange(step.groups)
             padded = step.groups.padded_sampled(self.groups.attention.size)
             sampled_rows = RowExchange(self.groups, padded, exact=True)
         batch.loads = loads
-        hidden = self.model(batch)
+        if cut is None:
+            hidden = self.model(batch)
+        else:
+            assert self.halves is not None
+            hidden = self.halves.compute(batch, self.halves.batches(step, cut, loads))
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

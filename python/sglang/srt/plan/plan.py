@@ -39,6 +39,7 @@ from sglang.srt.plan.memory import (
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, with_pages
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
+from sglang.srt.plan.halves import HalvesRule, halves_rule
 from sglang.srt.plan.quantized_sums import QuantizedSumRule, quantized_sum_rule
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
@@ -95,6 +96,7 @@ class Plan:
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
     quantized_sums: QuantizedSumRule | None = None  # over ranks
+    halves: HalvesRule | None = None  # which steps run as two
     shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
@@ -203,6 +205,7 @@ class Plan:
             **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
             **({"draft": self.draft.describe()} if self.draft is not None else {}),
             **({"quantized_sums": str(self.quantized_sums)} if self.quantized_sums is not None else {}),
+            **({"two_halves": str(self.halves)} if self.halves is not None else {}),
             "page_size": self.page_size,
             **({"selection": self.selection} if self.selection else {}),
             **self._sizes(),
@@ -256,6 +259,8 @@ class Plan:
             logger.info("Stage %d: %s", number, stage)
         if self.quantized_sums is not None:
             logger.info("Sums over ranks: %s", self.quantized_sums)
+        if self.halves is not None:
+            logger.info("Steps with prompts as two halves: %s", self.halves)
         logger.info(self.memory.log_line())
         if self.host_cache is not None:
             logger.info("Prefixes in main memory: %s", self.host_cache)
@@ -346,6 +351,9 @@ def make_plan(
             None if links is None else links.topology,
             stage.model.hidden_size,
             sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
+        ),
+        halves=halves_rule(
+            args, None if links is None else links.topology, trial.description, trial.chosen.by_key()
         ),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
@@ -545,4 +553,5 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
         ranks.attn_dp_size,
         ranks.dp_lm_head,
         args.enable_quantized_all_reduce,
+        "off" if args.disable_two_batch_overlap else "on" if args.enable_two_batch_overlap else "auto",
     )
