@@ -33,7 +33,7 @@ from sglang.tuning.steps import (
     unserved_ops,
 )
 
-SLOWDOWN = 1.10
+SLOWDOWN = 1.1
 """A guess, not measured: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
 
 
@@ -89,14 +89,14 @@ def stretches(
     model: ModelDescription, serving: Serving, step: Step, unserved: frozenset[str], arch: ArchTraits
 ) -> list[Stretch]:
     """The step up to its last hidden states; the last stretch has no sum."""
-    rows, found, compute = _rows(model, serving, step, unserved, arch), [], 0.0
-    for row in rows:
+    before_sums, compute = [], 0.0
+    for row in _rows(model, serving, step, unserved, arch):
         if isinstance(row.op, AllReduce):
-            found.append(Stretch(compute, row.seconds))
+            before_sums.append(Stretch(compute, row.seconds))
             compute = 0.0
         else:
             compute += row.seconds
-    return [*found, Stretch(compute, 0.0)]
+    return [*before_sums, Stretch(compute, 0.0)]
 
 
 def in_turns(first: Sequence[Stretch], second: Sequence[Stretch], slowdown: float = SLOWDOWN) -> float:

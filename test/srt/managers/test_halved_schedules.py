@@ -17,6 +17,7 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.turns import Turns
 from sglang.srt.layers import embedding
+from sglang.srt.model_executor import step_halves
 from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.plan.ranks import RankLayout
 from srt.models.harness import save_tiny
@@ -42,6 +43,8 @@ LAYOUTS = {
     "TP2 x PP2": RankLayout(2, pp_size=2),
 }
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
+CHUNK = 56
+"""Of several prompts, some of which end near its middle."""
 CELLS = {
     **dict.fromkeys(("TP2", "TP4"), tuple(MODELS)),
     "EP2": WITH_EXPERTS,
@@ -73,10 +76,11 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
     counts = Halved()
     with pytest.MonkeyPatch.context() as monkeypatch:
         counts.watch(monkeypatch)
+        monkeypatch.setattr(step_halves, "OFF_MIDDLE", 3)  # so that some of these short prompts stay whole
         for name, folder in folders.items():
             known: dict[str, list[int]] | None = None
             for mode in modes:
-                more = {"max_total_tokens": POOLS.get(name, POOL), **MODES[mode]}
+                more = {"max_total_tokens": POOLS.get(name, POOL), "chunked_prefill_size": CHUNK, **MODES[mode]}
                 counts.clear()
                 replayed = set[int]() if "graphs" in mode else None
                 guesses = known if "guesses" in mode else None
@@ -107,7 +111,7 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
             if "halves" not in mode:
                 assert not counts, where
                 continue
-            assert counts["steps"] > 5 and counts["mixed"] and counts["inside"] and counts["between"], where
+            assert counts["steps"] > 3 and counts["mixed"] and counts["inside"] and counts["between"], where
             assert counts["travelled"] >= 4 * counts["steps"], where
             assert got == results[mode.partition("halves")[0] + "whole"][0], where
 

@@ -132,7 +132,9 @@ class Turns:
         mine, first = self._sent[turn], self._sent[0]
         mine.append(what)
         if turn == 1 and (len(mine) > len(first) or first[len(mine) - 1] != what):
-            raise HalvesDiffer(f"the second half sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}")
+            raise HalvesDiffer(
+                f"the second half sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}"
+            )
         receive = self._lane.send(collective)
         other = 1 - turn
         if not self._ended[other]:

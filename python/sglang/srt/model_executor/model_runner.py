@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -223,6 +223,13 @@ class ModelRunner:
             yield
         finally:
             self.graphs = graphs
+
+    @contextmanager
+    def in_halves_from(self, least: int | None) -> Iterator[None]:
+        """Inside the block steps with prompts of so many tokens run as two halves, where the plan lets any; None: no
+        step does."""
+        with nullcontext() if self.halves is None else self.halves.from_tokens(least):
+            yield
 
     def _warm_up_prompts(self) -> None:
         """Compile what prompts too long for a graph need, with and without a cached prefix, on the padding slots."""

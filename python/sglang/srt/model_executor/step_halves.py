@@ -91,9 +91,10 @@ def halves_of(step: StepInput, cut: Cut) -> tuple[StepInput, StepInput]:
 class StepHalves:
     """Computes steps as two halves."""
 
-    def __init__(self, state: DeviceState, groups: Groups, least_tokens: int) -> None:
+    def __init__(self, state: DeviceState, groups: Groups, least_tokens: int | None) -> None:
         lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
         self.state, self.least_tokens = state, least_tokens
+        """None: no step runs as two."""
         self.turns = Turns(lane)
         for group in groups.of_layers:
             group.give_way_in(self.turns)
@@ -104,11 +105,13 @@ class StepHalves:
 
     def cut_of(self, step: StepInput) -> Cut | None:
         """Returns where the step is cut; None if it runs as one. All ranks answer alike."""
-        return cut_of(step) if step.prompts is not None and len(step.out_cache_loc) >= self.least_tokens else None
+        if self.least_tokens is None or step.prompts is None or len(step.out_cache_loc) < self.least_tokens:
+            return None
+        return cut_of(step)
 
     @contextmanager
-    def from_tokens(self, least: int) -> Iterator[None]:
-        """Inside the block steps of so many tokens run as two."""
+    def from_tokens(self, least: int | None) -> Iterator[None]:
+        """Inside the block steps of so many tokens run as two; None: no step does."""
         before, self.least_tokens = self.least_tokens, least
         try:
             yield
@@ -129,4 +132,3 @@ class StepHalves:
     def compute(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> torch.Tensor:
         """Final hidden states [T, H] of `batch`, as the model gives them."""
         return self.state.model.in_halves(batch, halves, self.turns)
-

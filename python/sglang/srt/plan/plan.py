@@ -26,6 +26,7 @@ from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
+from sglang.srt.plan.halves import HalvesRule, halves_rule
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
@@ -39,7 +40,6 @@ from sglang.srt.plan.memory import (
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, with_pages
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
-from sglang.srt.plan.halves import HalvesRule, halves_rule
 from sglang.srt.plan.quantized_sums import QuantizedSumRule, quantized_sum_rule
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
@@ -352,9 +352,7 @@ def make_plan(
             stage.model.hidden_size,
             sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
         ),
-        halves=halves_rule(
-            args, None if links is None else links.topology, trial.description, trial.chosen.by_key()
-        ),
+        halves=halves_rule(args, None if links is None else links.topology, trial.description, trial.chosen.by_key()),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
