@@ -22,8 +22,8 @@ from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.plan.ranks import RankLayout
 from srt.models.harness import save_tiny
 
-from .test_attention_groups import MODELS, POOL, POOLS
-from .test_parallel_schedules import Outcome, outcome
+from .test_attention_groups import MODELS
+from .test_parallel_schedules import POOL, Outcome, outcome
 
 ON: dict[str, Any] = {"enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
 EIGHT_BITS: dict[str, Any] = {"enable_quantized_all_reduce": "all", "quantized_all_reduce_min_bytes": 1}
@@ -80,7 +80,11 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
         for name, folder in folders.items():
             known: dict[str, list[int]] | None = None
             for mode in modes:
-                more = {"max_total_tokens": POOLS.get(name, POOL), "chunked_prefill_size": CHUNK, **MODES[mode]}
+                more = {
+                    "max_total_tokens": POOL if name != "compressed" else 2 * POOL,
+                    "chunked_prefill_size": CHUNK,
+                    **MODES[mode],
+                }
                 counts.clear()
                 replayed = set[int]() if "graphs" in mode else None
                 guesses = known if "guesses" in mode else None

@@ -28,7 +28,7 @@ class Band:
     reason: str
 
 
-def ranks_between(first: int, last: int) -> frozenset[int]:
+def _ranks(first: int, last: int) -> frozenset[int]:
     return frozenset(range(first, last + 1))
 
 
@@ -38,25 +38,25 @@ _CROSS = frozenset({Topology.CROSS_NUMA})
 _TWO_WAITS = "NCCL's bytes with two waits, where its ring has 2 (n - 1)"
 
 BANDS: tuple[Band, ...] = (
-    Band(_NVLINK, ranks_between(2, 2), "packed", 64 * KIB, "two H200s: 4.0 us for 64 KiB, one shot 4.6, NCCL 11.7"),
-    Band(_NVLINK, ranks_between(2, 2), "one_shot", 4 * MIB, "two H200s: 20.2 us for 4 MiB, two shots 21.4, NCCL 35.8"),
-    Band(_NVLINK, ranks_between(2, 2), "two_shot", 16 * MIB, "two H200s: 68.0 us for 16 MiB, NCCL 80.7"),
-    Band(_NVLINK, ranks_between(3, 4), "packed", 8 * KIB, "four H200s: 4.1 us for 4 KiB, one shot 4.5, NCCL 14.6"),
-    Band(_NVLINK, ranks_between(3, 4), "one_shot", 512 * KIB, "four H200s: 9.2 us for 512 KiB, two shots 10.9, NCCL 19.4"),
-    Band(_NVLINK, ranks_between(3, 4), "two_shot", 16 * MIB, "four H200s: 90 us for 16 MiB, NCCL 98"),
-    Band(_NVLINK, ranks_between(5, 8), "packed", 8 * KIB, "as four: one way across the link and no fence"),
-    Band(_NVLINK, ranks_between(5, 8), "one_shot", 256 * KIB, "predicted: one wait instead of two"),
-    Band(_NVLINK, ranks_between(5, 8), "two_shot", 8 * MIB, "predicted: 2 (n - 1) / n of the bytes instead of n - 1"),
-    Band(PCIE, ranks_between(2, 2), "packed", 32 * KIB, "one way across the link and no fence"),
+    Band(_NVLINK, _ranks(2, 2), "packed", 64 * KIB, "two H200s: 4.0 us for 64 KiB, one shot 4.6, NCCL 11.7"),
+    Band(_NVLINK, _ranks(2, 2), "one_shot", 4 * MIB, "two H200s: 20.2 us for 4 MiB, two shots 21.4, NCCL 35.8"),
+    Band(_NVLINK, _ranks(2, 2), "two_shot", 16 * MIB, "two H200s: 68.0 us for 16 MiB, NCCL 80.7"),
+    Band(_NVLINK, _ranks(3, 4), "packed", 8 * KIB, "four H200s: 4.1 us for 4 KiB, one shot 4.5, NCCL 14.6"),
+    Band(_NVLINK, _ranks(3, 4), "one_shot", 512 * KIB, "four H200s: 9.2 us for 512 KiB, two shots 10.9, NCCL 19.4"),
+    Band(_NVLINK, _ranks(3, 4), "two_shot", 16 * MIB, "four H200s: 90 us for 16 MiB, NCCL 98"),
+    Band(_NVLINK, _ranks(5, 8), "packed", 8 * KIB, "as four: one way across the link and no fence"),
+    Band(_NVLINK, _ranks(5, 8), "one_shot", 256 * KIB, "predicted: one wait instead of two"),
+    Band(_NVLINK, _ranks(5, 8), "two_shot", 8 * MIB, "predicted: 2 (n - 1) / n of the bytes instead of n - 1"),
+    Band(PCIE, _ranks(2, 2), "packed", 32 * KIB, "one way across the link and no fence"),
     Band(
-        PCIE, ranks_between(2, 2), "one_shot", 8 * MIB,
+        PCIE, _ranks(2, 2), "one_shot", 8 * MIB,
         "a card takes 55.9 us for 2 MiB and 207 us for 8 MiB, NCCL 72 and 244; level at 16 MiB",
     ),
-    Band(_LOCAL, ranks_between(3, 8), "packed", 16 * KIB, "predicted: twice the bytes cost less than a fence"),
-    Band(_LOCAL, ranks_between(3, 4), "two_shot", 2 * MIB, f"predicted: {_TWO_WAITS}"),
-    Band(_LOCAL, ranks_between(5, 8), "two_shot", 1 * MIB, f"predicted: {_TWO_WAITS}"),
-    Band(_CROSS, ranks_between(3, 8), "packed", 16 * KIB, "others' one shot across nodes: 7.5 us for 1 KiB, NCCL 24.1"),
-    Band(_CROSS, ranks_between(3, 8), "two_shot", 48 * KIB, "others' crossover across nodes, where a ring shares the link"),
+    Band(_LOCAL, _ranks(3, 8), "packed", 16 * KIB, "predicted: twice the bytes cost less than a fence"),
+    Band(_LOCAL, _ranks(3, 4), "two_shot", 2 * MIB, f"predicted: {_TWO_WAITS}"),
+    Band(_LOCAL, _ranks(5, 8), "two_shot", 1 * MIB, f"predicted: {_TWO_WAITS}"),
+    Band(_CROSS, _ranks(3, 8), "packed", 16 * KIB, "others' one shot across nodes: 7.5 us for 1 KiB, NCCL 24.1"),
+    Band(_CROSS, _ranks(3, 8), "two_shot", 48 * KIB, "others' crossover across nodes, where a ring shares the link"),
 )  # fmt: skip
 
 
@@ -74,11 +74,11 @@ PIECE_BYTES = 16 * MIB
 """What a quantized sum sends at once: workspaces and buffers are made for as much."""
 _HALF_THE_BYTES = "predicted: two waits and two conversions, and 0.52 of the bytes"
 QUANTIZED: tuple[QuantizedBand, ...] = (
-    QuantizedBand(_NVLINK, ranks_between(2, 8), 32 * MIB, f"{_HALF_THE_BYTES}, which take little over NVLink"),
-    QuantizedBand(PCIE, ranks_between(2, 2), 1 * MIB, _HALF_THE_BYTES),
-    QuantizedBand(_LOCAL, ranks_between(3, 8), 1 * MIB, _HALF_THE_BYTES),
+    QuantizedBand(_NVLINK, _ranks(2, 8), 32 * MIB, f"{_HALF_THE_BYTES}, which take little over NVLink"),
+    QuantizedBand(PCIE, _ranks(2, 2), 1 * MIB, _HALF_THE_BYTES),
+    QuantizedBand(_LOCAL, _ranks(3, 8), 1 * MIB, _HALF_THE_BYTES),
     QuantizedBand(
-        _CROSS, ranks_between(3, 8), 4 * MIB,
+        _CROSS, _ranks(3, 8), 4 * MIB,
         f"{_HALF_THE_BYTES}; but all pairs send between the nodes, where a ring has one: half of NCCL's time or more",
     ),
 )  # fmt: skip

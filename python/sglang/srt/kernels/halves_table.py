@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.all_reduce_table import PCIE, ranks_between
+from sglang.srt.kernels.all_reduce_table import PCIE
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,18 @@ class HalvesBand:
     reason: str
 
 
+_UP_TO_8, _TWO, _FOUR, _EIGHT = (frozenset(ranks) for ranks in (range(2, 9), (2,), (3, 4), range(5, 9)))
 _SUMS = "predicted: sums take longer than reading the weights once more"
 _EXPERTS = "predicted: sums take longer than reading the experts once more"
 
 HALVES: tuple[HalvesBand, ...] = (
-    HalvesBand(PCIE, ranks_between(2, 8), False, None, 1024, True, _SUMS),
-    HalvesBand(PCIE, ranks_between(2, 2), True, False, 8192, True, _EXPERTS),
-    HalvesBand(PCIE, ranks_between(2, 2), True, True, 8192, False, "predicted: nothing to gain beside eight bits"),
-    HalvesBand(PCIE, ranks_between(3, 4), True, False, 2048, True, _EXPERTS),
-    HalvesBand(PCIE, ranks_between(3, 4), True, True, 8192, True, _EXPERTS),
-    HalvesBand(PCIE, ranks_between(5, 8), True, False, 2048, True, _EXPERTS),
-    HalvesBand(PCIE, ranks_between(5, 8), True, True, 4096, True, _EXPERTS),
+    HalvesBand(PCIE, _UP_TO_8, False, None, 1024, True, _SUMS),
+    HalvesBand(PCIE, _TWO, True, False, 8192, True, _EXPERTS),
+    HalvesBand(PCIE, _TWO, True, True, 8192, False, "predicted: nothing to gain beside eight bits"),
+    HalvesBand(PCIE, _FOUR, True, False, 2048, True, _EXPERTS),
+    HalvesBand(PCIE, _FOUR, True, True, 8192, True, _EXPERTS),
+    HalvesBand(PCIE, _EIGHT, True, False, 2048, True, _EXPERTS),
+    HalvesBand(PCIE, _EIGHT, True, True, 4096, True, _EXPERTS),
 )  # fmt: skip
 
 
