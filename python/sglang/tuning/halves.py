@@ -71,9 +71,9 @@ def halved_seconds(
 ) -> float:
     """The seconds of a step of prompts as two halves."""
     unserved = unserved_ops(model, serving, arch)
-    halves = [stretches(model, serving, half, unserved, arch) for half in halves_of(step)]
+    first, second = (stretches(model, serving, half, unserved, arch) for half in halves_of(step))
     head = timed(head_ops(model, serving, step.batch), unserved, arch)
-    return in_turns(*halves, slowdown) + sum(row.seconds for row in head)
+    return in_turns(first, second, slowdown) + sum(row.seconds for row in head)
 
 
 def halves_of(step: Step) -> tuple[Step, Step]:
