@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
@@ -60,7 +60,13 @@ class StreamLane:
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
         stream = torch.cuda.current_stream()
-        return lambda: torch.cuda.stream(stream)
+
+        @contextmanager
+        def same_stream() -> Iterator[None]:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                yield
+
+        return same_stream
 
     def clear(self) -> None:
         pass
