@@ -48,7 +48,7 @@ class Stretch:
 def runs_in_halves(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> bool:
     """Returns whether a server computes the step as two halves there, its cards joined by PCIe or by NVLink."""
     prompt = not step.decodes and not step.verifies
-    whole = why_whole(serving.tp_size, serving.attn_dp_size, serving.dcp_size)
+    whole = why_whole(serving.tp_size, serving.dcp_size) or serving.attn_dp_size > 1
     if serving.two_batch == "off" or whole or not prompt:
         return False
     links = Topology.NVLINK if "nvlink" in arch.features else Topology.HOST_BRIDGE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang.srt.model_executor.step import MediaTokens, PromptTokens, StepInput
-from sglang.srt.model_executor.step_halves import ALIGNMENT, Cut, cut_of, halves_of
+from sglang.srt.model_executor.step import GroupSteps, MediaTokens, PromptTokens, StepInput
+from sglang.srt.model_executor.step_halves import ALIGNMENT, Cut, cut_groups, cut_of, halves_of
 
 
 def step_of(decodes: int, lens: list[int], prefixes: list[int] | None = None) -> StepInput:
@@ -82,3 +82,23 @@ def rows(step: StepInput) -> list[tuple[int, int, int, int]]:
         result += [(int(slot), int(prefix) + i, next(locs), next(ids)) for i in range(new)]
     assert next(locs, None) is None and next(ids, None) is None
     return result
+
+
+def test_groups_are_cut_together_and_one_without_a_cut_is_in_the_first_half() -> None:
+    """A prompt, requests that decode, and no work."""
+    decoding = step_of(3, [])
+    decoding.prompts = None
+    halves = cut_groups(GroupSteps.of([step_of(2, [200]), decoding, None]))
+    assert halves is not None
+    first, second = halves
+    assert first.idle == (False, False, True) and second.idle == (False, True, True)
+    assert first.num_tokens == [101, 3, 1] and second.num_tokens == [101, 1, 1]
+    assert first.steps[1] is decoding and rows(first.steps[0]) + rows(second.steps[0]) == rows(step_of(2, [200]))
+
+
+def test_groups_of_which_none_can_be_cut_or_one_verifies_guesses_compute_whole_steps() -> None:
+    decoding, verifying = step_of(3, []), step_of(1, [])
+    decoding.prompts = verifying.prompts = None
+    verifying.widths, verifying.width = np.full(1, 2, np.int32), 2
+    assert cut_groups(GroupSteps.of([decoding, None])) is None
+    assert cut_groups(GroupSteps.of([step_of(0, [200]), verifying])) is None

@@ -57,6 +57,7 @@ def plan_of(
         ("dense", Topology.HOST_BRIDGE, {"tp_size": 1}, None),
         ("dense", None, {}, None),
         ("dense", Topology.HOST_BRIDGE, {"attn_dp_size": 2}, None),
+        ("dense", Topology.HOST_BRIDGE, {"attn_dp_size": 2, "enable_two_batch_overlap": True}, 1024),
         ("latents", Topology.HOST_BRIDGE, {"dcp_size": 2}, None),
     ],
 )
@@ -73,7 +74,6 @@ def test_the_plan_decides(
     ("name", "flags", "says"),
     [
         ("dense", {"tp_size": 1}, "of which there is one"),
-        ("dense", {"attn_dp_size": 2}, "--attn-dp-size"),
         ("latents", {"dcp_size": 2}, "--dcp-size"),
         ("dense", {"disable_two_batch_overlap": True}, "contradict"),
     ],

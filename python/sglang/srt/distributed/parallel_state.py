@@ -93,7 +93,8 @@ class Group:
         """The collective's result. what, x: tell it from others; the halves of a step differ in rows alone."""
         if self._turns is None or not self._turns.under_way:
             return collective()
-        return self._turns.travel((what, self.size, x.dtype, x.shape[-1]), collective)
+        width = x.shape[-1] if x.dim() > 1 else 1
+        return self._turns.travel((what, self.size, x.dtype, width), collective)
 
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
         sums = self._quantized

@@ -215,8 +215,8 @@ class ModelRunner:
             loads.before(FIRST)  # states that the tables' update copies
         if self.groups.dp.size > 1 and step.groups is None:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
-        cut = None if self.halves is None else self.halves.cut_of(step)
-        shape = None if graphs is None or cut is not None else graphs.shape_of(step)
+        halves = None if self.halves is None else self.halves.halves_of(step)
+        shape = None if graphs is None or halves is not None else graphs.shape_of(step)
         if shape is not None and shape.has_prompts and step.prompts is None:  # other attention groups have some
             assert step.groups is not None
             idle = step.groups.idle[self.groups.dp.rank]
@@ -226,18 +226,17 @@ class ModelRunner:
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(arrays, shape_of(step), step, attends=cut is None or self.drafter is not None)
+        batch = self.state.batch(arrays, shape_of(step), step, attends=halves is None or self.drafter is not None)
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = RowExchange.of_step(self.groups, step.groups.num_tokens, self.device)
             padded = step.groups.padded_sampled(self.groups.attention.size)
             sampled_rows = RowExchange(self.groups, padded, exact=True)
         batch.loads = loads
-        if cut is None:
+        if self.halves is None or halves is None:
             hidden = self.model(batch)
         else:
-            assert self.halves is not None
-            hidden = self.halves.compute(batch, self.halves.batches(step, cut, loads))
+            hidden = self.halves.compute(batch, halves, loads)
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ import torch
 from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.distributed.turns import Lane, LateLane, StreamLane, Turns
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.mem_cache.layer_loads import LayerWaits
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
-from sglang.srt.model_executor.step import PromptTokens, StepInput, step_arrays
+from sglang.srt.model_executor.step import GroupSteps, PromptTokens, StepInput, step_arrays
 from sglang.srt.plan.plan import Plan
 from sglang.srt.utils.device_arrays import send
 
@@ -26,6 +27,9 @@ ALIGNMENT = 64
 """Prompts are cut at multiples of so many positions, if they are long enough: tiles and groups of tokens stay whole."""
 OFF_MIDDLE = 8
 """One of so many tokens of a step may lie between its middle and the end of a prompt at which it is cut."""
+
+
+Halves = tuple[StepInput, StepInput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Cut:
 def cut_of(step: StepInput) -> Cut | None:
     """Returns where the step is cut; None if it cannot be."""
     prompts = step.prompts
-    if prompts is None or prompts.media is not None or step.groups is not None:
+    if prompts is None or prompts.media is not None:
         return None
     total = len(step.out_cache_loc)
     ends = step.num_decodes + np.cumsum(prompts.extend_lens)
@@ -58,7 +62,22 @@ def cut_of(step: StepInput) -> Cut | None:
     return Cut(cut, tokens)
 
 
-def halves_of(step: StepInput, cut: Cut) -> tuple[StepInput, StepInput]:
+def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
+    """Returns the halves of the steps of all attention groups; None if they cannot be cut. A group whose step has no
+    place for a cut has all of it in the first half, and no work in the second one."""
+    if steps.has_media or any(step.widths is not None for step in steps.steps):
+        return None
+    first: list[StepInput | None] = []
+    second: list[StepInput | None] = []
+    for step, idle in zip(steps.steps, steps.idle, strict=True):
+        cut = None if idle else cut_of(step)
+        one, other = (None if idle else step, None) if cut is None else halves_of(step, cut)
+        first.append(one)
+        second.append(other)
+    return None if not any(second) else (GroupSteps.of(first), GroupSteps.of(second))
+
+
+def halves_of(step: StepInput, cut: Cut) -> Halves:
     """Returns the two halves. What a step is sampled by is not theirs."""
     prompts, count = step.prompts, step.num_decodes
     assert prompts is not None
@@ -93,7 +112,7 @@ class StepHalves:
 
     def __init__(self, state: DeviceState, groups: Groups, least_tokens: int | None) -> None:
         lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
-        self.state, self.least_tokens = state, least_tokens
+        self.state, self.groups, self.least_tokens = state, groups, least_tokens
         """None: no step runs as two."""
         self.turns = Turns(lane)
         for group in groups.of_layers:
@@ -103,11 +122,19 @@ class StepHalves:
     def of_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> StepHalves | None:
         return None if plan.halves is None else cls(state, groups, plan.halves.least_tokens)
 
-    def cut_of(self, step: StepInput) -> Cut | None:
-        """Returns where the step is cut; None if it runs as one. All ranks answer alike."""
-        if self.least_tokens is None or step.prompts is None or len(step.out_cache_loc) < self.least_tokens:
+    def halves_of(self, step: StepInput) -> Halves | None:
+        """Returns the halves of a step; None if it runs as one. All ranks answer alike."""
+        num_tokens = len(step.out_cache_loc) if step.groups is None else sum(step.groups.num_tokens)
+        if self.least_tokens is None or num_tokens < self.least_tokens:
             return None
-        return cut_of(step)
+        if step.groups is None:
+            cut = cut_of(step)
+            return None if cut is None else halves_of(step, cut)
+        groups = cut_groups(step.groups)
+        if groups is None:
+            return None
+        first, second = (replace(half.steps[self.groups.dp.rank], groups=half) for half in groups)
+        return first, second
 
     @contextmanager
     def from_tokens(self, least: int | None) -> Iterator[None]:
@@ -118,17 +145,16 @@ class StepHalves:
         finally:
             self.least_tokens = before
 
-    def batches(self, step: StepInput, cut: Cut, loads: LayerWaits | None) -> tuple[ForwardBatch, ForwardBatch]:
-        """Returns the halves for the model. loads: of the whole step; the first half comes to each layer first."""
-        first, second = (self._batch(half, loads) for half in halves_of(step, cut))
-        return first, second
+    def compute(self, batch: ForwardBatch, halves: Halves, loads: LayerWaits | None) -> torch.Tensor:
+        """Final hidden states [T, H] of `batch`, as the model gives them. loads: of the whole step; the first half
+        comes to each layer first."""
+        first, second = (self._batch(half, loads) for half in halves)
+        return self.state.model.in_halves(batch, (first, second), self.turns)
 
     def _batch(self, half: StepInput, loads: LayerWaits | None) -> ForwardBatch:
         arrays = send(self.state.device, **step_arrays(half))
         batch = self.state.batch(arrays, shape_of(half), half)
         batch.loads = loads
+        if half.groups is not None:
+            batch.exchange = RowExchange.of_step(self.groups, half.groups.num_tokens, self.state.device)
         return batch
-
-    def compute(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> torch.Tensor:
-        """Final hidden states [T, H] of `batch`, as the model gives them."""
-        return self.state.model.in_halves(batch, halves, self.turns)

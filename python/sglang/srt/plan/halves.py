@@ -40,9 +40,9 @@ def halves_rule(
     if args.disable_two_batch_overlap:
         return None
     band = halves_from(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
-    if not args.enable_two_batch_overlap and not band.unasked:
-        return None
-    problem = why_whole(args.tp_size, args.attn_dp_size, args.dcp_size) or _of_attention(choices)
+    if not args.enable_two_batch_overlap and not (band.unasked and args.attn_dp_size == 1):
+        return None  # of groups of requests nothing is predicted: their rows meet padded, more so in halves
+    problem = why_whole(args.tp_size, args.dcp_size) or _of_attention(choices)
     if problem and args.enable_two_batch_overlap:
         raise UserError(f"{FLAG}: {problem}")
     if problem:
@@ -56,12 +56,10 @@ def has_experts(model: ModelDescription) -> bool:
     return any(isinstance(layer.ffn, MoE) for layer in model.layers)
 
 
-def why_whole(tp_size: int, attn_dp_size: int, dcp_size: int) -> str:
+def why_whole(tp_size: int, dcp_size: int) -> str:
     """Returns why ranks laid out so compute every step as one; "" if they need not."""
     if tp_size == 1:
         return "sums travel over the ranks of --tp-size, of which there is one"
-    if attn_dp_size > 1:
-        return "with --attn-dp-size each group would cut requests of its own, and rows of all groups come together"
     if dcp_size > 1:
         return "with --dcp-size attention itself exchanges, for requests that decode alone, so that halves would differ"
     return ""
