@@ -92,7 +92,7 @@ def test_groups_are_cut_together_and_one_without_a_cut_is_in_the_first_half() ->
     assert halves is not None
     first, second = halves
     assert first.idle == (False, False, True) and second.idle == (False, True, True)
-    assert first.num_tokens == [101, 3, 1] and second.num_tokens == [101, 1, 1]
+    assert first.num_tokens == [66, 3, 1] and second.num_tokens == [136, 1, 1]
     assert first.steps[1] is decoding and rows(first.steps[0]) + rows(second.steps[0]) == rows(step_of(2, [200]))
 
 
