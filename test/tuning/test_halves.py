@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,11 +24,14 @@ MODELS: dict[bool, dict[int, tuple[str, ...]]] = {
 }
 """Models with experts and without, by ranks."""
 CHUNKS = (2048, 4096, 8192)
+QUICK = {(False, 2, False), (True, 8, True)}
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.thorough] * (case not in QUICK))
+    for case in itertools.product((False, True), (2, 4, 8), (False, True))
+]
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("experts", "ranks", "eight_bits"), CASES)
 def test_halves_are_predicted_to_gain_where_no_flag_asks_for_them(
     experts: bool, ranks: int, eight_bits: bool, tmp_path: Path
 ) -> None:
