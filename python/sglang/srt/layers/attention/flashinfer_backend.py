@@ -8,6 +8,7 @@ that the new tokens see and no others. Layers must have neither logit caps nor s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -124,24 +125,26 @@ def _plan_lists(device: torch.device) -> torch.Tensor:
 
 
 class FlashInferExtend:
-    """Implements ExtendBuilder."""
+    """Implements ExtendBuilder. Two wrappers take turns: both halves of a step that runs as two (`plan.halves`) are
+    planned before either attends."""
 
     plans_on_host = True
     in_graphs = False
 
     def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
         self.site, self.device = site, workspace.device
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        self.wrapper = _planned(wrapper, workspace, _plan_lists(workspace.device))
+        wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(2)]
+        self._wrappers = itertools.cycle([_planned(each, workspace, _plan_lists(self.device)) for each in wrappers])
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferExtendMetadata:
         assert causal, "plan.needs asks for no other"
-        self._plan(rows.new_lens_cpu, self.site.pages(rows))
-        return FlashInferExtendMetadata(self, sum(rows.new_lens_cpu))
+        wrapper = self._plan_next(rows.new_lens_cpu, self.site.pages(rows))
+        return FlashInferExtendMetadata(self.site, wrapper, sum(rows.new_lens_cpu))
 
-    def _plan(self, new_lens: Sequence[int], pages: Pages) -> None:
+    def _plan_next(self, new_lens: Sequence[int], pages: Pages) -> PlannedWrapper:
+        wrapper = next(self._wrappers)
         qo_indptr = np.concatenate(([0], np.cumsum(new_lens))).astype(np.int32)
-        self.wrapper.plan(
+        wrapper.plan(
             torch.from_numpy(qo_indptr),
             pages.indptr,
             pages.indices,
@@ -150,6 +153,7 @@ class FlashInferExtend:
             causal=True,
             **self.site.options,
         )
+        return wrapper
 
     def check(self) -> None:
         """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
@@ -159,13 +163,13 @@ class FlashInferExtend:
         new, num_pages = 24, 1 + -(-CHECKED_TOKENS // page_size)
         count = num_pages * page_size - page_size + 1  # one on the last page
         last, ends = torch.ones(1, dtype=torch.int32), torch.tensor([0, num_pages], dtype=torch.int32)
-        self._plan([new], Pages(ends, last, torch.arange(num_pages, dtype=torch.int32, device=device)))
+        wrapper = self._plan_next([new], Pages(ends, last, torch.arange(num_pages, dtype=torch.int32, device=device)))
         generator = torch.Generator(device).manual_seed(0)
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         k, v = (torch.randn(shape, generator=generator, device=device).to(self.site.cache_dtype) for _ in range(2))
         q = torch.randn((new, num_heads, head_dim), generator=generator, device=device).to(dtype)
         out = torch.empty_like(q)
-        self.wrapper.run(q, (k, v), k_scale=1.0, v_scale=1.0, out=out)
+        wrapper.run(q, (k, v), k_scale=1.0, v_scale=1.0, out=out)
         group = num_heads // num_kv_heads
         keys, values = (x.flatten(0, 1)[:count].float().repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("thd,shd->hts", q.float(), keys) * head_dim**-0.5
@@ -181,14 +185,15 @@ class FlashInferExtend:
 
 @dataclass(slots=True)
 class FlashInferExtendMetadata:
-    builder: FlashInferExtend
+    site: _SiteOptions
+    wrapper: PlannedWrapper
     num_tokens: int
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
         first = len(q) - self.num_tokens
-        self.builder.site.run(self.builder.wrapper, q[first:], layer, out[first:])
+        self.site.run(self.wrapper, q[first:], layer, out[first:])
 
 
 class FlashInferDecode:
