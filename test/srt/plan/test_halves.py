@@ -20,6 +20,7 @@ ARCH = arch_by_name("rtx-pro-6000-server")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "wide heads": ("qwen3", {"head_dim": 64}),
+    "long heads": ("qwen3", {"head_dim": 128}),
     "experts": ("qwen3_moe", {}),
     "latents": ("deepseek_v3", {}),
 }
@@ -94,6 +95,12 @@ def test_flashinfers_attention_computes_whole_steps(folders: dict[str, Path]) ->
     assert plan_of(folders["wide heads"], **flags).halves is None
     with pytest.raises(UserError, match="plan of one step"):
         plan_of(folders["wide heads"], enable_two_batch_overlap=True, **flags)
+
+
+def test_flashinfers_attention_of_long_prompts_computes_halves(folders: dict[str, Path]) -> None:
+    """It has a plan for either."""
+    plan = plan_of(folders["long heads"], packages=("triton", "flashinfer"), dtype="bfloat16")
+    assert plan.halves is not None and plan.choices["long_prompt_attention"].name == "flashinfer"
 
 
 @pytest.mark.parametrize(
