@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.managers.scheduler import media_steps
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -35,6 +37,7 @@ from .media_harness import (
     Prompt,
     ReferenceEncoder,
     add_mtp,
+    again_in_graphs,
     args_of,
     greedy,
     media_request,
@@ -336,14 +339,37 @@ def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch
 
 
 def test_in_graphs(seeing: Seeing) -> None:
-    """Steps behind the images run in graphs, those with images do not."""
+    """Steps with images and steps behind these."""
     scheduler = seeing.scheduler(chunked_prefill_size=24)
-    with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
-    with in_graphs(scheduler.runner, GraphSizes((1, 2, 4, 8), (8, 32), (0, 4))) as replays:
-        late = one_image(3).text(40, 9)
-        seeing.check(scheduler, one_image(1), late, three_images())
-    assert all(step.prompts is None or step.prompts.media is None for step in replays)
-    assert any(step.prompts is not None for step in replays) and any(step.prompts is None for step in replays)
+    again_in_graphs(scheduler, lambda one: seeing.check(one, one_image(1), one_image(3).text(40, 9), three_images()))
+
+
+def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
+    """Beside two requests that decode, whose positions and embeddings stay their own."""
+    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), three_images()
+    first = 16 if seeing.name in BOTH_WAYS else 3
+
+    def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
+        outcomes = []
+        for chunk in range(first, len(prompt.ids), 1):
+            scheduler._chunk, collector = chunk, Collector()
+            for number in range(2):
+                text = Prompt().text(4, number).ids
+                add(
+                    scheduler,
+                    request(f"t{number}", text, 4 + len(prompt.ids) // chunk, temperature=0.0, ignore_eos=True),
+                )
+            scheduler.step()
+            add(scheduler, media_request("seen", prompt, seeing.folder, 3))
+            run_to_end(scheduler, collector)
+            outcomes.append(collector.tokens)
+            assert scheduler.flush_cache()
+        return outcomes
+
+    eager = play(scheduler)
+    assert eager[0]["seen"] == greedy(seeing.model, prompt, eager[0]["seen"])
+    assert all(outcome["seen"] == eager[0]["seen"] for outcome in eager)
+    assert again_in_graphs(scheduler, play) == eager
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma4"])
@@ -404,7 +430,9 @@ def test_mtp_drafts_and_their_positions(tmp_path: Path, monkeypatch: pytest.Monk
     for batch in batches:
         positions = batch.positions.numpy()
         want = np.concatenate([media.positions_of(p, p + 1) for p in positions.tolist()], axis=1)
-        here = np.broadcast_to(batch.rotary_positions.numpy(), want.shape)
+        turning = batch.rotary_positions
+        values = turning.values if isinstance(turning, SectionPositions) else turning
+        here = np.broadcast_to(values.numpy(), want.shape)
         assert (here == want)[:, positions > 0].all()
 
 
@@ -455,7 +483,9 @@ def _rank(rank: int, folders: dict[str, Path], out: Path, cuts: list[tuple[str, 
                 {"chunked_prefill_size": 16} | (LAYOUTS | GROUPS)[layout],
             )
             scheduler = seeing_scheduler(folders[name], None, rank, rendezvous, **options)
-            torch.save(_play(scheduler, folders[name], name), out / f"{name}{layout}{rank}.pt")
+            play = partial(_play, folder=folders[name], name=name)
+            torch.save(play(scheduler), out / f"{name}{layout}{rank}.pt")
+            torch.save(again_in_graphs(scheduler, play), out / f"{name}{layout}{rank}graphs.pt")
             parallel_state.shutdown()
 
 
@@ -478,7 +508,9 @@ def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]
         one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
         for layout in [layout for one_name, layout in cuts if one_name == name]:
             for rank in range(2):
-                assert torch.load(out / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
+                for graphs in ("", "graphs"):
+                    outputs = torch.load(out / f"{name}{layout}{rank}{graphs}.pt")
+                    assert outputs == one, f"{name}, {layout}, rank {rank} {graphs}"
 
 
 @pytest.mark.thorough

@@ -174,6 +174,20 @@ class MediaFeatures:
             return torch.zeros((len(index), self.width), dtype=self.dtype, device=self.device)
         return entry.features[index]
 
+    def of_step(self, sources: Sequence[tuple[MediaItem, np.ndarray]], index: torch.Tensor) -> torch.Tensor:
+        """sources: items that are there, and which of their rows a step takes, in `index` [M] on the device. Returns
+        [M, hidden * (1 + deepstack levels)]."""
+        begin, parts = 0, []
+        for item, rows in sources:
+            parts.append(self.rows(item, index[begin : begin + len(rows)]))
+            begin += len(rows)
+        return torch.cat(parts)
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """rows [N, hidden * (1 + deepstack levels)] -> [N, hidden] that stand for tokens, and as many for each
+        level."""
+        return rows.split(self.width // (1 + self.description.deepstack_levels), dim=1)
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> None:
