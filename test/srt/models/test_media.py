@@ -24,11 +24,9 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
 from sglang.srt.model_executor import media_pace
-from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
-from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 
 from .media_harness import (
     BOTH_WAYS,
@@ -344,14 +342,19 @@ def test_in_graphs(seeing: Seeing) -> None:
     again_in_graphs(scheduler, lambda one: seeing.check(one, one_image(1), one_image(3).text(40, 9), three_images()))
 
 
+@pytest.mark.parametrize(
+    "seeing",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name != "qwen3_vl")) for name in SEEING],
+    indirect=True,
+)
 def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
     """Beside two requests that decode, whose positions and embeddings stay their own."""
-    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), three_images()
-    first = 16 if seeing.name in BOTH_WAYS else 3
+    prompt = Prompt().text(2, 3).image((1, 4, 4), 10).image((1, 2, 4), 11).text(2, 5)
+    scheduler, first = seeing.scheduler(chunked_prefill_size=64), 12 if seeing.name in BOTH_WAYS else 3
 
     def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
         outcomes = []
-        for chunk in range(first, len(prompt.ids), 1):
+        for chunk in range(first, len(prompt.ids)):
             scheduler._chunk, collector = chunk, Collector()
             for number in range(2):
                 text = Prompt().text(4, number).ids

@@ -12,10 +12,10 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
 from sglang.srt.layers.input_rows import EmbeddingRows
-from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.residual import Block
+from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.layer_spec import Serving, Weights
