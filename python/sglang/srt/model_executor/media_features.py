@@ -133,6 +133,11 @@ class MediaFeatures:
         self._under_way = None
         self.used = 0
 
+    def enter(self, item: MediaItem, features: torch.Tensor) -> None:
+        """features [tokens, hidden * (1 + deepstack levels)] of an item that is not there, and that no step encodes."""
+        self._entries[item.digest] = _Entry(self.size_of(item), features)
+        self.used += self.size_of(item)
+
     @property
     def under_way(self) -> bool:
         """Whether an encoder step has begun and not ended."""
