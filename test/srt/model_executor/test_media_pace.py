@@ -101,6 +101,22 @@ def test_a_prompt_adds_a_share_of_the_step(requests: int, tokens: int) -> None:
     assert PACE.prompt_tokens(requests) == pytest.approx(tokens, abs=2)
 
 
+@pytest.mark.parametrize(
+    ("requests", "tokens"),
+    [
+        (1, 128 - 1),  # 6.5 ms: 192 take longer
+        (64, 256 - 64),
+        (70, 256 - 70),  # the graph is filled
+        (190, 256 - 190),
+        (200, 320 - 200),  # 256 would leave too few: the next larger one, however long it takes
+        (300, LEAST_TOKENS),
+    ],
+)
+def test_a_prompt_in_a_graph_fills_it(requests: int, tokens: int) -> None:
+    times = {64: 5.5, 128: 6.0, 192: 8.0, 256: 13.0, 320: 14.0}
+    assert MediaPace(LAYER, {1: 5.0, 64: 10.0}, times, in_graphs=True).prompt_tokens(requests) == tokens
+
+
 def test_what_is_not_measured() -> None:
     assert MediaPace().prompt_tokens(64) is None
     slices = MediaPace().slices(TOWER, IMAGE, 64)

@@ -216,10 +216,8 @@ class GraphRunner:
         values: dict[str, np.ndarray] = {}
         if self.groups.dp.size > 1:
             values["row_order"] = np.arange(self.groups.dp.size * shape.num_tokens)
-        if shape.has_prompts:  # all tokens are of one prompt, which is padding
-            ends = np.full(MAX_PROMPTS + 2, shape.num_tokens, np.int32)
-            ends[0] = 0
-            values |= {"start_loc": ends, "seq_lens": np.array([shape.num_tokens], np.int32)}
+        if shape.has_prompts:
+            values |= _one_prompt(shape)
         if values:
             arrays.load(**values)
         # What builders share between graphs is then this one's.
@@ -296,15 +294,26 @@ class GraphRunner:
         """(requests, tokens of each) -> milliseconds of the graphs of steps without prompts, over rows of padding: what
         it takes to read weights and to launch, without the caches. Of every power of two and the largest size."""
         sizes = [size for size in self.sizes.batch_sizes if not size & (size - 1) or size == self.sizes.batch_sizes[-1]]
-        if not sizes:
-            return {}
-        self._arrays[False].load()
         times = {}
         for size in sizes:
             for width in self.sizes.widths:
                 shape = StepShape(size * width, size, width)
+                self._arrays[False].load(num_tokens=np.array([shape.num_tokens], np.int32))
                 self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
                 times[size, width] = self._milliseconds(shape)
+        return times
+
+    @torch.inference_mode()
+    def prompt_times(self) -> dict[int, float]:
+        """Tokens -> milliseconds of the graphs with prompts, with as many requests that decode as they have: of one
+        prompt of padding without a cached prefix, whose tokens differ, as experts are chosen by them."""
+        vocabulary, times = self.state.model.description.vocab_size, {}
+        for shape in (shape for shape in self.graphs if shape.has_prompts):
+            if shape.num_tokens not in times:  # the shape with the most requests comes first
+                ids = np.arange(shape.num_tokens, dtype=np.int64) % vocabulary
+                self._arrays[True].load(**_one_prompt(shape), input_ids=ids)
+                self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
+                times[shape.num_tokens] = self._milliseconds(shape)
         return times
 
     def _milliseconds(self, shape: StepShape) -> float:
@@ -340,6 +349,14 @@ class GraphRunner:
                 "num_rows": np.array([sum(counts)], np.int32),
             }
         arrays.load(**values, num_tokens=np.array([num_tokens], np.int32))
+
+
+def _one_prompt(shape: StepShape) -> dict[str, np.ndarray]:
+    """Returns the arrays of a step all tokens of which are of one prompt of the padding slot."""
+    ends = np.full(MAX_PROMPTS + 2, shape.num_tokens, np.int32)
+    ends[0] = 0
+    count = np.array([shape.num_tokens], np.int32)
+    return {"start_loc": ends, "seq_lens": count, "num_tokens": count}
 
 
 def _at_least(ascending: tuple[int, ...], number: int) -> int | None:
