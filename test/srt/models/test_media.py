@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_ru
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
 from sglang.srt.model_executor import media_pace
 from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace
+from sglang.srt.plan.memory import feature_row_bytes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 
@@ -316,6 +317,38 @@ def test_chunks_with_images_are_short_beside_others(
     assert_clean(scheduler)
 
 
+def test_a_step_has_a_slice_or_a_chunk(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request is computed, the image of the next waits; and the other way round."""
+    monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
+    scheduler, collector = seeing_scheduler(qwen3_vl.folder), Collector()
+    features = scheduler.media.features
+    assert features is not None
+    features.pace = MediaPace(None, {1: 1.0}, {128: 1.0}, in_graphs=True)
+    launch, advance, steps, slices = scheduler.launch, features.advance, [], []
+
+    def launched(batch: ScheduleBatch) -> None:
+        media = None if batch.step.prompts is None else batch.step.prompts.media
+        steps.append((batch.step.num_decodes, len(slices), media is not None and bool(media.sources)))
+        slices.clear()
+        launch(batch)
+
+    monkeypatch.setattr(scheduler, "launch", launched)
+    monkeypatch.setattr(features, "advance", lambda whole: (slices.append(whole), advance(whole)))
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 120, temperature=0.0, ignore_eos=True))
+    scheduler.step()
+    for number in range(3):
+        add(scheduler, media_request(f"r{number}", one_image(60 + number), qwen3_vl.folder, NEW_TOKENS))
+    add(scheduler, media_request("again", one_image(60).text(3, 1), qwen3_vl.folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    beside = [(count, has_chunk) for decodes, count, has_chunk in steps if decodes]
+    assert sum(count for count, _ in beside) >= 6 and sum(has_chunk for _, has_chunk in beside) >= 2
+    assert all(count + has_chunk <= 1 for count, has_chunk in beside)
+    for number in range(3):
+        output = collector.tokens[f"r{number}"]
+        assert output == greedy(qwen3_vl.model, one_image(60 + number), output)
+    assert_clean(scheduler)
+
+
 def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or when nothing decodes any more: then all that is left is computed at once."""
     monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
@@ -337,9 +370,12 @@ def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch
 
 
 def test_in_graphs(seeing: Seeing) -> None:
-    """Steps with images and steps behind these."""
+    """Steps with images and steps behind these; the memory plan knows what they take."""
     scheduler = seeing.scheduler(chunked_prefill_size=24)
     again_in_graphs(scheduler, lambda one: seeing.check(one, one_image(1), one_image(3).text(40, 9), three_images()))
+    rows = scheduler.runner.graphs.media.rows
+    planned = feature_row_bytes(scheduler.plan.description, "float32", 32)
+    assert planned == (0 if rows is None else rows.buffer.nbytes) and (planned > 0) == (seeing.name not in BOTH_WAYS)
 
 
 @pytest.mark.parametrize(
