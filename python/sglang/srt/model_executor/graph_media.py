@@ -2,10 +2,10 @@
 
 A graph of a model that sees has a row of features for each of its tokens, and says by a mask which of them stand in
 place of embeddings; the same for positions in sections. So one graph serves both kinds of steps. What that costs a step
-of text is some ten launches inside its graph and the bytes of (2 + 3 levels) rows of H for each token: of Qwen3-VL-8B
-with 640 tokens 58 MB and of 64 tokens 6 MB, predicted to be 45 us of 15 ms, and 25 us of 7 ms. Graphs of their own for
-steps with images would cost text nothing, and for the 41 shapes of that model half a gigabyte of launch records and
-twice the time of the capture. Graphs without prompts have nothing of this.
+of text is some ten launches inside its graph and the bytes of 3 rows of H for each token and of 3 for each level: of
+Qwen3-VL-8B with 640 tokens 63 MB and with 64 tokens 6 MB, predicted to be 45 us of 16 ms and 25 us of 7 ms. Graphs of
+their own for steps with images would cost text nothing, and for the 37 shapes of that model 0.4 GiB of launch records
+and twice the time of the capture. Graphs without prompts have nothing of this.
 """
 
 from __future__ import annotations
