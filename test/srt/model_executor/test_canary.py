@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,8 +27,9 @@ from sglang.srt.server_args import ServerArgs
 from srt.layers.attention.decode_steps import reexecuting_capture
 from srt.layers.attention.fake_flashinfer import FakeWrapper
 from srt.model_executor.backend_matrix import backend, faked_flashinfer
-from srt.model_executor.graph_stand_ins import DeviceLengths, with_attention
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models.harness import save_tiny
+from srt.models.media_harness import save_seeing, seeing_scheduler
 
 
 def runner_of(name: str, folder: Path, **options: Any) -> ModelRunner:
@@ -164,3 +166,36 @@ def test_a_start_runs_it_unless_it_is_skipped(tmp_path: Path, monkeypatch: pytes
     assert not seen
     create_runner(ServerArgs.from_kwargs(**vars(common)))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("defect", "named"),
+    [
+        ("", ""),
+        ("no features", "the graph of prompts with images gives other logits"),
+        ("an earlier row", "the graph of prompts with images beside a request that decodes gives other logits"),
+    ],
+)
+def test_graphs_that_misplace_features_are_named(defect: str, named: str, tmp_path: Path) -> None:
+    """A mask that names none, or that forgets the requests that decode in front."""
+    save_seeing("qwen3_vl", tmp_path)
+    runner = seeing_scheduler(tmp_path, max_running_requests=4).runner
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(runner, GraphSizes((1, 4), (16, 96), (0, 2))):
+        media = runner.graphs.media
+        load = media.load
+
+        def spoiled(step: StepInput) -> dict[str, Any]:
+            values = load(step)
+            if "is_media" in values:
+                wrong = {"no features": np.zeros_like, "an earlier row": lambda mask: np.roll(mask, -step.num_decodes)}
+                values["is_media"] = wrong[defect](values["is_media"])
+            return values
+
+        media.load = spoiled if defect else load
+        if not defect:
+            check_runner(runner)
+        else:
+            with pytest.raises(UserError, match=named):
+                check_runner(runner)
+    assert not runner.state.features.usage()["items"] and not runner.state.features.used

@@ -107,7 +107,7 @@ class HyperResidual:
         """Every stream begins as the embedding."""
         return HyperStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
 
-    def add_rows(self, stream: HyperStream, index: torch.Tensor, rows: torch.Tensor) -> None:
+    def summand(self, stream: HyperStream) -> torch.Tensor:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 

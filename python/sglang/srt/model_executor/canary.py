@@ -3,8 +3,9 @@ without.
 
 Short prompts are computed whole and without graphs, which is the reference. They are computed in every other kind of
 step, each without graphs and, where such steps have graphs, in one: whole, as two halves where some steps run so, with
-the last token decoded, with the last
-tokens verified as guesses, and with one request decoding beside the prompts of the others. Logits of the last tokens
+the last token decoded, with the last tokens verified as guesses, and with one request decoding beside the prompts of
+the others. Prompts with images, whose features are random numbers, are computed without graphs and in those of prompts.
+Logits of the last tokens
 must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong is named: the graph, or
 the first block whose output differs, with its ops and what computes them.
 """
@@ -103,6 +104,9 @@ class _Canary:
             yield from self._decoded(reference)
         if steps.count > 1:
             yield from self._mixed(reference)
+        if steps.images is not None:
+            with steps.images.there():
+                yield from self._seen(reference)
 
     def _in_halves(self, reference: torch.Tensor) -> Iterator[float]:
         """Nothing where no step runs as two halves."""
@@ -137,6 +141,20 @@ class _Canary:
             self._compute_all_but(1)
             yield self._compared(f"a step of {what}", self._logits(self.steps.mixed()), reference)
         yield from self._in_graph(f"the graph of {what}", self.steps.mixed, reference, 1)
+
+    def _seen(self, of_text: torch.Tensor) -> Iterator[float]:
+        """Prompts with images, which the request that decodes beside them has none of."""
+        steps, graphs = self.steps, self.runner.graphs
+        if graphs is None or graphs.shape_of(steps.seen()) is None:
+            return
+        with self.runner.without_graphs():
+            steps.start()
+            reference = self._logits(steps.seen())
+        yield from self._in_graph("the graph of prompts with images", steps.seen, reference)
+        if steps.count > 1:
+            beside, order = "the graph of prompts with images beside a request that decodes", steps.mixed_order
+            reference = torch.cat((of_text[order[:1]], reference[order[1:]]))
+            yield from self._in_graph(beside, steps.seen_beside, reference, 1)
 
     def _in_graph(
         self,

@@ -13,9 +13,11 @@ from sglang.srt.distributed.parallel_state import ALONE, Group
 from sglang.srt.layers import native_guesses, native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
-from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.layers.native_guesses import DraftInputs
 from sglang.srt.layers.ops import DecodeInputsOp, DraftInputsOp, SettleGuessesOp, VerifyInputsOp
+from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses, ImageRuns, TokenSlots, requests_of_tokens
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
@@ -157,19 +159,13 @@ class DeviceState:
         """Puts the positions of prompts with images, which come from the host, behind those of requests that decode,
         and the features in place of the placeholders."""
         if media.positions is not None:
-            assert batch.turned_by is not None
+            assert isinstance(batch.turned_by, torch.Tensor)
             decodes = batch.turned_by[:num_decodes].expand(len(media.positions), -1)
-            batch.turned_by = torch.cat((decodes, arrays["sections"]), dim=1)
+            batch.turned_by = SectionPositions(torch.cat((decodes, arrays["sections"]), dim=1))
         if media.runs is not None and batch.extend is not None:
             batch.extend.images = _image_runs(batch.extend, arrays, media.runs, num_decodes)
         if media.sources and self.features is not None and self.features.encoder is not None:
-            ends = np.cumsum([len(rows) for _, rows in media.sources]).tolist()
-            parts = [
-                self.features.rows(item, arrays["feature_rows"][end - len(rows) : end])
-                for (item, rows), end in zip(media.sources, ends, strict=True)
-            ]
-            size = self.model.description.hidden_size
-            rows, *added = torch.cat(parts).split(size, dim=1)
+            rows, *added = self.features.split(self.features.of_step(media.sources, arrays["feature_rows"]))
             batch.embedding_rows = EmbeddingRows(arrays["media_tokens"] + num_decodes, rows, tuple(added))
 
     def _token_slots(

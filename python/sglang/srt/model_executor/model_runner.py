@@ -158,6 +158,14 @@ class ModelRunner:
         microseconds = parallel_state.least_each([int(1000 * ms) for ms in times.values()])
         return {size: us / 1000 for size, us in zip(times, microseconds, strict=True)}
 
+    def media_prompt_times(self) -> dict[int, float]:
+        """Tokens -> milliseconds of a step with images in a graph; nothing where such steps have none, or where stages
+        compute one behind the other."""
+        media = self.plan.description.media
+        if self.graphs is None or media is None or media.both_ways or self.plan.ranks.pp_size > 1:
+            return {}
+        return self.graphs.prompt_times()
+
     def begin(self, slot: int, tokens: Sequence[int], position_delta: int = 0) -> None:
         """A request with these tokens has taken a request slot. position_delta: as in `DeviceState.position_deltas`."""
         self.state.set_position_delta(slot, position_delta)

@@ -293,18 +293,18 @@ class CausalLM:
             received = self._take_captured(received, batch)
         residual = self.residual
         stream = residual.begin(self._embedded(batch)) if received is None else residual.resume(received)
-        added = () if batch.embedding_rows is None else batch.embedding_rows.behind_layers
+        rows = batch.embedding_rows
+        num_levels = 0 if rows is None else rows.num_levels
         for number, layer in enumerate(self.layers):
             if batch.loads is not None:
                 batch.loads.before(number)
             layer(stream, batch)
-            if number < len(added) and layer.blocks:
-                assert batch.embedding_rows is not None
-                residual.add_rows(stream, batch.embedding_rows.index, added[number])
+            if rows is not None and number < num_levels and layer.blocks:
+                rows.add_behind(number, residual.summand(stream))
         if not self.description.last_stage:
             captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.handed_on]
-            rows = self.residual.hand_on(stream)
-            return torch.cat((rows, *captured), dim=-1) if captured else rows
+            handed_on = self.residual.hand_on(stream)
+            return torch.cat((handed_on, *captured), dim=-1) if captured else handed_on
         hidden = self.residual.finish(stream)
         if len(self.layers) - 1 in self.captures.taken:
             of_last = residual.hand_on if self.capture_streams else residual.captured
@@ -342,10 +342,10 @@ class CausalLM:
         ids, rows = batch.input_ids, batch.embedding_rows
         embedded = self.embed(ids, None if self.vocabulary_of_group else batch.exchange)
         if rows is not None:
-            embedded[rows.index] = rows.rows
+            embedded = rows.put(embedded)
         if self.layer_inputs is not None:
             if rows is not None and self.description.media is not None:
-                ids = ids.index_fill(0, rows.index, self.description.media.plain_token)
+                ids = rows.put_ids(ids, self.description.media.plain_token)
             batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded)
         return embedded
 

@@ -88,11 +88,7 @@ class DraftParts:
         draft reads what the target reads (`speculative.draft_chain.following_rows`). A draft of another width, and the
         last of several stages, which has no features, read the placeholder's embedding."""
         embedded, rows = self.embedding(batch.input_ids), batch.embedding_rows
-        if rows is None or rows.rows.shape[1] != embedded.shape[1]:
-            return embedded
-        longer = torch.cat((embedded, embedded[:1]))
-        longer[rows.index] = rows.rows.to(longer.dtype)
-        return longer[:-1]
+        return embedded if rows is None or rows.width != embedded.shape[1] else rows.put(embedded)
 
     def _head(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.draft.head_size:

@@ -506,7 +506,8 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
     description = describe_model(model.hf_config, model.quantization, apart, source)
     media = None if args.language_model_only else describe_media(model.media_config)
-    if media is not None and args.pp_size == 1 and not args.mm_enable_dp_encoder:
+    together = args.pp_size == args.attn_dp_size == 1  # attention groups and stages encode at times of their own
+    if media is not None and together and not args.mm_enable_dp_encoder:
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     return replace(description, media=media)
 
