@@ -171,9 +171,6 @@ def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.tp_size % groups:
         text = f"--attn-dp-size {groups} does not divide --tp-size {args.tp_size}, whose GPUs are the groups."
         yield {"attn_dp_size", "tp_size"}, text
-    if args.pp_size > 1:
-        text = f"--attn-dp-size {groups} does not go with stages (--pp-size {args.pp_size}) so far."
-        yield {"attn_dp_size", "pp_size"}, text
     if args.mm_enable_dp_encoder:
         text = (
             f"--mm-enable-dp-encoder does not go with --attn-dp-size {groups}, whose groups encode images of their own"

@@ -27,6 +27,7 @@ DP2, DP4 = RankLayout(2, attn_dp_size=2), RankLayout(4, attn_dp_size=4)
 TP4_DP2 = RankLayout(4, attn_dp_size=2)
 DP2_HEAD, TP4_DP2_HEAD = RankLayout(2, attn_dp_size=2, dp_lm_head=True), RankLayout(4, attn_dp_size=2, dp_lm_head=True)
 DP2_EP2 = RankLayout(2, 2, attn_dp_size=2)
+DP2_PP2 = RankLayout(2, pp_size=2, attn_dp_size=2)
 POOL = 80
 """Tokens of a group: too few for two of the requests, so that some go back to the queue."""
 
@@ -42,6 +43,13 @@ LAYOUTS = {
     "DP4 x EP4": RankLayout(4, 4, attn_dp_size=4),
     "TP4 x DP2 x DCP2": RankLayout(4, dcp_size=2, attn_dp_size=2),
     "TP4 x DP2 x DCP2 x EP2, own heads": RankLayout(4, 2, dcp_size=2, attn_dp_size=2, dp_lm_head=True),
+    "DP2 x PP2": DP2_PP2,
+    "DP2 x PP2, own heads": RankLayout(2, pp_size=2, attn_dp_size=2, dp_lm_head=True),
+    "DP2 x EP2 x PP2": RankLayout(2, 2, pp_size=2, attn_dp_size=2),
+    "DP2 x PP3": RankLayout(2, pp_size=3, attn_dp_size=2),
+    "DP4 x PP2": RankLayout(4, pp_size=2, attn_dp_size=4),
+    "TP4 x DP2 x PP2": RankLayout(4, pp_size=2, attn_dp_size=2),
+    "TP4 x DP2 x DCP2 x PP2": RankLayout(4, pp_size=2, dcp_size=2, attn_dp_size=2),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),

@@ -312,9 +312,11 @@ class CausalLM:
         """Returns logits as `logits` does, or, of many rows and several ranks, this rank's columns
         (`LMHead.of_step`). exchange: of the rows of all attention groups, whose logits these are then, padding
         included."""
+        if self.head is None:
+            return self.logits(hidden)
         if exchange is not None and not self.vocabulary_of_group:
             hidden = exchange.gather(hidden)
-        return self.logits(hidden) if self.head is None else self.head.of_step(hidden)
+        return self.head.of_step(hidden)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns the embeddings [T, H] of token ids, and rows that the batch brings itself (images) where it has

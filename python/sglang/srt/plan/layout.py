@@ -217,8 +217,6 @@ def _group_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]
     if ranks.attn_dp_size == 1:
         return
     asked = f"--attn-dp-size {ranks.attn_dp_size}"
-    if ranks.pp_size > 1:
-        yield f"{asked}: groups with requests of their own do not go with --pp-size {ranks.pp_size}"
     if model.per_layer_inputs is not None or any(layer.ngrams != ABSENT for layer in model.layers):
         yield f"{asked}: tables that are looked up by token beside the embedding are shared by all ranks"
 

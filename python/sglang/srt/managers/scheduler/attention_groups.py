@@ -11,6 +11,7 @@ between them. A request belongs to one group from its arrival on; the groups sha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -140,6 +141,8 @@ class AttentionGroups:
         self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, tiers)
         for scheduler in self.schedulers:
             scheduler.stats = self.stats
+        self._launched: deque[list[bool]] = deque(maxlen=args.steps_ahead)
+        """Which groups had a batch in each of the last steps, whose results are not read back yet."""
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -152,9 +155,12 @@ class AttentionGroups:
         batches = [None if scheduler.paused else scheduler.pick() for scheduler in self.schedulers]
         if any(batch is not None for batch in batches):
             self.launch(batches)
-        idles = not any(batch is not None for batch in batches) and not any(each.in_flight for each in self.schedulers)
-        for scheduler, batch in zip(self.schedulers, batches, strict=True):
-            scheduler.read_back(batch)
+            self._launched.append([batch is not None for batch in batches])
+        else:
+            self._launched.clear()
+        idles = not self._launched and not any(each.in_flight for each in self.schedulers)
+        for group, (scheduler, batch) in enumerate(zip(self.schedulers, batches, strict=True)):
+            scheduler.read_back(batch, sum(step[group] for step in self._launched))
         if idles:
             next(
                 (scheduler for scheduler in self.schedulers if scheduler.copying), self.schedulers[0]

@@ -126,7 +126,7 @@ class Scheduler:
         if batch is not None:
             self.launch(batch)
         idles = batch is None and not self.in_flight
-        self.read_back(batch)
+        self.read_back(batch, 0 if batch is None else self.steps_ahead)
         if idles:
             self.wait_for_copies()
 
@@ -146,12 +146,11 @@ class Scheduler:
     def copying(self) -> bool:
         return self.host_tier is not None and self.host_tier.busy
 
-    def read_back(self, batch: ScheduleBatch | None) -> None:
-        """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
+    def read_back(self, batch: ScheduleBatch | None, ahead: int) -> None:
+        """Read back all but the last `ahead` batches, behind the launch of one; None: there was none to launch."""
         if self.host_tier is not None:
             prompts = None if batch is None else batch.step.prompts
             self.host_tier.launch(bool(self.running.reqs), 0 if prompts is None else len(prompts.input_ids))
-        ahead = 0 if batch is None else self.steps_ahead
         while len(self.in_flight) > ahead:
             self.process(self.in_flight.popleft())
 
