@@ -177,12 +177,6 @@ def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
             " requests, each when it comes to them; remove one of the two."
         )
         yield {"attn_dp_size", "mm_enable_dp_encoder"}, text
-    if args.hicache_storage_backend is not None:
-        text = (
-            f"--hicache-storage-backend does not go with --attn-dp-size {groups}: all ranks would ask the store for the"
-            " requests of all groups. --enable-hierarchical-cache alone keeps a group's prefixes in main memory."
-        )
-        yield {"attn_dp_size", "hicache_storage_backend"}, text
 
 
 MEDIA_KINDS = ("image", "video", "audio")

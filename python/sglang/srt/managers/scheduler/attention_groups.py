@@ -26,13 +26,16 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import AbortReq, BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
+from sglang.srt.mem_cache.storage.others import OthersStorage
 from sglang.srt.model_executor.step import GroupSteps
 from sglang.srt.sampling.sampling_table import takes_largest
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.storage_backend import StorageConfig
     from sglang.srt.constrained.grammar_manager import PendingGrammar
-    from sglang.srt.mem_cache.host_tier import CopyEngine
+    from sglang.srt.mem_cache.host_tier import CopyEngine, HostTier
+    from sglang.srt.mem_cache.storage.engine import StorageEngine, StorageJobs
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.step import StepInput
     from sglang.srt.speculative.depth import AdaptiveDepth
@@ -76,8 +79,6 @@ class _OthersCopies:
 class _GroupRunner:
     """What the scheduler of one group asks of the runner. Only the ranks of the group have its requests."""
 
-    storage = None  # a store beyond main memory is refused
-
     def __init__(self, runner: ModelRunner, is_own: bool) -> None:
         self.plan = runner.plan
         self.tokens_per_step, self.tokens_ahead = runner.tokens_per_step, runner.tokens_ahead
@@ -88,6 +89,9 @@ class _GroupRunner:
         self.copies: CopyEngine | None = runner.copies
         if runner.copies is not None and not is_own:
             self.copies = _OthersCopies(runner.copies.page_bytes)
+        self.storage: StorageJobs | None = runner.storage
+        if runner.storage is not None and not is_own:
+            self.storage = OthersStorage(runner.storage)
         self._runner = runner if is_own else None
 
     def begin(self, slot: int, tokens: list[int], position_delta: int) -> None:
@@ -117,8 +121,6 @@ class _OneDepth:
 class AttentionGroups:
     """Has the interface of a `Scheduler`, and a scheduler for each group."""
 
-    host_tier = None  # each group has one
-
     def __init__(
         self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
     ) -> None:
@@ -137,8 +139,7 @@ class AttentionGroups:
         self.router = ReplicaRouter(args.load_balance_method, count, caches)
         for group, scheduler in enumerate(self.schedulers):
             self.router.set_cache_size(group, scheduler.kv.size)
-        tiers = [scheduler.host_tier for scheduler in self.schedulers if scheduler.host_tier is not None]
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, tiers)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers)
         for scheduler in self.schedulers:
             scheduler.stats = self.stats
         self._launched: deque[list[bool]] = deque(maxlen=args.steps_ahead)
@@ -281,6 +282,18 @@ class AttentionGroups:
     @outbox.setter
     def outbox(self, messages: list[BatchTokenIDOut]) -> None:
         self.schedulers[0].outbox = messages
+
+    # --- the tier in main memory -------------------------------------------------------------------------------------
+
+    @property
+    def host_tiers(self) -> list[HostTier]:
+        """The tier of each group, which keeps the prefixes of its requests; none where there is no main memory."""
+        return [scheduler.host_tier for scheduler in self.schedulers if scheduler.host_tier is not None]
+
+    def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:
+        """Puts a store beyond main memory behind the tiers of all groups. storage: of this rank's group."""
+        for group, tier in enumerate(self.host_tiers):
+            tier.attach(config, storage if group == self.group else OthersStorage(storage))
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 
