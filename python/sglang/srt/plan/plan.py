@@ -500,7 +500,8 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
     description = describe_model(model.hf_config, model.quantization, apart, source)
     media = None if args.language_model_only else describe_media(model.media_config)
-    if media is not None and args.pp_size == 1 and not args.mm_enable_dp_encoder:
+    alike = args.pp_size == 1 and args.attn_dp_size == 1  # all ranks have the same images at the same time
+    if media is not None and alike and not args.mm_enable_dp_encoder:
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     return replace(description, media=media)
 
