@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "branches": ("gemma4_moe", {}),
     "compressed": ("deepseek_v4", {}),
     "gates": ("step3p7", {}),
+    "inputs of layers": ("gemma4_small", {}),
+    "n-grams": ("qwen4_exp", {}),
     "KV head": ("qwen3", {"num_key_value_heads": 1}),
     "states, KV head": ("qwen3_next", {"num_key_value_heads": 1}),
     "biases, KV head": ("gpt_oss", {"num_key_value_heads": 1}),
@@ -77,15 +80,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 POOLS = {"compressed": 112}
 """Pools of models with large pages, of which a request has two at least."""
-WITH_STATES = ("states", "delta attention", "scans", "compressed")
+WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases", "delta attention")
 ALIKE_ON_RANKS = ("latents", "selected latents", "delta attention", *(name for name in MODELS if "KV head" in name))
 """Models of which ranks that share heads would hold the same cache, so that they can share out its tokens."""
 
 
+FEW = ("dense", "experts", "latents", "selected latents", "states")
+"""Models of layouts of eight ranks."""
+WITHOUT_STAGES = ("inputs of layers",)
+
+
 def _models_of(ranks: RankLayout) -> tuple[str, ...]:
-    names = ALIKE_ON_RANKS if ranks.dcp_size > 1 else tuple(MODELS)
-    return tuple(name for name in names if ranks.ep_size == 1 or name.partition(",")[0] in WITH_EXPERTS)
+    names: Iterable[str] = ALIKE_ON_RANKS if ranks.dcp_size > 1 else MODELS
+    if ranks.world_size > 6:
+        names = [name for name in names if name in (*FEW, "states, KV head")]
+    names = [name for name in names if ranks.ep_size == 1 or name.partition(",")[0] in WITH_EXPERTS]
+    return tuple(name for name in names if ranks.pp_size == 1 or name not in WITHOUT_STAGES)
 
 
 CELLS = {

@@ -135,9 +135,10 @@ class DecoderLayer:
 
 
 def _of_layer(scope: Scope, name: str, spec: object, site: Site) -> Any:
-    """Builds a block of a layer. A mixer computes the requests of its ranks, other blocks those of all."""
+    """Builds a block of a layer. A feed-forward block computes the tokens of all attention groups, other blocks those
+    of the requests of their ranks."""
     block = build_block(scope, spec, site)
-    if name == MIXER or scope.groups.dp.size == 1:
+    if name != FFN or scope.groups.dp.size == 1:
         return block
     return SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
 
@@ -323,13 +324,14 @@ class CausalLM:
         some."""
         assert self.embed is not None, "the first stage has it"
         ids, rows = batch.input_ids, batch.embedding_rows
-        embedded = self.embed(ids, None if self.vocabulary_of_group else batch.exchange)
+        exchange = None if self.vocabulary_of_group else batch.exchange
+        embedded = self.embed(ids, exchange)
         if rows is not None:
             embedded[rows.index] = rows.rows
         if self.layer_inputs is not None:
             if rows is not None and self.description.media is not None:
                 ids = ids.index_fill(0, rows.index, self.description.media.plain_token)
-            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded)
+            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded, exchange)
         return embedded
 
     def ignored_weight(self, name: str) -> bool:
