@@ -73,14 +73,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gates": ("step3p7", {}),
     "inputs of layers": ("gemma4_small", {}),
     "n-grams": ("qwen4_exp", {}),
+    "pooled latents": ("glm5_next", {}),
     "KV head": ("qwen3", {"num_key_value_heads": 1}),
     "states, KV head": ("qwen3_next", {"num_key_value_heads": 1}),
     "biases, KV head": ("gpt_oss", {"num_key_value_heads": 1}),
     "windows, KV head": ("qwen3_windows", {"num_key_value_heads": 1}),
 }
-POOLS = {"compressed": 112}
+POOLS = {"compressed": 112, "n-grams": 112, "pooled latents": 112}
 """Pools of models with large pages, of which a request has two at least."""
-WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams")
+WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases", "delta attention")
 ALIKE_ON_RANKS = ("latents", "selected latents", "delta attention", *(name for name in MODELS if "KV head" in name))
 """Models of which ranks that share heads would hold the same cache, so that they can share out its tokens."""
