@@ -46,7 +46,7 @@ def test_flags_name_the_groups(words: str, groups: int, replicas: int) -> None:
     ("words", "message"),
     [
         ("--tp 4 --attn-dp-size 3", "--attn-dp-size 3 does not divide --tp-size 4"),
-        ("--tp 2 --attn-dp-size 2 --mm-enable-dp-encoder", "whose groups encode images of their own"),
+        ("--tp 2 --attn-dp-size 2 --mm-enable-dp-encoder", "groups encode images of their own"),
         ("--tp 2 --enable-dp-lm-head", "it needs --enable-dp-attention"),
     ],
 )
