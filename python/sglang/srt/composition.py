@@ -55,7 +55,8 @@ FEATURES: Mapping[str, Feature] = {
     "images": Feature("images", "language_model_only", lambda args: False),
     "encoders": Feature("shared images", "mm_enable_dp_encoder", _given("mm_enable_dp_encoder")),
 }
-"""By name. Machines are those that are started by hand: with Ray, --nnodes is a part of Ray's. Whether a model sees is not known from flags: `managers/launch` asks `refusal` for "images"."""
+"""By name. Machines are those that are started by hand: with Ray, --nnodes is a part of Ray's. Whether a model sees is
+not known from flags: `managers/launch` asks `refusal` for "images"."""
 
 _ONE_MACHINE = "pixels are in the shared memory of one machine; --language-model-only serves texts alone"
 
