@@ -494,7 +494,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2, shared": {"tp_size": 2, "mm_enable_dp_encoder": True},
     "PP2": {"pp_size": 2},
 }
-GROUPS = {"DP2": {"tp_size": 2, "attn_dp_size": 2, "chunked_prefill_size": 32}}
+GROUPS: dict[str, dict[str, Any]] = {
+    "DP2": {"tp_size": 2, "attn_dp_size": 2, "chunked_prefill_size": 32},
+    "DP2 x PP2": {"tp_size": 2, "attn_dp_size": 2, "pp_size": 2, "chunked_prefill_size": 32},
+}
 """Attention groups with requests of their own, each with an encoder and features of its own."""
 NO_STAGES = ("gemma4_per_layer",)
 """Those with layers that attend to keys and values of earlier ones."""
@@ -541,24 +544,33 @@ def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     _check_ranks(folders, tmp_path, [*CUTS, ("qwen3_vl", "DP2")])
 
 
-def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]]) -> None:
-    run_ranks(_rank, (folders, out, cuts), 2)
+def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]], num_ranks: int = 2) -> None:
+    run_ranks(_rank, (folders, out, cuts), num_ranks)
     for name, folder in folders.items():
         one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
         for layout in [layout for one_name, layout in cuts if one_name == name]:
-            for rank in range(2):
+            for rank in range(num_ranks):
                 for graphs in ("", "graphs"):
                     outputs = torch.load(out / f"{name}{layout}{rank}{graphs}.pt")
                     assert outputs == one, f"{name}, {layout}, rank {rank} {graphs}"
 
 
-@pytest.mark.thorough
-def test_attention_groups_see_as_one_process_does(tmp_path: Path) -> None:
-    names = [name for name in SEEING if name not in NO_STAGES]  # whose tables by token groups do not share either
+GROUP_CASES = [
+    pytest.param(layout, names, marks=[pytest.mark.thorough] * thorough)
+    for layout, names, thorough in (
+        ("DP2", ("qwen3_vl",), False),
+        ("DP2", tuple(SEEING), True),
+        ("DP2 x PP2", tuple(name for name in SEEING if name not in NO_STAGES), True),
+    )
+]
+
+
+@pytest.mark.parametrize(("layout", "names"), GROUP_CASES)
+def test_attention_groups_see_as_one_process_does(layout: str, names: tuple[str, ...], tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)
-    _check_ranks(folders, tmp_path, [(name, "DP2") for name in names])
+    _check_ranks(folders, tmp_path, [(name, layout) for name in names], 2 * GROUPS[layout].get("pp_size", 1))
 
 
 def test_a_request_that_ends_early_needs_no_features(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import hmac
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -370,7 +370,10 @@ def init(
     if 1 < ranks.attn_dp_size:
         attention, requests = (
             _group_alike(ranks, rank, key, backend, limit)
-            for key in (lambda other: other // ranks.attn_tp_size, lambda other: other % ranks.attn_tp_size)
+            for key in (
+                lambda other: other // ranks.attn_tp_size,
+                lambda other: (ranks.stage(other), ranks.attn_tp_rank(other)),
+            )
         )
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
     key = envs.SGLANG_DIST_SECRET.encode() if store is not None else b""
@@ -434,7 +437,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _group_alike(
-    ranks: RankLayout, rank: int, key: Callable[[int], int], backend: str, limit: timedelta
+    ranks: RankLayout, rank: int, key: Callable[[int], Hashable], backend: str, limit: timedelta
 ) -> dist.ProcessGroup | None:
     """Make the group of the ranks with this one's `key`. All ranks make the groups of all."""
     everyone = range(ranks.world_size)

@@ -106,7 +106,7 @@ class ModelRunner:
         self.halves = StepHalves.of_plan(plan, self.state, groups)
         """Steps that run as two halves; they have no graph."""
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
-        self.token_receiver = None if self.samples else TokenReceiver(self.pp_tokens, self.state)
+        self.token_receiver = None if self.samples else TokenReceiver(groups, self.state)
         self.graphs: GraphRunner | None = None
         sizes = self._graph_sizes()
         if sizes.any:
@@ -215,14 +215,14 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
         """Launch a step up to its logits."""
-        if self.token_receiver is not None:
-            self.token_receiver.take_before(step.slots)
         graphs, loads = self.graphs, None
         if step.loads:
             graphs, loads = None, LayerWaits(step.loads)
             loads.before(FIRST)  # states that the tables' update copies
         if self.groups.dp.size > 1 and step.groups is None:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
+        if self.token_receiver is not None:
+            self.token_receiver.take_before(step)
         halves = None if self.halves is None else self.halves.halves_of(step)
         shape = None if graphs is None or halves is not None else graphs.shape_of(step)
         if shape is not None and shape.has_prompts and step.prompts is None:  # other attention groups have some
@@ -256,6 +256,8 @@ class ModelRunner:
     @torch.inference_mode()
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> list[StepResult]:
         """Launch the rest of a step of several attention groups, and return the results of all."""
+        if self.token_receiver is not None:
+            return [*self.token_receiver.expect(forward)]
         return self.output.sample_groups(forward, vocab_mask)
 
     @torch.inference_mode()
@@ -264,5 +266,5 @@ class ModelRunner:
         if self.output.of_groups is not None:
             return self.sample_groups(forward, vocab_mask)[self.groups.dp.rank]
         if self.token_receiver is not None:
-            return self.token_receiver.expect(forward)
+            return self.token_receiver.expect(forward)[0]
         return self.output.sample(forward, vocab_mask)

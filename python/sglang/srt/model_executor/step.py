@@ -142,6 +142,10 @@ class GroupSteps:
         return max(step.width for step in self.steps)
 
     @property
+    def has_media(self) -> bool:
+        return any(step.prompts is not None and step.prompts.media is not None for step in self.steps)
+
+    @property
     def has_runs(self) -> bool:
         """True if a group has images that see themselves both ways."""
         return any(step.has_runs for step in self.steps)

@@ -137,9 +137,10 @@ class DecoderLayer:
 
 
 def _of_layer(scope: Scope, name: str, spec: object, site: Site) -> Any:
-    """Builds a block of a layer. A mixer computes the requests of its ranks, other blocks those of all."""
+    """Builds a block of a layer. A feed-forward block computes the tokens of all attention groups, other blocks those
+    of the requests of their ranks."""
     block = build_block(scope, spec, site)
-    if name == MIXER or scope.groups.dp.size == 1:
+    if name != FFN or scope.groups.dp.size == 1:
         return block
     return SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
 
@@ -331,22 +332,25 @@ class CausalLM:
         """Returns logits as `logits` does, or, of many rows and several ranks, this rank's columns
         (`LMHead.of_step`). exchange: of the rows of all attention groups, whose logits these are then, padding
         included."""
+        if self.head is None:
+            return self.logits(hidden)
         if exchange is not None and not self.vocabulary_of_group:
             hidden = exchange.gather(hidden)
-        return self.logits(hidden) if self.head is None else self.head.of_step(hidden)
+        return self.head.of_step(hidden)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns the embeddings [T, H] of token ids, and rows that the batch brings itself (images) where it has
         some."""
         assert self.embed is not None, "the first stage has it"
         ids, rows = batch.input_ids, batch.embedding_rows
-        embedded = self.embed(ids, None if self.vocabulary_of_group else batch.exchange)
+        exchange = None if self.vocabulary_of_group else batch.exchange
+        embedded = self.embed(ids, exchange)
         if rows is not None:
             embedded = rows.put(embedded)
         if self.layer_inputs is not None:
             if rows is not None and self.description.media is not None:
                 ids = rows.put_ids(ids, self.description.media.plain_token)
-            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded)
+            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded, exchange)
         return embedded
 
     def ignored_weight(self, name: str) -> bool:

@@ -164,7 +164,8 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
     widest = max(
         max(
             layer.mixer.activation_elements(ranks.attn_tp_size),
-            *(groups * block.activation_elements(hidden, ranks) + gathered for block in layer.token_blocks),
+            groups * layer.ffn.activation_elements(hidden, ranks) + gathered,
+            *(block.activation_elements(hidden, ranks) for block in (layer.ngrams, layer.inputs)),
         )
         + (2 + layer.residual.streams) * hidden
         for layer in dict.fromkeys(model.layers)
