@@ -30,6 +30,7 @@ from sglang.srt.layers import (
 )
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.compressed import candidates as candidate_ops
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.ngrams import native as ngram_ops
@@ -163,7 +164,7 @@ GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "fu
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 NATIVE_OPS = (
     *(native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native),
-    *(native_streams, ngram_ops, native_pooled_blocks),
+    *(native_streams, ngram_ops, native_pooled_blocks, candidate_ops),
 )
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",

@@ -31,7 +31,9 @@ from sglang.srt.plan.config_sharing import (
     with_limits,
     with_shared_caches,
 )
+from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_streams import ngram_embeddings, residual_streams
+from sglang.srt.plan.engram import engrams
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Mixer, Sum
@@ -57,7 +59,7 @@ def read_layers(
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
     inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
-    ngrams = ngram_embeddings(keys, num_layers, quantized)
+    ngrams: dict[int, Any] = {**ngram_embeddings(keys, num_layers, quantized), **engrams(keys, num_layers, quantized)}
     layers = []
     ffns: list[Dense | MoE] = []
     for has_experts in sparse:
@@ -125,6 +127,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
         if keys.values.get("compress_ratios") is None:
             raise UserError(f"{keys.source}: the key 'compress_ratios' is missing.")
         rates = _by_layer(keys, "compress_ratios", num_layers, 0)
+        if family.shared_entries:
+            plain, rotated = (_compressed(keys, rate, rotation, indexed_rate=0) for rate in (0, 2))
+            return [*shared_sparse_mixers(keys, rates, plain, rotated)]
         return [_compressed(keys, rate, rotation) for rate in rates]
     if keys.count("kv_lora_rank") and family.pooled_index:
         indexed = indexed_layers(keys, num_layers)
@@ -373,7 +378,9 @@ INDEXED_RATE = 4
 """DeepSeek-V4's layers of this compression rate have an indexer; those of a higher one attend to every entry."""
 
 
-def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> CompressedSparse:
+def _compressed(
+    keys: ConfigReader, rate: Any, rotation: _Rotation, indexed_rate: int = INDEXED_RATE
+) -> CompressedSparse:
     if isinstance(rate, bool) or not isinstance(rate, int) or rate == 1:
         raise UserError(f"{keys.source}: 'compress_ratios' must be 0 or whole numbers above 1; got {rate!r}.")
     rope_dim, groups = keys.positive("qk_rope_head_dim"), keys.positive("o_groups")
@@ -390,7 +397,8 @@ def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> Compresse
         window=keys.positive("sliding_window"),
         rope=rotation.of(rope_dim, **_of_compression(keys, rate)),
         rate=bounded("compress_ratios", rate, keys.source),
-        indexer=_indexer(keys) if rate == INDEXED_RATE else None,
+        indexer=_indexer(keys) if rate == indexed_rate != 0 else None,
+        head_norm=keys.default("q_head_norm", bool, indexed_rate != 0),
     )
 
 

@@ -51,6 +51,7 @@ class Family:
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
     pooled_index: bool = False  # attention without a window is as PooledSparse, or as PooledLatent
     compressed: bool = False  # `compress_ratios` says of each layer how many tokens an entry stands for
+    shared_entries: bool = False  # entries of few layers, `kv_source_layer_ids`, are read by those behind them too
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     output_gate: bool = False
