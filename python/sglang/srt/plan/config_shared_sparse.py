@@ -38,7 +38,7 @@ def shared_sparse_mixers(
     if choosers:
         heads, dim = keys.positive("index_n_heads"), keys.positive("index_head_dim")
         indexer = Indexer(heads, dim, keys.positive("index_topk"))
-    bounded_by, candidates = _candidates(keys, choosers)
+    bounded_by, candidates = _candidates(keys, choosers, len(rates))
     shared = {field.name: getattr(rotated, field.name) for field in fields(rotated)}
     mixers: list[CompressedSparse] = []
     for i, rate in enumerate(rates):
@@ -52,7 +52,12 @@ def shared_sparse_mixers(
                 f" up to it {'is none' if source < 0 else f'({source}) makes entries of {rates[source]}'}."
             )
         chosen_by = max(layer for layer in choosers if layer <= i)
-        bounds = candidates is not None and source == _source_of(makers, bounded_by) and i >= bounded_by
+        bounds = candidates is not None and i >= bounded_by
+        if bounds and rate != rates[bounded_by]:
+            raise UserError(
+                f"{keys.source}: layer {i} reads entries of {rate} tokens, but the runs that layer {bounded_by} chooses"
+                f" ('candidate_source_layer_id') are of entries of {rates[bounded_by]}."
+            )
         own = {
             "rate": rate,
             "indexer": indexer if i in choosers else None,
@@ -61,19 +66,16 @@ def shared_sparse_mixers(
             "chosen_by": chosen_by,
             "candidates": candidates if bounds else None,
             "bounded_by": bounded_by if bounds else -1,
+            "run": candidates.block if candidates is not None and rate == rates[bounded_by] else 1,
         }
         mixers.append(SharedSparse(**{**shared, **own}))
     return mixers
 
 
-def _source_of(makers: Sequence[int], layer: int) -> int:
-    return max((maker for maker in makers if maker <= layer), default=-1)
-
-
-def _candidates(keys: ConfigReader, choosers: Sequence[int]) -> tuple[int, CandidateBlocks | None]:
+def _candidates(keys: ConfigReader, choosers: Sequence[int], num_layers: int) -> tuple[int, CandidateBlocks | None]:
     """Returns the layer that chooses runs of entries, and how many of how many; -1 and None without one."""
     layer = keys.values.get("candidate_source_layer_id")
-    if layer is None or layer == -1:
+    if layer is None or layer == -1 or (type(layer) is int and layer >= num_layers):
         return -1, None
     if layer not in choosers:
         raise UserError(

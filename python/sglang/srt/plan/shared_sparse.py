@@ -48,6 +48,8 @@ class SharedSparse(CompressedSparse):
     chosen_by: int
     candidates: CandidateBlocks | None = None
     bounded_by: int = -1
+    run: int = 1
+    """Entries that follow one another in memory, from a multiple of their number on."""
 
     @property
     def makes(self) -> bool:
@@ -75,7 +77,7 @@ class SharedSparse(CompressedSparse):
         if not self.makes or self.indexer is None:
             return caches
         rate, dim, dtype = Fraction(1, self.rate), self.head_dim, serving.kv_dtype
-        neighbours = self.rate * (self.candidates.block if self.candidates is not None else 1)
+        neighbours = self.rate * self.run
         entries = latent_cache("compressed", dim, dim, dtype, rate)
         keys = self.indexer.cache(serving, rate)
         caches += (replace(entries, neighbours=neighbours), replace(keys, neighbours=neighbours))
