@@ -76,9 +76,10 @@ class EngramBlock:
         self.query_weight, self.key_weight = (
             scope.param(leaf, shape, init=Init.ONES, dtype=torch.float32) for leaf in ("q_weight", "k_weight")
         )
-        self.ones = torch.ones(shape, dtype=torch.float32, device=scope.device)
+        self.ones = scope.param("ones", shape, {}, Init.ONES, torch.float32)  # the kernel norms by a weight too
+        self.ones.fill_(1.0)
+        self.texts = scope.param("texts", (spec.vocab_size,), {}, Init.ZEROS, torch.int64)
         self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
-        self.texts: torch.Tensor | None = None
         self.hashed: NgramHash | None = None
         self.directory, self.device = scope.plan.model.model_path, scope.device
         scope.finish.append(self.read_tokens)
@@ -91,7 +92,7 @@ class EngramBlock:
         first_head = self.group.rank * num
         sizes = spec.head_rows[first_head : first_head + num]
         offsets = [sum(sizes[:head]) for head in range(num)]
-        self.texts = torch.from_numpy(numbers).to(device)
+        self.texts.copy_(torch.from_numpy(numbers))
         self.hashed = NgramHash(
             *(torch.tensor(values, device=device) for values in (spec.multipliers, sizes, offsets)),
             first_head,
@@ -104,7 +105,7 @@ class EngramBlock:
         return None  # every rank computes all of it
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        assert self.texts is not None and self.hashed is not None, "the weights are loaded"
+        assert self.hashed is not None, "the weights are loaded"
         requests, kept = compressed_step(batch).requests, self.cache["ids"]
         texts = self.texts[batch.input_ids]
         rows = torch.empty((len(texts), len(self.hashed.sizes) * self.spec.dim), dtype=self.dtype, device=texts.device)
