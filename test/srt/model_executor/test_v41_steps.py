@@ -23,7 +23,12 @@ from srt.model_executor.test_compressed_steps import plain, prompts, run, server
 from srt.models.harness import random_tokens
 from srt.models.v41_drafts import save_v41_draft
 
-LAYOUTS = {"tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}, "pp3": {"pp_size": 3}, "tp2 x pp2": {"tp_size": 2, "pp_size": 2}}
+LAYOUTS = {
+    "tp2": {"tp_size": 2},
+    "pp2": {"pp_size": 2},
+    "pp3": {"pp_size": 3},
+    "tp2 x pp2": {"tp_size": 2, "pp_size": 2},
+}
 QUICK = {(3, True)}
 DRAFT = {"speculative_algorithm": "DSPARK", "speculative_num_draft_tokens": 4}
 

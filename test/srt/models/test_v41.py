@@ -69,9 +69,7 @@ def test_pads_do_not_end_ngrams_and_capitals_are_no_other_texts(small: tuple[V41
     """Token 2 pads before a prompt's first token, and inside a prompt it is a token as others."""
     reference, plan = small
     tokens = [2, 2, 9, 2, 201, 9, 2, 2, 255, 63, 17, 209]
-    torch.testing.assert_close(
-        TinyRunner(plan).extend({1: tokens})[0], reference.logits(tokens), rtol=0.0, atol=1e-3
-    )
+    torch.testing.assert_close(TinyRunner(plan).extend({1: tokens})[0], reference.logits(tokens), rtol=0.0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,11 @@ def test_pads_do_not_end_ngrams_and_capitals_are_no_other_texts(small: tuple[V41
         {"candidate_topk_blocks": 1, "candidate_block_size": 16, "index_topk": 3},
         {"candidate_source_layer_id": -1},
         {"candidate_source_layer_id": 6},
-        {"kv_source_layer_ids": [1, 4, 6], "index_source_layer_ids": [1, 2, 3, 4, 6, 7], "candidate_source_layer_id": 4},
+        {
+            "kv_source_layer_ids": [1, 4, 6],
+            "index_source_layer_ids": [1, 2, 3, 4, 6, 7],
+            "candidate_source_layer_id": 4,
+        },
         {"num_hidden_layers": 2, "engram_layer_ids": [0]},
         {"num_hidden_layers": 4, "compress_ratios": [0, 2, 2, 0], "kv_source_layer_ids": [1], "hc_mult": 2}
         | {"index_source_layer_ids": [1, 2], "engram_layer_ids": []},

@@ -100,7 +100,7 @@ def test_without_the_draft_and_the_encoder(checkpoint: tuple[V41, Path]) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        *("layers.1.attn.compressor.wgate.weight", "layers.4.attn.indexer.wk.weight", "layers.3.attn.indexer.k_norm.weight"),
+        *("layers.1.attn.compressor.wgate.weight", "layers.4.attn.indexer.wk.weight", "layers.3.attn.wkv.weight"),
         *("layers.6.attn.indexer.wq_b.weight", "layers.5.engram.q_weight", "layers.1.engram.embed.weight"),
         *("layers.0.hc_attn_fn", "layers.7.ffn.gate.bias", "norm.weight"),
     ],
@@ -128,7 +128,7 @@ def test_a_tensor_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
         ({"candidate_block_size": 6}, "'candidate_block_size' 6 is no power of two"),
         ({"engram_num_embeddings": [300, 400]}, "layer 1's table of n-grams has 300 rows"),
         ({"engram_layer_ids": [1]}, "1 'engram_layer_ids', but 2 'engram_num_embeddings'"),
-        ({"engram_compressed_vocab_size": 100}, "its tokens have 192 texts, and by 'engram_compressed_vocab_size' 100"),
+        ({"engram_compressed_vocab_size": 100}, "its tokens have 192 texts, not 100"),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
     ],
 )

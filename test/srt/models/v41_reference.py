@@ -1,12 +1,12 @@
-"""DeepSeek-V4.1 in plain fp32 torch, written from descriptions of the checkpoint: whole sequences, no cache, no batches.
-And small random checkpoints with the published names and keys."""
+"""DeepSeek-V4.1 in plain fp32 torch, written from descriptions of its checkpoint: whole sequences, no cache. And small
+random checkpoints with the published names and keys."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,6 @@ class V41:
     c: dict[str, Any]
     w: Tensors
     texts: np.ndarray
-    image: list[Tensor] = field(default_factory=list)
 
     def angles(self, positions: Tensor, compresses: bool) -> Tensor:
         c, dim = self.c, self.c["qk_rope_head_dim"]
@@ -316,7 +315,10 @@ def layer_shapes(c: dict[str, Any], at: str, layer: int, experts: int) -> dict[s
     if layer in c["engram_layer_ids"]:
         width = (c["engram_max_ngram_size"] - 1) * c["engram_n_heads"] * c["engram_head_dim"]
         rows = sum(table_sizes(c)[c["engram_layer_ids"].index(layer)])
-        shapes |= {"engram.embed.weight": (rows, c["engram_head_dim"]), "engram.wkv.weight": ((num + 1) * hidden, width)}
+        shapes |= {
+            "engram.embed.weight": (rows, c["engram_head_dim"]),
+            "engram.wkv.weight": ((num + 1) * hidden, width),
+        }
         shapes |= {"engram.q_weight": (num, hidden), "engram.k_weight": (num, hidden)}
     return {f"{at}{name}": shape for name, shape in shapes.items()}
 

@@ -22,6 +22,7 @@ from sglang.srt.plan.config_blocks import (
 )
 from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
+from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
     Override,
     enumerated,
@@ -31,7 +32,6 @@ from sglang.srt.plan.config_sharing import (
     with_limits,
     with_shared_caches,
 )
-from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_streams import ngram_embeddings, residual_streams
 from sglang.srt.plan.engram import engrams
 from sglang.srt.plan.families.family import Family

@@ -59,7 +59,7 @@ def read_text_numbers(directory: str, vocab_size: int, num_texts: int) -> np.nda
     numbers = text_numbers(tokenizer, vocab_size)
     if int(numbers.max()) + 1 != num_texts:
         raise UserError(
-            f"{file}: its tokens have {int(numbers.max()) + 1} texts, and by 'engram_compressed_vocab_size' {num_texts}:"
+            f"{file}: its tokens have {int(numbers.max()) + 1} texts, not {num_texts} ('engram_compressed_vocab_size'):"
             " the tables of n-grams were made with another tokenizer."
         )
     return numbers
