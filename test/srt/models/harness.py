@@ -139,6 +139,12 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+GROWING = {
+    "type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8, "max_position_embeddings": 256,
+    "llama_4_scaling_beta": 0.4,
+}  # fmt: skip
+"""Queries grow every eight tokens."""
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -661,6 +667,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
         | {"head_dim": 64, "global_head_dim": 128},
     ),
+    "ministral3": ("Ministral3Config", {"num_hidden_layers": 2, "rope_parameters": GROWING}),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
     "deepseek_v4_wide": (
         "DeepseekV4Config",

@@ -61,6 +61,7 @@ class GQAttention:
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
         self.value_scale, self.interleaved = spec.value_scale, spec.interleaved
+        self.growth = (spec.query_growth, spec.query_length)
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
@@ -152,6 +153,8 @@ class GQAttention:
             self.whole_norm(qkv)
         if self.value_norm is not None:
             qkv = self.value_norm(qkv)
+        if self.growth[0]:  # a rotation keeps factors
+            qkv[:, : self.num_heads * self.head_dim] *= growth_of_queries(batch, *self.growth).to(qkv.dtype)
         if self.output_gate is not None:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
             qkv, gates = qkv[:, :width], qkv[:, width:]
@@ -181,6 +184,16 @@ class GQAttention:
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
+
+
+def growth_of_queries(batch: ForwardBatch, growth: float, length: int) -> torch.Tensor:
+    """Returns the factors [T, 1] fp32 of a step's queries by their positions; the first layer makes them. Source:
+    Llama 4's attention temperature (arXiv 2501.19399), as Ministral 3 has it."""
+    name = f"query_growth.{growth}.{length}"
+    if name not in batch.handed_on:
+        runs = torch.div(batch.positions, length, rounding_mode="floor")
+        batch.handed_on[name] = (1.0 + growth * torch.log1p(runs.float()))[:, None]
+    return batch.handed_on[name]
 
 
 class BlockAttention(GQAttention):

@@ -26,6 +26,7 @@ from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
     Override,
     enumerated,
+    growing_queries,
     layer_overrides,
     per_layer_embedding,
     widened,
@@ -259,6 +260,10 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     bias = keys.default("attention_bias", bool, False)
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
     changes = _of_windows(keys, window)
+    growth: dict[str, Any] = {}
+    if family.growing_queries:
+        growth, without = growing_queries(keys)
+        changes = {**changes, **without}
     rotates = family.positions and (window > 0 or not family.positions_in_windows or layer_type != "")
     return GQA(
         num_heads=heads,
@@ -280,6 +285,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
         value_norm=family.value_norm,
+        **growth,
         values_from_keys=values_from_keys,
         interleaved=family.interleaved_rotary,
     )

@@ -58,7 +58,8 @@ class GQA:
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
-    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint.
+    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `query_growth`:
+    queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / query_length)).
     """
 
     num_heads: int
@@ -91,6 +92,8 @@ class GQA:
     indexer: BlockIndexer | None = None
     interleaved: bool = False
     scale_rows: int = 1
+    query_growth: float = 0.0
+    query_length: int = 1
 
     @property
     def value_dim(self) -> int:

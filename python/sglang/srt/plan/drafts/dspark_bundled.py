@@ -4,7 +4,8 @@ Sources: DeepSeek's inference code beside the checkpoints of V4-Flash-DSpark and
 2607.05147. A stage is a layer of the model with window attention alone. The mean of the target's residual streams
 behind each of `dspark_target_layer_ids` (of V4.1: before each), side by side, projected and normed, is what the stages
 make keys of for the tokens before a block; every row of the block sees the last `sliding_window` of these and the whole
-block. The last stage ends with a connection of its own that makes one row of the streams, a norm, and the model's output head.
+block. The last stage ends with a connection of its own that makes one row of the streams (V4.1's with the last block's
+weights), a norm, and the model's output head.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.mimo_v2 import MIMO_V2
 from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.minimax_m3 import MINIMAX_M3
-from sglang.srt.plan.families.mistral import MISTRAL, MIXTRAL
+from sglang.srt.plan.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
 from sglang.srt.plan.families.muse_glimmer import MUSE_GLIMMER
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_MOE
@@ -37,7 +37,21 @@ from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_
 from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
 
 FAMILIES: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN2_5_VL, MIMO, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE),
+    *(
+        LLAMA,
+        MISTRAL,
+        MINISTRAL3,
+        MISTRAL3,
+        MIXTRAL,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN2_5_VL,
+        MIMO,
+        QWEN3,
+        QWEN3_MOE,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
+    ),
     *(
         GLM4,
         GLM4V,
