@@ -203,6 +203,7 @@ RECIPE_CONFIGS = {
     "Qwen3.8-Flash-Next-NVFP4 (text)": "qwen38_flash_next_nvfp4",
     "Qwen3-0.6B": "Qwen3-0.6B",
     "Qwen3-8B": "Qwen3-8B",
+    "Ministral-3-8B (text)": "Ministral-3-8B",
     "Qwen3-30B-A3B": "Qwen3-30B-A3B",
     "MiniMax-M2.5 (FP8)": "minimax_m2",
     "MiniMax-M2.5-NVFP4": "MiniMax-M2.5-NVFP4",

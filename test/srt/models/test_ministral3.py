@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.errors import UserError
 
-from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
+from .harness import GROWING, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 
@@ -59,6 +59,27 @@ def test_fp8_with_the_names_of_transformers(tmp_path: Path) -> None:
     want = hf_logits(reference, tokens)
     got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
     assert (got - want).norm() / want.norm() < 0.15
+
+
+def test_as_devstral_2_has_it(tmp_path: Path) -> None:
+    """No growth, and an attention factor of the rotation that is not 1."""
+    rope = {**GROWING, "llama_4_scaling_beta": 0.0, "mscale_all_dim": 0.0}
+    reference = save_tiny("ministral3", tmp_path, rope_parameters=rope)
+    tokens = random_tokens(40, seed=1)
+    got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
+    torch.testing.assert_close(got, hf_logits(reference, tokens), rtol=0.0, atol=1e-3)
+
+
+def test_text_of_another_kind_beside_the_encoder_is_refused(tmp_path: Path) -> None:
+    save_tiny("ministral3", tmp_path)
+    beside_an_encoder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = "mistral4"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match="model_type = 'mistral4' is not supported for Mistral3ForConditionalGeneration"
+    ):
+        _ = plan_for(tmp_path).description
 
 
 def test_growth_without_a_length_is_refused(tmp_path: Path) -> None:

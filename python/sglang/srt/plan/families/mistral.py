@@ -45,6 +45,7 @@ MISTRAL3 = replace(
     MINISTRAL3,
     model_types=(),
     architectures=("Mistral3ForConditionalGeneration",),
+    allowed={"model_type": ("mistral", "ministral3")},
     names=replace(
         MINISTRAL3.names.below("language_model.model."),
         beginnings=(("language_model.lm_head.", "lm_head."),),
