@@ -667,6 +667,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
         | {"head_dim": 64, "global_head_dim": 128},
     ),
+    "laguna": (
+        "LagunaConfig",
+        {"num_hidden_layers": 4, "num_attention_heads_per_layer": [4, 6, 6, 4], "sliding_window": 12, **EXPERTS}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+        | {"shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5},
+    ),
     "ministral3": ("Ministral3Config", {"num_hidden_layers": 2, "rope_parameters": GROWING}),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
     "deepseek_v4_wide": (

@@ -109,7 +109,9 @@ class GQAttention:
         if spec.head_gate:
             gate = scope.sub("head_gate")
             self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
-            self.gate_heads: HeadGateOp = scope.plan.entry("attention_head_gate")
+            self.gate_heads: HeadGateOp = (
+                softplus_gates if spec.softplus_gates else scope.plan.entry("attention_head_gate")
+            )
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
         self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
@@ -184,6 +186,13 @@ class GQAttention:
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
+
+
+def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, heads * D], in place: each head times the softplus of its gate [T, heads]."""
+    heads = x.unflatten(-1, (gate.shape[-1], -1))
+    heads *= torch.nn.functional.softplus(gate.float()).to(x.dtype)[..., None]
+    return x
 
 
 def growth_of_queries(batch: ForwardBatch, growth: float, length: int) -> torch.Tensor:

@@ -41,6 +41,8 @@ from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Mixer, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.pooled_sparse import PooledSparse
 
+_DENSE_KEYS = ("mlp_layer_types", "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
+"""Keys that say which layers have no experts."""
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
@@ -53,6 +55,8 @@ def read_layers(
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = _num_experts(keys, family)
+    if family.first_dense and not any(keys.values.get(key) for key in _DENSE_KEYS):
+        keys = ConfigReader({**keys.values, "first_k_dense_replace": family.first_dense}, keys.source)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
     residual = residual_streams(keys, family.residual)
     dense = None if all(sparse) else _dense(keys, family)
@@ -280,6 +284,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
         gate_projection=family.gate_projection,
         head_gate=family.head_gate,
+        softplus_gates=family.softplus_gates,
         sinks=_sinks(keys, family, window),
         value_scale=keys.default("attention_value_scale", float, 1.0),
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),

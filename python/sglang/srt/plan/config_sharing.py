@@ -27,6 +27,11 @@ def layer_overrides(keys: ConfigReader, num_layers: int) -> list[Override]:
     512}}. Raises UserError."""
     written = keys.default("per_layer_config", dict, {})
     overrides: list[Override] = [()] * num_layers
+    heads = keys.default("num_attention_heads_per_layer", list, [])
+    if heads and (len(heads) < num_layers or any(type(count) is not int or count < 1 for count in heads)):
+        raise UserError(f"{keys.source}: 'num_attention_heads_per_layer' must be {num_layers} numbers; got {heads!r}.")
+    for layer, count in enumerate(heads[:num_layers]):
+        overrides[layer] = (("num_attention_heads", count),)
     for layer, values in written.items():
         if not str(layer).isdigit() or int(layer) >= num_layers or not isinstance(values, Mapping):
             raise UserError(f"{keys.source}: 'per_layer_config' has {layer!r}: {values!r} for {num_layers} layers.")

@@ -23,6 +23,7 @@ from sglang.srt.plan.families.glm5_next import GLM5_NEXT
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.hy_v3 import HY_V3
 from sglang.srt.plan.families.kimi_linear import KIMI_LINEAR
+from sglang.srt.plan.families.laguna import LAGUNA
 from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.mimo_v2 import MIMO_V2
 from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
@@ -65,6 +66,7 @@ FAMILIES: tuple[Family, ...] = (
         STEP3P5,
         STEP3P7,
         MUSE_GLIMMER,
+        LAGUNA,
     ),
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),

@@ -58,6 +58,7 @@ class Family:
     output_gate: bool = False
     gate_projection: bool = False  # as GQA.gate_projection
     head_gate: bool = False  # as GQA.head_gate
+    softplus_gates: bool = False  # as GQA.softplus_gates
     sinks: bool = False
     window_sinks: bool = False  # sinks in layers with a window; `add_full_attention_sink_bias` says of the others
     window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
@@ -73,6 +74,7 @@ class Family:
     # feed-forward
     joined_gate_up: bool = False  # as Dense.joined
     has_experts: bool = False
+    first_dense: int = 0  # layers without experts before the others, unless the config says which
     router: Router = Router(0)  # noqa: RUF009 - frozen
     activation: Activation = SILU
     expert_bias: bool = False
