@@ -125,7 +125,7 @@ def test_a_tensor_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
         ({"kv_source_layer_ids": None}, "'kv_source_layer_ids' is missing"),
         ({"candidate_source_layer_id": 5}, "5 is none of 'index_source_layer_ids'"),
         ({"candidate_source_layer_id": 3}, "layer 4 reads entries of 1 tokens, but the runs that layer 3 chooses"),
-        ({"candidate_block_size": 6}, "'candidate_block_size' 6 is no power of two"),
+        ({"candidate_block_size": 6}, "'candidate_block_size' 6 is no power of two up to 16"),
         ({"engram_num_embeddings": [300, 400]}, "layer 1's table of n-grams has 300 rows"),
         ({"engram_layer_ids": [1]}, "1 'engram_layer_ids', but 2 'engram_num_embeddings'"),
         ({"engram_compressed_vocab_size": 100}, "its tokens have 192 texts, not 100"),

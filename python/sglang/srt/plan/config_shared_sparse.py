@@ -16,6 +16,9 @@ from sglang.srt.plan.shared_sparse import CandidateBlocks, SharedSparse
 RATES = (0, 1, 2)
 """Compression rates of published layers: a window alone, an entry a token, an entry for two."""
 
+LONGEST_RUN = 16
+"""Entries of a run at most: rows of scores have a multiple of so many."""
+
 
 def shared_sparse_mixers(
     keys: ConfigReader, rates: Sequence[Any], plain: CompressedSparse, rotated: CompressedSparse
@@ -82,8 +85,8 @@ def _candidates(keys: ConfigReader, choosers: Sequence[int], num_layers: int) ->
             f"{keys.source}: 'candidate_source_layer_id' {layer!r} is none of 'index_source_layer_ids' {choosers}."
         )
     blocks = CandidateBlocks(keys.positive("candidate_topk_blocks"), keys.positive("candidate_block_size"))
-    if blocks.block & (blocks.block - 1):
-        raise UserError(f"{keys.source}: 'candidate_block_size' {blocks.block} is no power of two.")
+    if blocks.block & (blocks.block - 1) or blocks.block > LONGEST_RUN:
+        raise UserError(f"{keys.source}: 'candidate_block_size' {blocks.block} is no power of two up to {LONGEST_RUN}.")
     return layer, blocks
 
 

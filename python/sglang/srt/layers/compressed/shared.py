@@ -79,9 +79,10 @@ class EntryMaker:
         self.cache, self.keys = (scope.cache(site.layer_id, name) for name in ("compressed", "index"))
         self.state = scope.cache(site.layer_id, "pending") if spec.rate > 1 else None
         # Nothing is added to gates; of an entry a token there are no gates and no tokens that wait.
-        options = {"dtype": torch.float32, "device": scope.device}
-        self.bias = torch.zeros((spec.rate, dim), **options)
-        self.no_bias, self.no_state = (torch.zeros(shape, **options) for shape in ((1, dim), (1, 1, 2, dim)))
+        self.bias, self.no_bias, self.no_state = (
+            torch.zeros(shape, dtype=torch.float32, device=scope.device)
+            for shape in ((spec.rate, dim), (1, dim), (1, 1, 2, dim))
+        )
         self.linear: LinearOp = scope.plan.entry("linear")
         self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
         self.kernels: CompressorKernels = scope.plan.entry("kv_compressor")

@@ -37,14 +37,17 @@ class TritonCandidateBlocks:
         for first in range(0, num_rows, at_once):
             part = slice(first, min(first + at_once, num_rows))
             some, count = rows.part(part), part.stop - part.start
-            self._ladder.run(
-                lambda tile, part=part, some=some: index_logits(
-                    q[part], weights[part], keys, None, some, 0, logits, tile=tile, num_sms=self._num_sms
-                )
-            )
+            self._score(q[part], weights[part], keys, some, logits)
             best[:count, : columns // block] = best_of_runs(logits[:count], some.counts, block)
             select_entries(best, runs.part(part), top, slots[part], chosen[part])
         return Selection(slots, chosen)
+
+    def _score(
+        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, logits: torch.Tensor
+    ) -> None:
+        self._ladder.run(
+            lambda tile: index_logits(q, weights, keys, None, rows, 0, logits, tile=tile, num_sms=self._num_sms)
+        )
 
 
 assert LOGIT_MULTIPLE % 8 == 0, "the published block"

@@ -94,7 +94,9 @@ class EngramBlock:
         offsets = [sum(sizes[:head]) for head in range(num)]
         self.texts.copy_(torch.from_numpy(numbers))
         self.hashed = NgramHash(
-            *(torch.tensor(values, device=device) for values in (spec.multipliers, sizes, offsets)),
+            torch.tensor(spec.multipliers, device=device),
+            torch.tensor(sizes, device=device),
+            torch.tensor(offsets, device=device),
             first_head,
             spec.heads,
             spec.end_token,

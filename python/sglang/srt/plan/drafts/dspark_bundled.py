@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -30,7 +31,7 @@ CONFIDENCE = "confidence_head.proj"
 """Module of the head that predicts whether a guess stands."""
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok")
 """Keys that the stages may have values of their own for, under "dspark_" and the name."""
-_OF_STAGES = {
+_OF_STAGES: Mapping[str, Any] = {
     "kv_source_layer_ids": [],
     "index_source_layer_ids": [],
     "candidate_source_layer_id": None,
