@@ -21,6 +21,7 @@ import json
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -170,9 +171,9 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "input": 32 if args.tiny else 256,
         "output": 16 if args.tiny else 128,
-        "requests": 8 if args.tiny else 96,
+        "requests": 8 if args.tiny else 128,
         "concurrency": 4 if args.tiny else 32,
-        "rounds": 1 if args.tiny else 4,
+        "rounds": 1 if args.tiny else 8,
     }
 
 
@@ -305,11 +306,17 @@ def others_table(found: dict[str, Any]) -> list[str]:
 
 
 def load_table(found: dict[str, Any]) -> list[str]:
+    """Medians, and in brackets the median, least and largest ratio to the first server in the same round."""
     keys = ("tok_s", "ttft_ms", "itl_ms", "p99_itl_ms")
-    base = found["median"]["without"]
     lines = ["| server | " + " | ".join(keys) + " |", "|" + "---|" * (1 + len(keys))]
     for name, row in found["median"].items():
-        lines.append(f"| {name} | " + " | ".join(f"{row[key]:.2f} ({row[key] / base[key]:.3f})" for key in keys) + " |")
+        of_rounds = found["ratios"][name]
+        cells = (
+            f"{row[key]:.2f} ({statistics.median(of_rounds[key]):.3f}: {min(of_rounds[key]):.3f} to"
+            f" {max(of_rounds[key]):.3f})"
+            for key in keys
+        )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
 

@@ -9,10 +9,17 @@ from pathlib import Path
 _PYTHON = Path(__file__).parents[2] / "python"
 _LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
 
+_OPS = "sglang.srt.layers.attention.triton_ops"
 SERVED = {
     "pdl": "sglang.srt.layers.triton_ops.pdl",
-    "select_entries": "sglang.srt.layers.attention.triton_ops.select_entries",
     "selection": "sglang.srt.layers.attention.selection",
+    "entry_shares": "sglang.srt.layers.attention.entry_shares",
+    "attention_parts": f"{_OPS}.common",
+    "select_entries": f"{_OPS}.select_entries",
+    "index_logits": f"{_OPS}.index_logits",
+    "sparse_steps": f"{_OPS}.sparse_steps",
+    "sparse_packed": f"{_OPS}.sparse_packed",
+    "sparse_attention": f"{_OPS}.sparse_attention",
 }
 """Name in the target -> module of the server. They import Python, torch, Triton and each other."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst.matchers as m
 
 from upstream.change import AlreadyUpstream, Change, FailedCheck, NotApplicable
-from upstream.changes.sparse_attention import DEEP_GEMM, FLASH_MLA, require_switches
+from upstream.changes.sparse_attention import DEEP_GEMM, FLASH_MLA, INDEXER_FILES, SPARSE_MLA_FILES, require_switches
 from upstream.toolbox import Anchor, Moved, at_bottom, code, edit, ensure_import, find, has, replace, switch_imports
 from upstream.tree import Tree
 
@@ -27,7 +27,7 @@ class V4Decode(Change):
         "the compressed tokens and the sink are joined by our kernels, which read both caches where they lie."
     )
     merged = "flash_mla_with_kvcache_sm120 exists"
-    files = ("hardware.py", "flash_mla.py")
+    files = ("hardware.py", "flash_mla.py", *SPARSE_MLA_FILES)
 
     def transform(self, tree: Tree) -> None:
         indexer(tree)
@@ -51,7 +51,7 @@ class V4Indexer(Change):
         "layer, or not at all. Our kernel reads the pages in place, with native float8 products."
     )
     merged = "the fallback in torch is gone"
-    files = ("hardware.py", "deep_gemm.py")
+    files = ("hardware.py", "deep_gemm.py", *INDEXER_FILES)
 
     FALLBACK = "fp8_paged_mqa_logits_torch_sm120"
 

@@ -14,6 +14,12 @@ BACKENDS = ("DeepseekSparseAttnBackend", "NativeSparseAttnBackend")
 SM12X = "from sglang.srt.sm120.hardware import is_sm12x"
 DEEP_GEMM = ("get_num_sms", "get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "fp8_mqa_logits")
 FLASH_MLA = ("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata")
+INDEXER_FILES = ("index_logits.py", "attention_parts.py", "selection.py", "pdl.py")
+SPARSE_MLA_FILES = (
+    "sparse_attention.py", "sparse_packed.py", "sparse_steps.py", "entry_shares.py", "attention_parts.py",
+    "selection.py", "pdl.py",
+)  # fmt: skip
+"""Of the server, with what they import."""
 TOPK = ("fast_topk_v2", "fast_topk_transform_fused", "fast_topk_transform_ragged_fused")
 
 
@@ -39,7 +45,7 @@ class IndexerLogits(Change):
         "indexer, paged and ragged, come from our Triton kernels there, in native float8 products."
     )
     merged = "the release has, or checks for, DeepGEMM kernels for SM120 (_sm120_deep_gemm_apis_available)"
-    files = ("hardware.py", "deep_gemm.py")
+    files = ("hardware.py", "deep_gemm.py", *INDEXER_FILES)
 
     def transform(self, tree: Tree) -> None:
         paths = self._paths(tree)
@@ -71,7 +77,7 @@ class SparseMla(Change):
         "there, and no heads are added to reach the multiples that FlashMLA needs."
     )
     merged = "flashmla_sparse and flashmla_kv run on SM120"
-    files = ("hardware.py", "flash_mla.py")
+    files = ("hardware.py", "flash_mla.py", *SPARSE_MLA_FILES)
 
     MODULES = ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface")
 

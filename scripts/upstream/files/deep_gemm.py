@@ -2,7 +2,8 @@
 """The part of DeepGEMM that sparse-attention indexers call, in Triton, for SM12x: same names, arguments and results.
 
 logits[m, n] = k_scale[n] * sum over heads h of weights[m, h] * max(0, q[m, h] . k[n]), q and k in float8_e4m3fn.
-Positions outside a row's range are -inf. Nothing waits for the device, so CUDA graphs can capture all of it.
+Positions outside a row's range are -inf. Nothing waits for the device, so CUDA graphs can capture all of it. What is
+computed is a function of sm120-sglang; the layouts of keys and logits are DeepGEMM's.
 """
 
 from typing import Any
@@ -11,8 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 8
-_COLUMNS = 64
+from sglang.srt.sm120.index_logits import head_sums
+
+_COLUMNS = 128
+_LINES = 128
+"""Heads of one or more rows whose products are computed at once."""
+_ROUNDS = 4
+"""How often a program does so, with the same keys."""
 
 
 def get_num_sms() -> int:
@@ -26,12 +32,6 @@ def set_num_sms(num_sms: int) -> None:
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
     """A schedule of the shape that callers copy around; the kernels here need none."""
     return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
-
-
-@triton.jit
-def _score(q, k, weights):
-    """[BLOCK_H, D], [BLOCK_N, D] float8 and [BLOCK_H] -> [BLOCK_N]"""
-    return tl.sum(tl.maximum(tl.dot(q, tl.trans(k)), 0.0) * weights[:, None], axis=0)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _paged_kernel(
         k = tl.load(Cache + base + offs_n[:, None] * D + offs_d[None, :])
         weights = tl.load(Weights + row * stride_w_row + offs_h, mask=offs_h < NUM_HEADS, other=0.0).to(tl.float32)
         scales = tl.load(CacheScales + (base + PAGE * D) // 4 + offs_n)
-        logits = _score(q, k, weights) * scales
+        logits = tl.reshape(head_sums(k, tl.trans(q), weights, PAGE, 1, BLOCK_H), [PAGE]) * scales
         tl.store(out, tl.where(columns < length, logits, float("-inf")), mask=columns < num_columns)
 
 
@@ -163,27 +163,31 @@ def _ragged_kernel(
     NUM_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_M rows of logits over the same BLOCK_N keys, which are read once."""
+    """ROUNDS times ROWS rows of logits over the same BLOCK_N keys, which are read once."""
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_h = tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, D)
     in_range = offs_n < num_columns
     k = tl.load(K + offs_n[:, None] * stride_k_row + offs_d[None, :], mask=in_range[:, None], other=0.0)
     scales = tl.load(KScales + offs_n, mask=in_range, other=0.0)
-    first = tl.program_id(0).to(tl.int64) * BLOCK_M
-    for row in range(first, tl.minimum(first + BLOCK_M, num_rows)):
-        start = tl.load(Starts + row)
-        end = tl.load(Ends + row)
-        q = tl.load(
-            Q + row * stride_q_row + offs_h[:, None] * D + offs_d[None, :], mask=offs_h[:, None] < NUM_HEADS, other=0.0
-        )
-        weights = tl.load(Weights + row * stride_w_row + offs_h, mask=offs_h < NUM_HEADS, other=0.0).to(tl.float32)
-        logits = _score(q, k, weights) * scales
-        valid = (offs_n >= start) & (offs_n < end)
-        tl.store(Logits + row * stride_logits_row + offs_n, tl.where(valid, logits, float("-inf")), mask=in_range)
+    head = tl.arange(0, ROWS * BLOCK_H) % BLOCK_H
+    first = tl.program_id(0).to(tl.int64) * (ROWS * ROUNDS)
+    for begin in range(first, tl.minimum(first + ROWS * ROUNDS, num_rows), ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        start = tl.load(Starts + rows, mask=rows < num_rows, other=0)
+        end = tl.load(Ends + rows, mask=rows < num_rows, other=0)
+        line_row = begin + tl.arange(0, ROWS * BLOCK_H) // BLOCK_H
+        line_ok = (line_row < num_rows) & (head < NUM_HEADS)
+        lines = line_row * stride_q_row + head * D
+        q = tl.load(Q + lines[:, None] + offs_d[None, :], mask=line_ok[:, None], other=0.0)
+        weights = tl.load(Weights + line_row * stride_w_row + head, mask=line_ok, other=0.0).to(tl.float32)
+        logits = head_sums(k, tl.trans(q), weights, BLOCK_N, ROWS, BLOCK_H) * scales[:, None]
+        valid = (offs_n[:, None] >= start[None, :]) & (offs_n[:, None] < end[None, :])
+        out = Logits + rows[None, :] * stride_logits_row + offs_n[:, None]
+        tl.store(out, tl.where(valid, logits, float("-inf")), mask=in_range[:, None] & (rows < num_rows)[None, :])
 
 
 def fp8_mqa_logits(
@@ -213,7 +217,9 @@ def fp8_mqa_logits(
     logits = torch.empty((num_rows, num_columns), dtype=torch.float32, device=q.device)
     if logits.numel() == 0:
         return logits
-    _ragged_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_columns, _COLUMNS))](
+    block_h = max(16, triton.next_power_of_2(heads))
+    together = max(1, _LINES // block_h)
+    _ragged_kernel[(triton.cdiv(num_rows, together * _ROUNDS), triton.cdiv(num_columns, _COLUMNS))](
         q,
         k,
         scales,
@@ -228,9 +234,10 @@ def fp8_mqa_logits(
         weights.stride(0),
         logits.stride(0),
         NUM_HEADS=heads,
-        BLOCK_H=max(16, triton.next_power_of_2(heads)),
+        BLOCK_H=block_h,
         D=head_dim,
-        BLOCK_M=_ROWS,
+        ROWS=together,
+        ROUNDS=_ROUNDS,
         BLOCK_N=_COLUMNS,
         num_warps=4,
         num_stages=1,

@@ -2,14 +2,15 @@
 """Sparse MLA attention in Triton for SM12x, with the names, arguments and results of FlashMLA.
 
 Every query attends to the cached tokens that its `indices` name (-1: none); all heads share one latent key whose
-first columns are the value. A program takes 16 heads of a query and a part of its tokens; a second kernel joins the
-parts, a second cache and the attention sink. Nothing waits for the device, so CUDA graphs can capture all of it.
+first columns are the value. Nothing waits for the device, so CUDA graphs can capture all of it. A token in the cache is
+one of
 
-A token in the cache is one of
-  BF16    576 bfloat16: 512 latent, 64 rotary; the value is the latent
-  V32     656 bytes: 512 float8_e4m3fn, 4 float32 scales (a scale for 128), 64 bfloat16; the value is the latent
-  V4      448 float8_e4m3fn and 64 bfloat16 side by side, and at the end of the page 8 bytes of ue8m0 scales (one for
-          64 values, the last byte unused); key and value are all 512
+- 576 bfloat16: 512 latent, 64 rotary; the value is the latent
+- 656 bytes (V3.2): 512 float8_e4m3fn, 4 float32 scales (a scale for 128), 64 bfloat16; the value is the latent
+- 584 bytes (V4): 448 float8_e4m3fn and 64 bfloat16 side by side, and at the end of the page 8 bytes of ue8m0 scales
+  (one for 64 values, the last byte unused); key and value are all 512
+
+The first two are read by the kernels of sm120-sglang, the third by one here, which is built from their parts.
 """
 
 from typing import Any
@@ -18,261 +19,98 @@ import torch
 import triton
 import triton.language as tl
 
-BF16, V32, V4 = 0, 1, 2
-_HEADS = 16
-_TOKENS = 32
-_MAX_PARTIAL_ROWS = 1024
-"""Queries whose parts are in memory at a time."""
+from sglang.srt.sm120.attention_parts import LOG2E
+from sglang.srt.sm120.entry_shares import num_shares
+from sglang.srt.sm120.selection import Selection
+from sglang.srt.sm120.sparse_attention import LEAST_SHARES, MERGE_COLS, sparse_attention_fwd
+from sglang.srt.sm120.sparse_steps import (
+    finish,
+    merge_shares_kernel,
+    share_of,
+    softmax_step,
+    store_columns,
+    store_lse,
+)
+
+TILE = {"BLOCK_H": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 1}
+MANY_HEADS_TILES = {
+    torch.bfloat16: {"BLOCK_H": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "ctas_per_sm": 1},
+    torch.uint8: {"BLOCK_H": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3, "ctas_per_sm": 1},
+}
+"""By the type of the cache, for MANY_TOKENS and more: entries are read for 32 heads at once."""
+MANY_TOKENS = 128
+V4_HEADS, V4_TOKENS = 16, 32
+"""Of one program of `_v4_kernel`."""
+V4_BYTES, V32_BYTES = 584, 656
 
 
 @triton.jit
-def _load_key(
-    Cache8, Cache16, Cache32, token, valid, page_bytes, FORMAT: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """[BLOCK_N, 512] and [BLOCK_N, 64] bfloat16; V4 has its rotary part in the first and nothing in the second."""
-    offs = tl.arange(0, 512)
-    rope = tl.arange(0, 64)
-    keep = valid[:, None]
-    if FORMAT == 0:
-        base = token * 576
-        latent = tl.load(Cache16 + base[:, None] + offs[None, :], mask=keep, other=0.0)
-        rotary = tl.load(Cache16 + base[:, None] + 512 + rope[None, :], mask=keep, other=0.0)
-    elif FORMAT == 1:
-        base = token * 656
-        values = tl.load(Cache8 + base[:, None] + offs[None, :], mask=keep, other=0.0)
-        scales = tl.load(Cache32 + base[:, None] // 4 + 128 + tl.arange(0, 4)[None, :], mask=keep, other=0.0)
-        groups = tl.reshape(values.to(tl.float32), (BLOCK_N, 4, 128)) * scales[:, :, None]
-        latent = tl.reshape(groups, (BLOCK_N, 512)).to(tl.bfloat16)
-        rotary = tl.load(Cache16 + base[:, None] // 2 + 264 + rope[None, :], mask=keep, other=0.0)
-    else:
-        page = (token // PAGE) * page_bytes
-        base = page + (token % PAGE) * 576
-        is_latent = offs[None, :] < 448
-        values = tl.load(Cache8 + base[:, None] + offs[None, :], mask=keep & is_latent, other=0.0)
-        at = page + PAGE * 576 + (token % PAGE) * 8
-        exponents = tl.load(Cache32 + at[:, None] + tl.arange(0, 8)[None, :], mask=keep, other=0)
-        scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        groups = tl.reshape(values.to(tl.float32), (BLOCK_N, 8, 64)) * scales[:, :, None]
-        plain = tl.load(
-            Cache16 + base[:, None] // 2 + offs[None, :] - 224, mask=keep & (offs[None, :] >= 448), other=0.0
-        )
-        latent = tl.where(is_latent, tl.reshape(groups, (BLOCK_N, 512)).to(tl.bfloat16), plain)
-        rotary = plain  # not used
-    return latent, rotary
-
-
-@triton.jit
-def _part_kernel(
-    Q,
-    Cache8,
-    Cache16,
-    Cache32,
-    Indices,
-    Lengths,
-    Out,
-    Lse,
-    sm_scale,
-    num_heads,
-    num_indices,
-    page_bytes,
-    stride_q_row,
-    stride_q_head,
-    stride_i_row,
-    stride_o_row,
-    stride_o_slot,
-    stride_l_row,
-    stride_l_slot,
-    first_slot,
-    FORMAT: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+def _v4_entries(
+    acc, row_max, row_sum, q, Numbers, Halves, Scales, slots_ptr, page_bytes, begin, end, scale, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
-    """Attention of a query's BLOCK_H heads over one of SPLITS runs of its indices, normalized, and its log-sum-exp."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
-    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    has_head = heads < num_heads
-    offs = tl.arange(0, 512)
-    rope = tl.arange(0, 64)
-    q_row = Q + row * stride_q_row + heads[:, None] * stride_q_head
-    q = tl.load(q_row + offs[None, :], mask=has_head[:, None], other=0.0)
-    if FORMAT != 2:
-        q_rope = tl.load(q_row + 512 + rope[None, :], mask=has_head[:, None], other=0.0)
-
-    length = num_indices
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.load(Lengths + row), num_indices)
-    run = tl.cdiv(tl.cdiv(num_indices, SPLITS), BLOCK_N) * BLOCK_N
-    begin = split * run
-    end = tl.minimum(begin + run, length)
-
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, 512), tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        token = tl.load(Indices + row * stride_i_row + position, mask=position < end, other=-1).to(tl.int64)
-        valid = token >= 0
-        latent, rotary = _load_key(
-            Cache8, Cache16, Cache32, tl.maximum(token, 0), valid, page_bytes, FORMAT, PAGE, BLOCK_N
-        )
-        scores = tl.dot(q, tl.trans(latent))
-        if FORMAT != 2:
-            scores += tl.dot(q_rope, tl.trans(rotary))
-        scores = tl.where(valid[None, :], scores * sm_scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp(top - safe_top)
-        weights = tl.exp(scores - safe_top[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(tl.bfloat16), latent)
-        top = new_top
-
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    slot = first_slot + split
-    out = Out + row * stride_o_row + slot * stride_o_slot + heads[:, None] * 512 + offs[None, :]
-    tl.store(out, acc.to(Out.dtype.element_ty), mask=has_head[:, None])
-    lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-    tl.store(Lse + row * stride_l_row + slot * stride_l_slot + heads, lse, mask=has_head)
+):  # fmt: skip
+    """Tokens slots[begin:end] of a cache in V4's format: page after page its numbers, then its scales."""
+    columns = tl.arange(0, 512)[None, :]
+    is_number = columns < 448
+    offs = tl.arange(0, BLOCK_N)
+    for first in range(begin, end, BLOCK_N):
+        token = tl.load(slots_ptr + first + offs, mask=first + offs < end, other=-1).to(tl.int64)
+        keep = token >= 0
+        token = tl.maximum(token, 0)
+        page = token // PAGE * page_bytes
+        base = page + token % PAGE * 576
+        numbers = tl.load(Numbers + base[:, None] + columns, mask=keep[:, None] & is_number, other=0.0)
+        exponents_at = page + PAGE * 576 + token % PAGE * 8
+        exponents = tl.load(Scales + exponents_at[:, None] + tl.arange(0, 8)[None, :], mask=keep[:, None], other=0)
+        scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        groups = tl.reshape(numbers.to(tl.float32), (BLOCK_N, 8, 64)) * scales[:, :, None]
+        rotary = tl.load(Halves + base[:, None] // 2 + columns - 224, mask=keep[:, None] & (columns >= 448), other=0.0)
+        keys = tl.where(is_number, tl.reshape(groups, (BLOCK_N, 512)).to(tl.bfloat16), rotary)
+        scores = tl.dot(q, tl.trans(keys))
+        weights, decay, row_max, row_sum = softmax_step(row_max, row_sum, scores, keep, scale)
+        acc = tl.dot(weights.to(tl.bfloat16), keys, acc * decay[:, None])
+    return acc, row_max, row_sum
 
 
 @triton.jit
-def _join_kernel(
-    Parts,
-    PartLse,
-    Sink,
-    Out,
-    Lse,
-    stride_p_row,
-    stride_p_slot,
-    stride_l_row,
-    stride_l_slot,
-    stride_o_row,
-    stride_lse_row,
-    HAS_SINK: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """The parts of one query and head, weighted by their log-sum-exps; the sink adds to the denominator only."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    offs = tl.arange(0, 512)
-    top = -float("inf")
-    for slot in range(SLOTS):
-        top = tl.maximum(top, tl.load(PartLse + row * stride_l_row + slot * stride_l_slot + head))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = 0.0
-    acc = tl.zeros((512,), tl.float32)
-    for slot in range(SLOTS):
-        weight = tl.exp(tl.load(PartLse + row * stride_l_row + slot * stride_l_slot + head) - base)
-        total += weight
-        acc += weight * tl.load(Parts + row * stride_p_row + slot * stride_p_slot + head * 512 + offs)
-    tl.store(
-        Lse + row * stride_lse_row + head, tl.where(total > 0.0, base + tl.log(tl.maximum(total, 1e-38)), float("-inf"))
-    )
-    if HAS_SINK:
-        total += tl.exp(tl.load(Sink + head).to(tl.float32) - base)
-    tl.store(
-        Out + row * stride_o_row + head * 512 + offs, (acc / tl.where(total > 0.0, total, 1.0)).to(Out.dtype.element_ty)
-    )
-
-
-def _attend(
-    q: torch.Tensor, caches: list, sm_scale: float, sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [rows, heads, 576 or 512] bfloat16 -> ([rows, heads, 512] like q, [rows, heads] float32 log-sum-exp).
-
-    caches: (bytes, format, page size, bytes of a page, indices [rows, n] int32, lengths [rows] or None) for each cache.
-    """
-    rows, heads, _ = q.shape
-    out = torch.empty((rows, heads, 512), dtype=q.dtype, device=q.device)
-    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    if rows == 0:
-        return out, lse
-    head_blocks = triton.cdiv(heads, _HEADS)
-    splits = [_splits(min(rows, _MAX_PARTIAL_ROWS) * head_blocks, cache[4].shape[-1], q.device) for cache in caches]
-    slots = sum(splits)
-    if slots == 1 and sink is None:
-        _run_parts(q, caches[0], sm_scale, out.unsqueeze(1), lse.unsqueeze(1), 0, 1)
-        return out, lse
-    step = min(rows, _MAX_PARTIAL_ROWS)
-    parts = torch.empty((step, slots, heads, 512), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((step, slots, heads), dtype=torch.float32, device=q.device)
-    for start in range(0, rows, step):
-        some = slice(start, min(start + step, rows))
-        slot = 0
-        for cache, count in zip(caches, splits, strict=True):
-            indices, lengths = cache[4][some], None if cache[5] is None else cache[5][some]
-            _run_parts(q[some], (*cache[:4], indices, lengths), sm_scale, parts, part_lse, slot, count)
-            slot += count
-        _join_kernel[(some.stop - start, heads)](
-            parts,
-            part_lse,
-            part_lse if sink is None else sink,
-            out[some],
-            lse[some],
-            parts.stride(0),
-            parts.stride(1),
-            part_lse.stride(0),
-            part_lse.stride(1),
-            out.stride(0),
-            lse.stride(0),
-            HAS_SINK=sink is not None,
-            SLOTS=slots,
-            num_warps=4,
-        )
-    return out, lse
-
-
-def _run_parts(
-    q: torch.Tensor, cache: tuple, sm_scale: float, out: torch.Tensor, lse: torch.Tensor, slot: int, splits: int
-) -> None:
-    memory, layout, page, page_bytes, indices, lengths = cache
-    scales = torch.uint8 if layout == V4 else torch.float32
-    _part_kernel[(q.shape[0], triton.cdiv(q.shape[1], _HEADS), splits)](
-        q,
-        _same_memory(memory, torch.float8_e4m3fn),
-        _same_memory(memory, torch.bfloat16),
-        _same_memory(memory, scales),
-        indices,
-        indices if lengths is None else lengths,
-        out,
-        lse,
-        sm_scale,
-        q.shape[1],
-        indices.shape[-1],
-        page_bytes,
-        q.stride(0),
-        q.stride(1),
-        indices.stride(0),
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        slot,
-        FORMAT=layout,
-        PAGE=page,
-        HAS_LENGTHS=lengths is not None,
-        SPLITS=splits,
-        BLOCK_H=_HEADS,
-        BLOCK_N=_TOKENS,
-        num_warps=8,
-        num_stages=1,
-    )
-
-
-def _splits(programs: int, num_indices: int, device: torch.device) -> int:
-    """A power of two of parts: enough for two programs a multiprocessor, and at least 64 indices each."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = max(1, min(triton.cdiv(2 * sms, programs), num_indices // 64))
-    return 1 << (wanted.bit_length() - 1)
-
-
-def _same_memory(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A pointer to the tensor's first byte, typed: the bytes of one token have several types."""
-    return tensor.view(torch.uint8).as_strided((16,), (1,)).view(dtype)
+def _v4_kernel(
+    q_ptr, o_ptr, lse_ptr, sinks_ptr, numbers_ptr, halves_ptr, scales_ptr, slots_ptr, counts_ptr, page_bytes,
+    more_numbers_ptr, more_halves_ptr, more_scales_ptr, more_slots_ptr, more_counts_ptr, more_page_bytes, part_o_ptr,
+    part_lse_ptr, num_heads, num_head_tiles, num_splits, scale, stride_qt, stride_qh, stride_ot, stride_oh,
+    stride_slots, stride_more_slots, PAGE: tl.constexpr, MORE_PAGE: tl.constexpr, HAS_MORE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H heads of one query over a share of its tokens of one or two caches. Grid: (T * splits * head tiles,)."""
+    pid = tl.program_id(0)
+    head_tile = pid % num_head_tiles
+    split = pid // num_head_tiles % num_splits
+    token = pid // num_head_tiles // num_splits
+    head = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_ok = head < num_heads
+    q_rows = token.to(tl.int64) * stride_qt + head * stride_qh
+    q = tl.load(q_ptr + q_rows[:, None] + tl.arange(0, 512)[None, :], mask=head_ok[:, None], other=0.0)
+    acc = tl.zeros([BLOCK_H, 512], dtype=tl.float32)
+    row_max = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_H], dtype=tl.float32)
+    begin, end = share_of(counts_ptr, token, split, num_splits, BLOCK_N)
+    slots = slots_ptr + token.to(tl.int64) * stride_slots
+    acc, row_max, row_sum = _v4_entries(
+        acc, row_max, row_sum, q, numbers_ptr, halves_ptr, scales_ptr, slots, page_bytes, begin, end, scale, PAGE,
+        BLOCK_N,
+    )  # fmt: skip
+    if HAS_MORE:
+        begin, end = share_of(more_counts_ptr, token, split, num_splits, BLOCK_N)
+        slots = more_slots_ptr + token.to(tl.int64) * stride_more_slots
+        acc, row_max, row_sum = _v4_entries(
+            acc, row_max, row_sum, q, more_numbers_ptr, more_halves_ptr, more_scales_ptr, slots, more_page_bytes, begin,
+            end, scale, MORE_PAGE, BLOCK_N,
+        )  # fmt: skip
+    final, lse = finish(row_max, row_sum, head, head_ok, sinks_ptr, HAS_SINKS)
+    store_lse(lse_ptr, part_lse_ptr, lse, token, split, num_splits, num_heads, head, head_ok, True)
+    store_columns(
+        o_ptr, part_o_ptr, acc * final[:, None], token, split, num_splits, num_heads, stride_ot, stride_oh, head,
+        head_ok, 0, 512, 512,
+    )  # fmt: skip
 
 
 def flash_mla_sparse_fwd(
@@ -288,8 +126,8 @@ def flash_mla_sparse_fwd(
     """q [rows, heads, 576], kv [tokens, 1, 576] bfloat16, indices [rows, 1, n] int32 -> output [rows, heads, 512], and
     twice the log-sum-exp [rows, heads]: the maximum of the logits, which comes first in FlashMLA, is not kept."""
     _require(d_v == 512 and q.shape[-1] == 576 and kv.dtype == torch.bfloat16, "head dims 576/512 and a bfloat16 cache")
-    cache = (kv.contiguous(), BF16, 1, 0, indices.reshape(q.shape[0], -1), topk_length)
-    out, lse = _attend(q.contiguous(), [cache], sm_scale, attn_sink)
+    selection = _selection(indices, topk_length, len(q), 1)
+    out, lse = _attend(q.contiguous(), kv.contiguous().view(-1, 1, 576), selection, sm_scale, attn_sink)
     return out, lse, lse
 
 
@@ -319,37 +157,106 @@ def flash_mla_with_kvcache(
     )
     batch, queries, heads, head_dim = q.shape
     rows = batch * queries
-    caches = [_cache(k_cache, head_dim, indices, topk_length, rows, queries)]
-    if extra_k_cache is not None:
-        caches.append(_cache(extra_k_cache, head_dim, extra_indices_in_kvcache, extra_topk_length, rows, queries))
+    token_bytes = k_cache.shape[-1] * k_cache.element_size()
+    _require(
+        (head_dim, token_bytes) in ((576, V32_BYTES), (512, V4_BYTES)),
+        f"a known cache format, not {token_bytes} bytes a token with head dim {head_dim}",
+    )
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    out, lse = _attend(q.reshape(rows, heads, head_dim), caches, scale, attn_sink)
+    q = q.reshape(rows, heads, head_dim)
+    selection = _selection(indices, topk_length, rows, queries)
+    if token_bytes == V32_BYTES:
+        entries = k_cache.contiguous().view(torch.uint8).view(-1, 1, V32_BYTES)
+        out, lse = _attend(q, entries, selection, scale, attn_sink)
+    else:
+        more = selection
+        if extra_indices_in_kvcache is not None:
+            more = _selection(extra_indices_in_kvcache, extra_topk_length, rows, queries)
+        out, lse = _attend_v4(q, k_cache, selection, extra_k_cache, more, scale, attn_sink)
     return out.view(batch, queries, heads, 512), lse.view(batch, queries, heads).transpose(1, 2)
 
 
-def _cache(
-    k_cache: torch.Tensor,
-    head_dim: int,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-    rows: int,
-    queries: int,
-) -> tuple:
-    token_bytes = k_cache.shape[-1] * k_cache.element_size()
-    layout = {(576, 656): V32, (512, 584): V4}.get((head_dim, token_bytes))
-    _require(layout is not None, f"a known cache format, not {token_bytes} bytes a token with head dim {head_dim}")
-    if layout == V32:
-        k_cache = k_cache.contiguous()
-    if lengths is not None and lengths.numel() != rows:
-        lengths = lengths.repeat_interleave(queries)
-    return (
-        k_cache,
-        layout,
-        k_cache.shape[1],
-        k_cache.stride(0) * k_cache.element_size(),
-        indices.reshape(rows, -1),
-        lengths,
+def _selection(indices: torch.Tensor, lengths: torch.Tensor | None, rows: int, queries: int) -> Selection:
+    """lengths: of each row, or of the `queries` rows of a sequence alike."""
+    slots = indices.reshape(rows, -1)
+    if lengths is None:
+        counts = torch.full((rows,), slots.shape[1], dtype=torch.int32, device=slots.device)
+    else:
+        counts = lengths if lengths.numel() == rows else lengths.repeat_interleave(queries)
+        counts = counts.flatten().clamp(max=slots.shape[1]).to(torch.int32)
+    return Selection(slots, counts)
+
+
+def _attend(
+    q: torch.Tensor, entries: torch.Tensor, selection: Selection, scale: float, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [rows, heads, 576], entries [tokens, 1, 576 or 656 bytes] -> ([rows, heads, 512], [rows, heads] float32)."""
+    tile = MANY_HEADS_TILES[entries.dtype] if len(q) >= MANY_TOKENS and q.shape[1] > 16 else TILE
+    out, lse = _outputs(q)
+    sparse_attention_fwd(
+        q, [(entries, selection)], out, scale=scale, tile=tile, num_sms=_num_sms(q.device), sinks=sinks, lse=lse
     )
+    return out, _without_sinks(lse, sinks)
+
+
+def _attend_v4(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    selection: Selection,
+    more_cache: torch.Tensor | None,
+    more: Selection,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_attend`, of one or two caches in V4's format."""
+    out, lse = _outputs(q)
+    rows, heads, _ = q.shape
+    if rows == 0:
+        return out, lse
+    head_tiles = triton.cdiv(heads, V4_HEADS)
+    selections = [selection] if more_cache is None else [selection, more]
+    tiles = sum(triton.cdiv(each.slots.shape[1], V4_TOKENS) for each in selections)
+    shares = num_shares(rows * head_tiles, tiles, _num_sms(q.device))
+    part_lse = torch.empty((rows, shares, heads), dtype=torch.float32, device=q.device)
+    part_o = torch.empty((*part_lse.shape, 512), dtype=torch.float32, device=q.device) if shares > 1 else part_lse
+    second = cache if more_cache is None else more_cache
+    has_sinks = sinks is not None
+    _v4_kernel[(rows * shares * head_tiles,)](
+        q, out, lse, sinks if has_sinks else lse, *_typed(cache), selection.slots, selection.counts,
+        cache.stride(0) * cache.element_size(), *_typed(second), more.slots, more.counts,
+        second.stride(0) * second.element_size(), part_o, part_lse, heads, head_tiles, shares, scale * LOG2E,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), selection.slots.stride(0), more.slots.stride(0),
+        PAGE=cache.shape[1], MORE_PAGE=second.shape[1], HAS_MORE=more_cache is not None,
+        HAS_SINKS=has_sinks and shares == 1, BLOCK_H=V4_HEADS, BLOCK_N=V4_TOKENS, num_warps=8, num_stages=1,
+    )  # fmt: skip
+    if shares > 1:
+        merge_shares_kernel[(heads, rows, 512 // MERGE_COLS)](
+            out, lse, sinks if has_sinks else lse, part_o, part_lse, shares, heads, out.stride(0), out.stride(1),
+            RANK=512, COLS=MERGE_COLS, SHARES=max(LEAST_SHARES, triton.next_power_of_2(shares)), HAS_SINKS=has_sinks,
+            HAS_LSE=True, PDL=False, num_warps=4,
+        )  # fmt: skip
+    return out, _without_sinks(lse, sinks)
+
+
+def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, _ = q.shape
+    out = torch.empty((rows, heads, 512), dtype=q.dtype, device=q.device)
+    return out, torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+
+
+def _without_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """FlashMLA's log-sum-exp is that of the tokens alone."""
+    return lse if sinks is None else lse + torch.log(-torch.expm1(sinks.float() - lse))
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _typed(cache: torch.Tensor) -> list[torch.Tensor]:
+    """Pointers to the cache's first byte: a token has float8, 16-bit and ue8m0 numbers."""
+    first = cache.view(torch.uint8).as_strided((16,), (1,))
+    return [first.view(torch.float8_e4m3fn), first.view(torch.bfloat16), first]
 
 
 def get_mla_metadata(cache_seqlens: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

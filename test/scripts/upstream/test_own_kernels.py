@@ -7,6 +7,8 @@ import pytest
 import torch
 from upstream.own_files import own
 
+from sglang.srt.kernels.tiles import LEAST_TOKENS, MLA_LATENT, ROWS
+
 DEVICE = interpreter.DEVICE
 FP8 = torch.float8_e4m3fn
 flash_mla = own("flash_mla")
@@ -70,8 +72,7 @@ def test_lengths_and_a_row_without_tokens() -> None:
 
 @interpreter.kernel_test
 def test_parts_join_to_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_mla, "_splits", lambda *_: 4)
-    monkeypatch.setattr(flash_mla, "_MAX_PARTIAL_ROWS", 2)
+    monkeypatch.setattr(flash_mla, "_num_sms", lambda *_: 12)
     q, kv = randn(3, 16, 576).bfloat16(), randn(300, 1, 576, seed=1).bfloat16()
     indices, sink = choose(3, 256, 300), randn(16, seed=2)
     out, _, lse = flash_mla.flash_mla_sparse_fwd(
@@ -107,8 +108,13 @@ def v4_cache(keys: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.cat([body, scales, room], dim=1), decoded
 
 
+SMS = pytest.mark.parametrize("sms", [1, 12], ids=["whole", "in shares"])
+
+
 @interpreter.kernel_test
-def test_decode_over_the_v32_cache() -> None:
+@SMS
+def test_decode_over_the_v32_cache(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_mla, "_num_sms", lambda *_: sms)
     packed, keys = v32_cache(randn(256, 576))
     q, indices = randn(3, 1, 16, 576, seed=1).bfloat16(), choose(3, 128, 256)
     cache = packed.view(4, 64, 1, 656).view(FP8).to(DEVICE)
@@ -121,8 +127,11 @@ def test_decode_over_the_v32_cache() -> None:
 
 
 @interpreter.kernel_test
+@SMS
 @pytest.mark.parametrize("extra", [False, True])
-def test_decode_over_the_v4_cache(extra: bool) -> None:
+def test_decode_over_the_v4_cache(extra: bool, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_mla, "_num_sms", lambda *_: sms)
+
     def cache(tokens: int, page: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         packed, keys = v4_cache(randn(tokens, 512, seed=seed), page)
         usable = packed.to(DEVICE)[:, : page * 584].view(-1, page, 1, 584)
@@ -139,7 +148,7 @@ def test_decode_over_the_v4_cache(extra: bool) -> None:
         extra_indices = choose(2, 64, 64, empty=0.5)
         more = {"extra_k_cache": compressed, "extra_indices_in_kvcache": extra_indices[:, None].to(DEVICE)}
         chosen = [torch.cat([k, compressed_keys[i[i >= 0]]]) for k, i in zip(chosen, extra_indices.long(), strict=True)]
-    out, _ = flash_mla.flash_mla_with_kvcache(
+    out, lse = flash_mla.flash_mla_with_kvcache(
         q.to(DEVICE),
         window,
         softmax_scale=0.04,
@@ -149,7 +158,29 @@ def test_decode_over_the_v4_cache(extra: bool) -> None:
         attn_sink=sink.to(DEVICE),
         **more,
     )
-    assert_close(out[:, 0], attention(q[:, 0], chosen, 0.04, sink)[0])
+    expected, expected_lse = attention(q[:, 0], chosen, 0.04, sink)
+    assert_close(out[:, 0], expected)
+    torch.testing.assert_close(lse[..., 0].cpu(), expected_lse, rtol=1e-2, atol=1e-2)
+
+
+@interpreter.kernel_test
+def test_prompts_take_the_tile_of_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_mla, "MANY_TOKENS", 4)
+    monkeypatch.setattr(flash_mla, "TILE", {})  # not read
+    q, kv = randn(5, 40, 576).bfloat16(), randn(200, 1, 576, seed=1).bfloat16()
+    indices = choose(5, 64, 200)
+    out, _, _ = flash_mla.flash_mla_sparse_fwd(q.to(DEVICE), kv.to(DEVICE), indices[:, None].to(DEVICE), 0.05)
+    assert_close(out, attention(q, [kv[i[i >= 0], 0] for i in indices.long()], 0.05)[0])
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (1, torch.uint8)])
+def test_the_tiles_are_those_of_the_server_on_sm120(size: int, dtype: torch.dtype) -> None:
+    (row,) = (
+        row for row in ROWS if row.op == "sparse_attention" and row.head_dims == (MLA_LATENT,) and size in row.kv_bytes
+    )
+    many, few = row.tiles[:2]
+    assert flash_mla.MANY_HEADS_TILES[dtype] | {LEAST_TOKENS: flash_mla.MANY_TOKENS} == many
+    assert few == flash_mla.TILE
 
 
 def test_unknown_caches_are_refused() -> None:

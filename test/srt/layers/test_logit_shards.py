@@ -13,6 +13,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.embedding import LMHead, _vocab_rows
 from sglang.srt.layers.sampler import Sampler, _largest
+from sglang.srt.sampling.logprobs import LogprobRequest
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 from sglang.srt.sampling.sampling_table import SamplingTable
 
@@ -112,7 +113,7 @@ def test_shares_of_rows(size: int) -> None:
 
 
 def test_rows_are_sampled_alike_whoever_has_them() -> None:
-    """Filters, biases, penalties and masks of some rows of a batch."""
+    """Filters, biases, penalties, masks and log probabilities of some rows of a batch."""
     vocab_size, count = 64, 24
     table = SamplingTable(count + 1, vocab_size, "cpu")
     for i in range(count):
@@ -131,12 +132,21 @@ def test_rows_are_sampled_alike_whoever_has_them() -> None:
     mask = torch.randint(-(2**31), 2**31 - 1, (count, 2), dtype=torch.int32)
     sampler = Sampler(use_triton=False)
     batch = table.view(slots, torch.from_numpy(slots))
-    whole = sampler(logits.clone(), batch, positions, mask, counts=False).next_token_ids
-    parts = [slice(0, 7), slice(7, 8), slice(8, 24)]
-    shares = [
-        sampler(logits[rows].clone(), batch.part(rows), positions[rows], mask[rows], counts=False) for rows in parts
-    ]
-    assert torch.equal(torch.cat([share.next_token_ids for share in shares]), whole)
-    batch.count(whole)
+    asked = LogprobRequest([i % 4 for i in range(count)], [[i, 5][: i % 3] for i in range(count)])
+    of_guesses = LogprobRequest([2, 0, 3], [[], [1], [4, 4]], of_request=np.arange(count) // 8)
+    for request in (asked, of_guesses):
+        whole = sampler(logits.clone(), batch, positions, mask, request, counts=False)
+        parts = [range(7), range(7, 8), range(8, 24)]
+        shares = []
+        for part in parts:
+            rows = slice(part.start, part.stop)
+            of_rows = batch.part(rows), positions[rows], mask[rows], request.part(part)
+            shares.append(sampler(logits[rows].clone(), *of_rows, counts=False))
+        assert torch.equal(torch.cat([share.next_token_ids for share in shares]), whole.next_token_ids)
+        packed = [share.logprobs for share in shares if share.logprobs is not None]
+        assert whole.logprobs is not None and len(packed) == len(parts)
+        assert torch.equal(torch.cat([*packed, request.no_rows(vocab_size, "cpu")]), whole.logprobs)
+    tokens = whole.next_token_ids
+    batch.count(tokens)
     changed = sampler(logits.clone(), batch, positions, mask, counts=False).next_token_ids
-    assert not torch.equal(changed, whole), "what was drawn counts"
+    assert not torch.equal(changed, tokens), "what was drawn counts"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import numpy as np
@@ -217,6 +218,8 @@ class Collector:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish: dict[str, FinishReason] = field(default_factory=dict)
     hidden: dict[str, bytes] = field(default_factory=dict)
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
+    """Of each token: its own, then those of the likeliest and of the named ones."""
 
     def take(self, scheduler: Scheduler) -> None:
         messages, scheduler.outbox = scheduler.outbox, []
@@ -228,6 +231,11 @@ class Collector:
                 self.tokens.setdefault(rid, []).extend(ids)
                 if finish is not None:
                     self.finish[rid] = finish
+            for rid, out in zip(message.rids, message.logprobs, strict=True):
+                if out is not None:
+                    entries = zip_longest(out.output, out.output_top, out.output_token_ids, fillvalue=())
+                    values = [own for one, top, named in entries for own, _ in (one, *top, *named)]
+                    self.logprobs.setdefault(rid, []).extend(values)
 
 
 def add(scheduler: Scheduler, msg: TokenizedGenerateReq) -> None:

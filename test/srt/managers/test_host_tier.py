@@ -360,6 +360,22 @@ def test_a_server_without_requests_notices_that_main_memory_is_ready(
     server.check()
 
 
+def test_a_server_whose_main_memory_fails_at_the_start_sleeps_and_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: Copier, pools: Sequence[PagePool]) -> None:
+        raise Trouble
+
+    monkeypatch.setattr(Copier, "warm_up", fails)
+    monkeypatch.setattr(GatedCopies, "ready", False, raising=False)
+    server = Server(folder, hicache_write_policy="write_through")
+    for rid in ("early", "late"):
+        server.answer(rid, PROMPT)  # waits until the server is idle
+    assert not server.tier.usage()["ready"] and not server.tier.counts.saved_tokens
+    assert caplog.text.count("Main memory cannot keep prefixes") == 1
+    server.check()
+
+
 def test_a_prompt_with_a_hint_is_copied_at_once_and_outlives_others(folder: Path) -> None:
     server = Server(folder)
     message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)

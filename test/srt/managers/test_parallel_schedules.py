@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,11 @@ class Outcome:
     num_steps: int
     num_retracted: int
     num_cached: int
+    logprobs: list[float] = field(default_factory=list, compare=False)
+    """Of one request's tokens, with the two likeliest and two that it names, on ranks that have them."""
+
+    def has_logprobs_of(self, other: Outcome) -> bool:
+        return self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
 def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
@@ -97,7 +102,10 @@ def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
     }
     for wave in (first, second):
         for rid, params in wave.items():
-            add(scheduler, request(rid, PROMPTS[rid], NEW_TOKENS, ignore_eos=True, **params))
+            message = request(rid, PROMPTS[rid], NEW_TOKENS, ignore_eos=True, **params)
+            if rid == "biased":
+                message.return_logprob, message.top_logprobs_num, message.token_ids_logprob = True, 2, [3, 11]
+            add(scheduler, message)
         for step in range(SECOND_WAVE_AT):
             if wave is first and step == ABORT_AT:
                 scheduler.abort(AbortReq(["aborted"]))
@@ -108,7 +116,8 @@ def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
         assert_clean(each)
     finishes = {rid: reason.type for rid, reason in collector.finish.items()}
     stats = scheduler.stats
-    return Outcome(collector.tokens, finishes, stats.decode_steps, stats.num_retracted, stats._cached)
+    counts = stats.decode_steps, stats.num_retracted, stats._cached
+    return Outcome(collector.tokens, finishes, *counts, collector.logprobs.get("biased", []))
 
 
 def outcome(
@@ -176,6 +185,7 @@ def test_the_schedule_has_what_it_is_for(models: dict[str, tuple[str, Outcome]])
         assert one.num_retracted > 0 and one.num_cached > 0, name
         assert one.finishes["aborted"] == "abort" and 0 < len(one.tokens["aborted"]) < NEW_TOKENS, name
         assert {len(ids) for rid, ids in one.tokens.items() if rid != "aborted"} == {NEW_TOKENS}
+        assert len(one.logprobs) == 5 * NEW_TOKENS, name
         assert one.tokens["plain"] == one.tokens["same prompt"], name
 
 
@@ -197,6 +207,7 @@ def test_ranks_give_the_tokens_of_one_process(
         every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
         for rank, got in enumerate(Outcome(**outcome) for outcome in every):
             assert got == (Outcome(**every[0]) if ranks.pp_size > 1 else one), f"{name}, rank {rank}"
+            assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, f"{name}, rank {rank}"
             assert got.num_retracted > 0 and got.finishes == one.finishes, f"{name}, rank {rank}"
             short = {rid: ids[: len(got.tokens[rid])] for rid, ids in one.tokens.items() if rid == "aborted"}
             assert got.tokens["aborted"] and got.tokens == {**one.tokens, **short}, f"{name}, rank {rank}"
@@ -226,6 +237,7 @@ def test_guesses_change_no_token_of_several_ranks(
         every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
         for rank, got in enumerate(Outcome(**outcome) for outcome in every):
             assert got == Outcome(**every[0]), f"{name}, rank {rank}"
+            assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, f"{name}, rank {rank}"
             assert got.num_retracted > 0 and got.finishes == one.finishes, f"{name}, rank {rank}"
             aborted, other = got.tokens["aborted"], one.tokens["aborted"]
             assert aborted[: len(other)] == other[: len(aborted)], f"{name}, rank {rank}"

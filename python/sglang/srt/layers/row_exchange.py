@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.utils.device_arrays import to_device
 
 
 def valid_rows(counts: Sequence[int], each: int) -> np.ndarray:
@@ -44,6 +45,13 @@ class RowExchange:
     order: torch.Tensor | None = None
     num_valid: torch.Tensor | None = None
     exact: bool = False
+
+    @classmethod
+    def of_step(cls, groups: Groups, counts: Sequence[int], device: torch.device | str) -> RowExchange:
+        """Returns that of a step that is launched kernel by kernel: padding travels, and is not computed. counts: rows
+        of each group."""
+        each = max(counts)
+        return cls(groups, each, None if min(counts) == each else to_device(valid_rows(counts, each), device))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Own rows [T, ...] -> [N, ...] of all groups."""

@@ -245,6 +245,8 @@ class ThreadedCopies:
         if self.device.type == "cuda" and self.device.index is None:  # a thread begins with GPU 0 as the current one
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.ready = self.device.type != "cuda"
+        self.broken = False
+        """Main memory could not be prepared, and never takes copies."""
         self.budget = BusBudget()
         self.share = (0, 1)
         """Number of this rank and count of the ranks that have the same main memory: each saves a part."""
@@ -286,15 +288,25 @@ class ThreadedCopies:
 
     @torch.inference_mode()
     def _work(self) -> None:
+        try:
+            copier = self._prepared()
+        except Exception:
+            logger.exception("Main memory cannot keep prefixes; those that leave the GPU are computed again")
+            self.ready, self.broken = False, True
+            return
+        self.ready = True
+        while True:
+            pending = self._queue.get()
+            pending.state = self._end(pending, copier)
+
+    def _prepared(self) -> Copier:
+        """Page-locks main memory, and returns what copies."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             page_lock(self.pools)
         copier = Copier(self.device, budget=self.budget)
         copier.warm_up(self.pools)
-        self.ready = True
-        while True:
-            pending = self._queue.get()
-            pending.state = self._end(pending, copier)
+        return copier
 
     def _end(self, pending: PendingCopy, copier: Copier) -> CopyState:
         """Copies, and returns how that has ended; nothing is under way then, however it has."""

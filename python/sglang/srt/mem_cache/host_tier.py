@@ -81,6 +81,10 @@ class CopyEngine(Protocol):
         """Returns whether main memory can take copies."""
 
     @property
+    def broken(self) -> bool:
+        """Returns whether it never will."""
+
+    @property
     def page_bytes(self) -> Sequence[int]:
         """Bytes of a page of each pool, on this rank: of tokens, of each window, and of a state."""
 
@@ -174,7 +178,8 @@ class HostTier:
         self.storage: StorageTier | None = None
         if storage is not None and plan.storage is not None:
             self.attach(plan.storage, storage)
-        self._ready = False
+        self._ready = self._broken = False
+        """Of every rank, and of any rank."""
         self._offers: dict[Node, float] = {}
         """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first, and until when they are to be
         kept there before others; 0: they are not."""
@@ -213,10 +218,14 @@ class HostTier:
             self.storage.look_up(req)
 
     def _becomes_ready(self) -> bool:
-        """Returns whether main memory can take copies on every rank. A collective until it can."""
-        if not self._ready:
-            ready, layers = self._agree([int(self._engine.ready), int(self._engine.loads_layers)])
+        """Returns whether main memory can take copies on every rank. A collective until it can, or never will."""
+        if not self._ready and not self._broken:
+            engine = self._engine
+            ready, layers, works = self._agree([int(engine.ready), int(engine.loads_layers), int(not engine.broken)])
             self._ready, self._loads_layers = bool(ready), bool(ready and layers)
+            if not works:
+                self._broken = True
+                self._offers.clear()
         return self._ready
 
     def placed(self, req: LoadingRequest) -> None:
@@ -235,7 +244,7 @@ class HostTier:
         self._offer(node, until)
 
     def _offer(self, node: Node | None, until: float = 0.0) -> None:
-        if node is None or not node.depth:
+        if node is None or not node.depth or self._broken:
             return
         self._offers[node] = max(until, self._offers.get(node, 0.0))
         if len(self._offers) > MOST_OFFERS:

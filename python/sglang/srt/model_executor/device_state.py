@@ -17,11 +17,13 @@ from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
 from sglang.srt.layers.native_guesses import DraftInputs
 from sglang.srt.layers.ops import DecodeInputsOp, DraftInputsOp, SettleGuessesOp, VerifyInputsOp
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses, ImageRuns, TokenSlots, requests_of_tokens
+from sglang.srt.mem_cache.kv_table import TableUpdate
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
-from sglang.srt.utils.device_arrays import DeviceArrays
+from sglang.srt.utils.device_arrays import DeviceArrays, send
 
 INPUT_OPS = ("decode_inputs", "verify_inputs", "draft_inputs", "settle_guesses")
 """Ops of the tables that are fields of DeviceState."""
@@ -62,6 +64,8 @@ class DeviceState:
     position_deltas: torch.Tensor | None = None
     """[max_reqs + 1] int64, by how much the positions that turn heads differ from the index of a request's tokens,
     behind its images. None: no image makes them differ."""
+    host_deltas: list[int] = field(default_factory=list)
+    """`position_deltas` as the host knows them."""
     features: MediaFeatures | None = None
     context: Group = ALONE
     """The ranks that share out the tokens of some caches."""
@@ -85,6 +89,30 @@ class DeviceState:
     def guesses(self) -> bool:
         """Returns whether steps bring guesses, so that only the device knows the lengths of requests that decode."""
         return self.tokens_per_step > 1
+
+    def keep_position_deltas(self) -> None:
+        """Creates `position_deltas`, of zeros."""
+        rows = self.sizes.max_requests + 1
+        self.position_deltas = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.host_deltas = [0] * rows
+
+    def set_position_delta(self, slot: int, delta: int) -> None:
+        if self.position_deltas is not None and self.host_deltas[slot] != delta:
+            self.host_deltas[slot] = delta
+            self.position_deltas[slot] = delta
+
+    def update_tables(self, update: TableUpdate, pools: CachePools) -> None:
+        """Writes `req_to_token` and the pools' rows of states."""
+        sent = send(
+            self.device,
+            index=update.index,
+            value=update.value,
+            state_sources=update.state_sources,
+            state_targets=update.state_targets,
+        )
+        self.req_to_token.view(-1)[sent["index"]] = sent["value"]
+        if len(update.state_targets):
+            pools.copy_states(sent["state_sources"], sent["state_targets"])
 
     def count_prompts(self, arrays: DeviceArrays, num_decodes: int) -> None:
         """Updates the lengths behind a step with prompts, where steps bring guesses: prompts are computed up to their

@@ -98,10 +98,10 @@ class GroupOutput:
         packed = None
         if steps.logprobs is not None:
             each = max(*steps.num_sampled, 1)
-            width = self._packed_width(steps.logprobs)
-            mine = torch.empty((0, width), dtype=torch.int32, device=tokens.device)
-            mine = mine if out.logprobs is None else out.logprobs
-            packed = dp.all_gather(_padded(mine, each), dim=0).view(dp.size, each, width)
+            mine = out.logprobs
+            if mine is None:
+                mine = steps.logprobs.no_rows(self.model.description.vocab_size, tokens.device)
+            packed = dp.all_gather(_padded(mine, each), dim=0).view(dp.size, each, -1)
         return self._results(forward, steps, everyones, packed)
 
     def own_request(self, step: StepInput) -> StepInput:
@@ -150,7 +150,8 @@ class GroupOutput:
             return tokens, None
         mine, sampling = self._own_rows(logits, steps), self.table.view(forward.host_slots, forward.slots)
         rows, asked = mine.rows, steps.logprobs
-        request = None if asked is None else _part(asked, rows, sum(steps.num_sampled[:group]))
+        first = sum(steps.num_sampled[:group])
+        request = None if asked is None else asked.part(range(first + rows.start, first + rows.stop))
         tokens = forward.slots.new_empty(0)
         packed = None
         if rows.start < rows.stop:
@@ -164,12 +165,8 @@ class GroupOutput:
         if asked is None:
             return everyones, None
         if packed is None:
-            width = self._packed_width(asked)
-            packed = torch.empty((0, width), dtype=torch.int32, device=tokens.device)
+            packed = asked.no_rows(self.model.description.vocab_size, tokens.device)
         return everyones, mine.gather(packed)
-
-    def _packed_width(self, asked: LogprobRequest) -> int:
-        return 1 + 2 * min(asked.num_top, self.model.description.vocab_size) + asked.num_ids
 
     def _enter(self, forward: LaunchedForward, tokens: torch.Tensor) -> None:
         self.state.next_tokens[forward.slots, 0] = tokens.clamp(min=0)
@@ -224,10 +221,3 @@ class GroupOutput:
 
 def _padded(x: torch.Tensor, count: int) -> torch.Tensor:
     return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, count - len(x)))
-
-
-def _part(asked: LogprobRequest, rows: slice, first: int) -> LogprobRequest:
-    """What is asked of some rows of a group whose first is number `first` of all: as wide as that of all rows."""
-    return LogprobRequest(
-        asked.top_nums, asked.token_ids, of_request=np.arange(first + rows.start, first + rows.stop, dtype=np.int64)
-    )

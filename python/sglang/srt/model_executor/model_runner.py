@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,31 +13,28 @@ import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.sites import create_attention_sites
-from sglang.srt.layers.row_exchange import RowExchange, valid_rows
+from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.copy_engine import ThreadedCopies
-from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.layer_loads import FIRST, LayerWaits
 from sglang.srt.mem_cache.memory_pool import CachePools
-from sglang.srt.mem_cache.page_pool import Allocate, own_memory, page_pools
-from sglang.srt.mem_cache.shared_memory import SharingFailed, shared_tensor
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.group_output import GroupOutput
-from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
+from sglang.srt.model_executor.host_copies import create_copies
+from sglang.srt.model_executor.media_setup import CreateEncoder, create_features
 from sglang.srt.model_executor.media_timing import measured_pace
 from sglang.srt.model_executor.quantized_sums import quantize_sums
 from sglang.srt.model_executor.step import (
     GroupSteps,
     LaunchedForward,
     ModelOutput,
-    PromptTokens,
     StepInput,
     StepResult,
     no_prompts,
+    padding_step,
     step_arrays,
 )
 from sglang.srt.model_executor.step_output import StepOutput
@@ -46,17 +42,13 @@ from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.defaults import mixed_decode_sizes
-from sglang.srt.plan.host_cache import HostCachePlan
-from sglang.srt.plan.media import FEATURE_BYTES
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter
-from sglang.srt.utils.device_arrays import send, to_device
+from sglang.srt.utils.device_arrays import send
 
 logger = logging.getLogger(__name__)
 
-CreateEncoder = Callable[[Plan], MediaEncoder | None]
-"""Creates the encoder of a model's images with its weights."""
 CreateDrafter = Callable[[CausalLM, Plan], Drafter]
 """Creates the drafter for a model that has its weights."""
 
@@ -89,10 +81,8 @@ class ModelRunner:
         self.drafter = drafter = None if create_drafter is None else create_drafter(self.model, plan)
         self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
         self.pools.bind([*self.model.caches, *(drafter.caches if drafter is not None else ())])
-        self.copies: ThreadedCopies | None = None
+        self.copies = None if plan.host_cache is None else create_copies(plan, plan.host_cache, self.pools)
         """Copies of cached prefixes to main memory and back."""
-        if plan.host_cache is not None:
-            self.copies = self._create_copies(plan.host_cache)
         self.storage: StorageEngine | None = None
         """Copies of what main memory has to a store, and back; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
@@ -101,7 +91,7 @@ class ModelRunner:
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
         self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, **inputs)
         self.state.context = parallel_state.groups().context
-        self.media = None if create_encoder is None else self._create_media(create_encoder)
+        self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
         self.widths = tuple(sorted(widths)) or (width,)
@@ -126,42 +116,6 @@ class ModelRunner:
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
-
-    def _create_copies(self, host: HostCachePlan) -> ThreadedCopies | None:
-        """Creates the pools in main memory, which ranks whose caches are equal have together."""
-        sizes, share = self.plan.pool_sizes, (0, 1)
-        allocate: Allocate = own_memory
-        if host.sharers > 1:
-            share = (parallel_state.rank(), host.sharers)
-            allocate = partial(shared_tensor, first=share[0] == 0, agree=parallel_state.least_each)
-        try:
-            pools = page_pools(self.pools, sizes, host.sizes, allocate)
-        except SharingFailed:
-            logger.warning("No prefixes are kept in main memory: the ranks cannot map the same memory by /proc/PID/fd")
-            return None
-        copies = ThreadedCopies(pools, self.plan.device)
-        copies.share = share
-        return copies
-
-    def _create_media(self, create_encoder: CreateEncoder) -> MediaFeatures | None:
-        """Creates the cache of features, and the table of positions where images make these others than indices."""
-        model, state = self.plan.description, self.state
-        if model.media is None:
-            return None
-        if model.media.sections:
-            rows = self.plan.max_running_requests + 1
-            state.position_deltas = torch.zeros(rows, dtype=torch.int64, device=self.device)
-            self._deltas = np.zeros(rows, np.int64)
-        width = model.hidden_size * (1 + model.media.deepstack_levels)
-        encoder = create_encoder(self.plan) if model.encodes_media else None
-        dtype = getattr(torch, self.plan.dtype)
-        shared = self.plan.shares_encoder
-        together = shared or model.media.tower.ranks > 1
-        agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if together else bool
-        state.features = MediaFeatures(
-            model.media, width, dtype, FEATURE_BYTES, self.device, encoder, agreed=agreed, sliced=not shared
-        )
-        return state.features
 
     def _graph_sizes(self) -> GraphSizes:
         """Returns the sizes of the graphs that the attention of this model can be in."""
@@ -203,9 +157,7 @@ class ModelRunner:
 
     def begin(self, slot: int, tokens: Sequence[int], position_delta: int = 0) -> None:
         """A request with these tokens has taken a request slot. position_delta: as in `DeviceState.position_deltas`."""
-        if self.state.position_deltas is not None and self._deltas[slot] != position_delta:
-            self._deltas[slot] = position_delta
-            self.state.position_deltas[slot] = position_delta
+        self.state.set_position_delta(slot, position_delta)
         if self.drafter is not None and self.samples:
             self.drafter.begin(slot, tokens)
 
@@ -234,12 +186,8 @@ class ModelRunner:
 
     def run_padding(self, num: int, prefix: int = 0) -> None:
         """Computes a prompt of so many tokens, behind `prefix` cached ones, on the padding slots, kernel by kernel."""
-        lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
-        prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero, next_ids=zero)
-        step = StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)
-        step.reserved_lens = np.zeros(1, np.int32) if self.state.guesses else None
         with self.without_graphs():
-            self.run(step).wait()
+            self.run(padding_step(num, prefix, self.state.guesses)).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def run(self, step: StepInput) -> StepResult:
@@ -263,14 +211,14 @@ class ModelRunner:
             idle = step.groups.idle[self.groups.dp.rank]
             step = replace(step, prompts=no_prompts(idle, step.num_decodes))
         if step.table_update is not None and (graphs is None or shape is None or not graphs.writes_tables(step)):
-            self._update_tables(step.table_update)
+            self.state.update_tables(step.table_update, self.pools)
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
         batch = self.state.batch(arrays, shape_of(step), step)
         sampled_rows = None
         if step.groups is not None:
-            batch.exchange = self._exchange(step.groups)
+            batch.exchange = RowExchange.of_step(self.groups, step.groups.num_tokens, self.device)
             padded = step.groups.padded_sampled(self.groups.attention.size)
             sampled_rows = RowExchange(self.groups, padded, exact=True)
         batch.loads = loads
@@ -282,25 +230,6 @@ class ModelRunner:
             sampled = sampled[: step.groups.num_sampled[self.groups.dp.rank]]
         logits = self.model.step_logits(sampled, sampled_rows)
         return self.output.launched(step, ModelOutput(batch, arrays, hidden, logits))
-
-    def _exchange(self, steps: GroupSteps) -> RowExchange:
-        """The rows of a step that is launched kernel by kernel: padding travels, and is not computed."""
-        counts = steps.num_tokens
-        each = max(counts)
-        order = None if min(counts) == each else to_device(valid_rows(counts, each), self.device)
-        return RowExchange(self.groups, each, order)
-
-    def _update_tables(self, update: TableUpdate) -> None:
-        sent = send(
-            self.device,
-            index=update.index,
-            value=update.value,
-            state_sources=update.state_sources,
-            state_targets=update.state_targets,
-        )
-        self.state.req_to_token.view(-1)[sent["index"]] = sent["value"]
-        if len(update.state_targets):
-            self.pools.copy_states(sent["state_sources"], sent["state_targets"])
 
     @torch.inference_mode()
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> list[StepResult]:

@@ -187,6 +187,16 @@ def idle_step(width: int = 0) -> StepInput:
     return step
 
 
+def padding_step(num: int, prefix: int, guesses: bool) -> StepInput:
+    """Returns a prompt of `num` tokens behind `prefix` cached ones on the padding slot. guesses: whether steps of this
+    server bring any."""
+    lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
+    prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero, next_ids=zero)
+    step = StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)
+    step.reserved_lens = np.zeros(1, np.int32) if guesses else None
+    return step
+
+
 def no_prompts(idle: bool, num_decodes: int) -> PromptTokens:
     """Returns the prompts of a step that has none, for a graph with prompts."""
     empty = np.empty(0, np.int32)

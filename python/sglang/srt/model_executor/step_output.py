@@ -170,8 +170,7 @@ class StepOutput:
         self.table.penalties.add_tokens(torch.where(stands, rows, 0).flatten(), tokens.clamp(min=0).flatten())
 
     def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
-        """Of several ranks' columns the largest of each come together, or whole rows, a share of them on each rank; log
-        probabilities want whole rows on every rank."""
+        """Of several ranks' columns the largest of each come together, or whole rows, a share of them on each rank."""
         head = self.model.head
         assert head is not None, "the last stage has it"
         sampling = self.table.view(forward.host_slots, forward.slots)
@@ -187,13 +186,14 @@ class StepOutput:
         if step.width > 1:
             slots = forward.output.arrays["decode_slots"][: len(step.slots)]
             guesses = self.state.next_tokens[slots, 1 : step.width]
-        if head.is_shard(forward.logits) and step.logprobs is None:
+        if head.is_shard(forward.logits):
             share = head.whole_share(forward.logits, step.width)
             return self._sampled_by_rows(forward, share, sampling, vocab_mask, guesses, next_token)
         mask = None if vocab_mask is None else to_device(vocab_mask, self.state.device)
-        logits = head.whole(forward.logits)
         on_host = next_token is not None and self.pp_tokens.size == 1
-        return self.sampler(logits, sampling, forward.positions, mask, step.logprobs, next_token, on_host, guesses)
+        return self.sampler(
+            forward.logits, sampling, forward.positions, mask, step.logprobs, next_token, on_host, guesses
+        )
 
     def _sampled_by_rows(
         self,
@@ -204,18 +204,25 @@ class StepOutput:
         guesses: torch.Tensor | None,
         next_token: torch.Tensor | None,
     ) -> SamplerOutput:
-        """Each rank samples some rows, and all get the tokens: what is drawn in a row depends on this row alone."""
-        rows, width = share.rows, forward.step.width
-        tokens = forward.slots.new_empty(0)
+        """Each rank samples some rows, and all get the tokens and log probabilities: what is drawn in a row depends on
+        this row alone."""
+        rows, width, asked = share.rows, forward.step.width, forward.step.logprobs
+        tokens, packed = forward.slots.new_empty(0), None
         if rows.start < rows.stop:
             mask = None if vocab_mask is None else to_device(vocab_mask[rows], self.state.device)
             drafted = None if guesses is None else guesses[rows.start // width : rows.stop // width]
             positions = forward.positions[rows]
             part = sampling.part(rows)
-            tokens = self.sampler(share.logits, part, positions, mask, guesses=drafted, counts=False).next_token_ids
+            of_rows = None if asked is None else asked.part(range(rows.start, rows.stop))
+            out = self.sampler(share.logits, part, positions, mask, of_rows, guesses=drafted, counts=False)
+            tokens, packed = out.next_token_ids, out.logprobs
         tokens = share.gather(tokens)
         if guesses is None:
             sampling.count(tokens)
         if next_token is not None:
             next_token[forward.slots] = tokens.clamp(min=0)
-        return SamplerOutput(tokens, None)
+        if asked is None:
+            return SamplerOutput(tokens, None)
+        if packed is None:
+            packed = asked.no_rows(self.model.description.vocab_size, tokens.device)
+        return SamplerOutput(tokens, share.gather(packed))

@@ -40,6 +40,18 @@ class LogprobRequest:
     """[R] int64, rows of the step's [T] tokens that predict `targets` [R] int64: of prompts, whose tokens are known."""
     targets: np.ndarray | None = None
 
+    def part(self, rows: range) -> LogprobRequest:
+        """Returns what is asked of some of the R rows: as wide as that of all."""
+        of_request = (
+            np.arange(rows.start, rows.stop) if self.of_request is None else self.of_request[rows.start : rows.stop]
+        )
+        return LogprobRequest(self.top_nums, self.token_ids, of_request)
+
+    def no_rows(self, vocab_size: int, device: torch.device | str) -> torch.Tensor:
+        """Returns the packed rows, [0, W] int32, of a rank that has none."""
+        width = 1 + 2 * min(self.num_top, vocab_size) + self.num_ids
+        return torch.empty((0, width), dtype=torch.int32, device=device)
+
     @property
     def num_top(self) -> int:
         return max(self.top_nums)

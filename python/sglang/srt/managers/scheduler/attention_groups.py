@@ -52,6 +52,7 @@ class _OthersCopies:
     of what all ranks say counts."""
 
     ready = True
+    broken = False
     loads_layers = False
     state = CopyState.DONE
     layers = None

@@ -28,7 +28,8 @@ from sglang.srt.server_args import ServerArgs
 if TYPE_CHECKING:
     from sglang.srt.configs.storage_backend import StorageConfig
     from sglang.srt.mem_cache.storage.engine import StorageEngine
-    from sglang.srt.model_executor.model_runner import CreateEncoder, ModelRunner
+    from sglang.srt.model_executor.media_setup import CreateEncoder
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.depth import AdaptiveDepth
 
 logger = logging.getLogger(__name__)

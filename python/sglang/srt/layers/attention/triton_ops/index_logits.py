@@ -28,6 +28,13 @@ MOST_TOKENS = 16
 """Of one program: more of an indexer with few heads would spill registers."""
 
 
+@triton.jit
+def head_sums(keys, q, weights, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """keys [N, DIM], q [DIM, ROWS * HEADS] of ROWS tokens, weights [ROWS * HEADS] -> [N, ROWS] fp32."""
+    scores = tl.maximum(tl.dot(keys, q), 0.0) * weights[None, :]
+    return tl.sum(tl.reshape(scores, [BLOCK_N, ROWS, HEADS]), 2)
+
+
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
 @triton.jit(
     do_not_specialize=["num_rows", "num_parts", "top_k", "rate", "stride_rt", "stride_logits"],
@@ -75,8 +82,7 @@ def index_logits_kernel(
             ahead = pos + step
             next_slots = tl.load(table + ahead * rate, mask=ahead < end, other=0) // rate
             keys = load_rows(keys_ptr, slots.to(tl.int64) * stride_keys, pos < end, 0, DIM, DIM, True)
-            scores = tl.maximum(tl.dot(keys, q), 0.0) * weights[None, :]
-            logits = tl.sum(tl.reshape(scores, [BLOCK_N, ROWS, HEADS]), 2)
+            logits = head_sums(keys, q, weights, BLOCK_N, ROWS, HEADS)
             if QUANTIZED:
                 logits *= scales[:, None]
                 # Behind the product, when the slots have come; nothing waits for these before the next product.

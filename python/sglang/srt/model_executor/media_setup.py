@@ -1,0 +1,36 @@
+"""What a rank has for images: the cache of features with its encoder, and the positions behind images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.model_executor.device_state import DeviceState
+from sglang.srt.model_executor.media_features import MediaEncoder, MediaFeatures
+from sglang.srt.plan.media import FEATURE_BYTES
+from sglang.srt.plan.plan import Plan
+
+CreateEncoder = Callable[[Plan], MediaEncoder | None]
+"""Creates the encoder of a model's images with its weights."""
+
+
+def create_features(plan: Plan, state: DeviceState, create_encoder: CreateEncoder) -> MediaFeatures | None:
+    """Creates the cache of features of `state`, and its table of positions where images make these others than indices.
+    None for a model that reads text only."""
+    model = plan.description
+    if model.media is None:
+        return None
+    if model.media.sections:
+        state.keep_position_deltas()
+    width = model.hidden_size * (1 + model.media.deepstack_levels)
+    encoder = create_encoder(plan) if model.encodes_media else None
+    shared = plan.shares_encoder
+    together = shared or model.media.tower.ranks > 1
+    agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if together else bool
+    dtype = getattr(torch, plan.dtype)
+    state.features = MediaFeatures(
+        model.media, width, dtype, FEATURE_BYTES, plan.device, encoder, agreed=agreed, sliced=not shared
+    )
+    return state.features
