@@ -67,6 +67,7 @@ def shared_sparse_mixers(
             "layer": i,
             "source": source,
             "chosen_by": chosen_by,
+            "top_k": keys.positive("index_topk"),
             "candidates": candidates if bounds else None,
             "bounded_by": bounded_by if bounds else -1,
             "run": candidates.block if candidates is not None and rate == rates[bounded_by] else 1,

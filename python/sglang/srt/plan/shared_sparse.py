@@ -46,6 +46,8 @@ class SharedSparse(CompressedSparse):
     layer: int
     source: int
     chosen_by: int
+    top_k: int
+    """Entries that a token attends to at most, whichever layer chose them."""
     candidates: CandidateBlocks | None = None
     bounded_by: int = -1
     run: int = 1
