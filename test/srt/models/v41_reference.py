@@ -84,8 +84,8 @@ def primes(start: int) -> Sequence[int]:
 
 def table_sizes(c: dict[str, Any]) -> list[list[int]]:
     """Rows of every head's part of each table: no prime occurs twice."""
-    each, found = (c["engram_max_ngram_size"] - 1) * c["engram_n_heads"], primes(c["engram_vocab_size"])
-    return [list(found[i * each : (i + 1) * each]) for i in range(len(c["engram_layer_ids"]))]
+    each, numbers = (c["engram_max_ngram_size"] - 1) * c["engram_n_heads"], primes(c["engram_vocab_size"])
+    return [list(numbers[i * each : (i + 1) * each]) for i in range(len(c["engram_layer_ids"]))]
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -148,9 +148,9 @@ class V41:
                     places.append(begin + mixed % size)
                     begin += size
             rows.append(places)
-        found = self.w[f"{at}embed.weight"][torch.tensor(rows)].flatten(1)
+        embedded = self.w[f"{at}embed.weight"][torch.tensor(rows)].flatten(1)
         num, size = h.shape[1:]
-        key, value = (found @ self.w[f"{at}wkv.weight"].T).split((num * size, size), 1)
+        key, value = (embedded @ self.w[f"{at}wkv.weight"].T).split((num * size, size), 1)
         ones = torch.ones(())
         key = rms(key.unflatten(1, (num, size)), ones, c["rms_norm_eps"]) * self.w[f"{at}k_weight"]
         query = rms(h, ones, c["rms_norm_eps"]) * self.w[f"{at}q_weight"]
@@ -160,8 +160,8 @@ class V41:
 
     def mixes(self, at: str, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c, num = self.c, h.shape[1]
-        made = rms(h.flatten(1), torch.ones(()), c["rms_norm_eps"]) @ self.w[f"{at}_fn"].T
-        pre, post, mix = made.split((num, num, num * num), 1)
+        product = rms(h.flatten(1), torch.ones(()), c["rms_norm_eps"]) @ self.w[f"{at}_fn"].T
+        pre, post, mix = product.split((num, num, num * num), 1)
         scale, (b_pre, b_post, b_mix) = self.w[f"{at}_scale"], self.w[f"{at}_base"].split((num, num, num * num))
         mix = (mix * scale[2] + b_mix).unflatten(1, (num, num)).softmax(-1) + c["hc_eps"]
         mix = mix / (mix.sum(-2, keepdim=True) + c["hc_eps"])
@@ -188,17 +188,17 @@ class V41:
         c, at, rate = self.c, f"layers.{layer}.attn.indexer.", self.c["compress_ratios"][layer]
         q = (latent @ self.w[f"{at}wq_b.weight"].T).unflatten(-1, (c["index_n_heads"], -1))
         weights = x @ self.w[f"{at}weights_proj.weight"].T * (c["index_n_heads"] * c["index_head_dim"]) ** -0.5
-        found = ((rotated(q, angles) @ keys.T).relu() * weights[..., None]).sum(1)
+        scores = ((rotated(q, angles) @ keys.T).relu() * weights[..., None]).sum(1)
         seen = (torch.arange(len(x)) + 1) // rate
-        return found.masked_fill(torch.arange(len(keys)) >= seen[:, None], -torch.inf)
+        return scores.masked_fill(torch.arange(len(keys)) >= seen[:, None], -torch.inf)
 
     def candidates(self, scores: Tensor, rate: int) -> Tensor:
         """Which entries [n, m] later indexers may choose."""
         block, top = self.c["candidate_block_size"], self.c["candidate_topk_blocks"]
         padded = F.pad(scores, (0, -scores.shape[1] % block), value=-torch.inf)
         best = padded.unflatten(1, (-1, block)).amax(-1)
-        own = ((torch.arange(len(scores)) + 1) // rate - 1) // block
-        best = best.masked_fill(torch.arange(best.shape[1]) == own[:, None], torch.inf)
+        last = ((torch.arange(len(scores)) + 1) // rate - 1) // block
+        best = best.masked_fill(torch.arange(best.shape[1]) == last[:, None], torch.inf)
         chosen = best.topk(min(top, best.shape[1]), -1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen.indices, chosen.values > -torch.inf)
         return kept.repeat_interleave(block, 1)[:, : scores.shape[1]]

@@ -49,14 +49,14 @@ def hyper_connection(
         part * factor + bias
         for part, factor, bias in zip(logits.split(pieces, 1), scale.to(wide), base.to(wide).split(pieces), strict=True)
     ]
-    from_streams = made = parts[0].sigmoid() + mix_eps
+    from_streams = weights = parts[0].sigmoid() + mix_eps
     if lagged:
         from_streams = weights_behind(placement, streams).to(wide)
     x = (from_streams[..., None] * values).sum(1).to(streams.dtype)
     if len(parts) == 1:
         return streams, rmsnorm(x, weight, eps), streams.new_empty((len(streams), 0), dtype=torch.float32)
     mix = doubly_stochastic(parts[2].unflatten(1, (num, num)), mix_eps, rounds)
-    following = torch.cat((2 * parts[1].sigmoid(), mix.flatten(1), *([made] if lagged else [])), dim=1)
+    following = torch.cat((2 * parts[1].sigmoid(), mix.flatten(1), *([weights] if lagged else [])), dim=1)
     return streams, rmsnorm(x, weight, eps), following.float() if wide is torch.float32 else following
 
 

@@ -61,7 +61,7 @@ def shared_sparse_mixers(
                 f"{keys.source}: layer {i} reads entries of {rate} tokens, but the runs that layer {bounded_by} chooses"
                 f" ('candidate_source_layer_id') are of entries of {rates[bounded_by]}."
             )
-        own = {
+        of_layer = {
             "rate": rate,
             "indexer": indexer if i in choosers else None,
             "layer": i,
@@ -72,7 +72,7 @@ def shared_sparse_mixers(
             "bounded_by": bounded_by if bounds else -1,
             "run": candidates.block if candidates is not None and rate == rates[bounded_by] else 1,
         }
-        mixers.append(SharedSparse(**{**shared, **own}))
+        mixers.append(SharedSparse(**{**shared, **of_layer}))
     return mixers
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
@@ -32,6 +30,8 @@ class Engram(NgramEmbedding):
 
     @property
     def multipliers(self) -> tuple[int, ...]:
+        import numpy as np  # which commands that plan nothing do not load
+
         bound = max(1, int(np.iinfo(np.int64).max) // self.num_texts // 2)
         drawn = np.random.default_rng(LAYER_SEEDS * self.layer).integers(0, bound, size=self.longest, dtype=np.int64)
         return tuple(2 * int(number) + 1 for number in drawn)

@@ -45,8 +45,8 @@ def best_of_runs(logits: torch.Tensor, counts: torch.Tensor, block: int) -> torc
     infinite of the last run with an entry. Changes logits."""
     entry = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     best = logits.masked_fill_(entry >= counts[:, None], float("-inf")).unflatten(1, (-1, block)).amax(-1)
-    own = (counts[:, None] - 1) // block
-    return best.masked_fill_(entry[: best.shape[1]] == own, float("inf"))
+    last_run = (counts[:, None] - 1) // block
+    return best.masked_fill_(entry[: best.shape[1]] == last_run, float("inf"))
 
 
 def candidate_blocks(plan: object) -> CandidateBlocksOp:
