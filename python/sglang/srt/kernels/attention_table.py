@@ -13,6 +13,7 @@ from sglang.srt.kernels.conditions import (
     e4m3_or_16_bits,
     flashinfer_head_dims,
     flashinfer_latents,
+    flashinfer_prompts_are_faster,
     hybrid_choice,
     lacks,
     no_e4m3_conversion,
@@ -34,11 +35,13 @@ _COMPRESSED = "sglang.srt.layers.compressed"
 _NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 
 
+_FLASHINFER_REFUSES = all_of(
+    only_full_heads, flashinfer_head_dims, HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
+    lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer"),
+)  # fmt: skip
+
+
 def _attention(op: str) -> tuple[KernelSpec, ...]:
-    flashinfer_refuses = all_of(
-        only_full_heads, flashinfer_head_dims, HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer"),
-    )  # fmt: skip
     return (
         KernelSpec(
             "triton",
@@ -56,7 +59,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
             CP_ASYNC,
             "flashinfer",
-            refuse=flashinfer_refuses,
+            refuse=_FLASHINFER_REFUSES,
             remark=hybrid_choice,
         ),
         KernelSpec(
@@ -95,6 +98,17 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
 
 EXTEND_ATTENTION = _attention("extend_attention")
 DECODE_ATTENTION = _attention("decode_attention")
+# In place of Triton's kernel, which all steps in graphs have, if it was not asked for.
+LONG_PROMPT_ATTENTION = (
+    KernelSpec(
+        "flashinfer",
+        f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
+        CP_ASYNC,
+        "flashinfer",
+        refuse=all_of(_FLASHINFER_REFUSES, flashinfer_prompts_are_faster),
+        graph_safe=False,
+    ),
+)
 # Graphs hold absorbed attention: how many chunks a prefix has is known to the host only.
 LATENT_PROMPT_ATTENTION = (
     KernelSpec(

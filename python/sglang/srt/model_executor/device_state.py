@@ -131,10 +131,11 @@ class DeviceState:
         shape: StepShape,
         step: StepInput | None = None,
         num_valid_tokens: torch.Tensor | None = None,
+        attends: bool = True,
     ) -> ForwardBatch:
         """Ready for the model, of `step_arrays`. Without a `step` all comes from device tensors, so that it can be
         captured: arrays beyond the step's own entries are padding, of which `num_valid_tokens` [1] says where it
-        begins."""
+        begins. attends False: no layer will take the batch, which has no metadata of attention then."""
         if shape.has_prompts:
             batch = self._extend_batch(arrays, shape, step)
         elif shape.width > 1:
@@ -144,7 +145,8 @@ class DeviceState:
         if step is not None and step.prompts is not None and step.prompts.media is not None:
             self._add_media(batch, arrays, step.prompts.media, shape.num_decodes)
         batch.num_valid_tokens = num_valid_tokens
-        batch.metadata = self.attention.metadata(batch, in_graph=step is None)
+        if attends:
+            batch.metadata = self.attention.metadata(batch, in_graph=step is None)
         return batch
 
     def _turned_by(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from sglang.srt.model_executor.step import (
     padding_step,
     step_arrays,
 )
+from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.model_executor.step_output import StepOutput
 from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
@@ -102,6 +103,8 @@ class ModelRunner:
         of_groups = None
         if groups.dp.size > 1:
             of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups)
+        self.halves = StepHalves.of_plan(plan, self.state, groups)
+        """Steps that run as two halves; they have no graph."""
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
         self.token_receiver = None if self.samples else TokenReceiver(self.pp_tokens, self.state)
         self.graphs: GraphRunner | None = None
@@ -173,6 +176,13 @@ class ModelRunner:
         finally:
             self.graphs = graphs
 
+    @contextmanager
+    def in_halves_from(self, least: int | None) -> Iterator[None]:
+        """Inside the block steps with prompts of so many tokens run as two halves, where the plan lets any; None: no
+        step does."""
+        with nullcontext() if self.halves is None else self.halves.from_tokens(least):
+            yield
+
     def _warm_up_prompts(self) -> None:
         """Compile what prompts too long for a graph need, with and without a cached prefix, on the padding slots."""
         for prefix in (0, 1):
@@ -205,7 +215,8 @@ class ModelRunner:
             loads.before(FIRST)  # states that the tables' update copies
         if self.groups.dp.size > 1 and step.groups is None:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
-        shape = None if graphs is None else graphs.shape_of(step)
+        halves = None if self.halves is None else self.halves.halves_of(step)
+        shape = None if graphs is None or halves is not None else graphs.shape_of(step)
         if shape is not None and shape.has_prompts and step.prompts is None:  # other attention groups have some
             assert step.groups is not None
             idle = step.groups.idle[self.groups.dp.rank]
@@ -215,14 +226,17 @@ class ModelRunner:
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(arrays, shape_of(step), step)
+        batch = self.state.batch(arrays, shape_of(step), step, attends=halves is None or self.drafter is not None)
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = RowExchange.of_step(self.groups, step.groups.num_tokens, self.device)
             padded = step.groups.padded_sampled(self.groups.attention.size)
             sampled_rows = RowExchange(self.groups, padded, exact=True)
         batch.loads = loads
-        hidden = self.model(batch)
+        if self.halves is None or halves is None:
+            hidden = self.model(batch)
+        else:
+            hidden = self.halves.compute(batch, halves, loads)
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.turns import Turns
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
@@ -260,6 +262,23 @@ class CausalLM:
         if received is not None:
             self.pp.receive_from_previous(received)
         hidden = self.compute(batch, received)
+        if not self.description.last_stage:
+            self.pp.send_to_next(hidden)
+        return hidden
+
+    def in_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch], turns: Turns) -> torch.Tensor:
+        """Returns what a call gives for `batch`, whose tokens are those of the halves one behind the other: computed
+        in turns, the sums of one half on their way while the other computes. What the second half has beyond them is
+        padding, where an attention group has no work in it."""
+        num_tokens, first = len(batch.input_ids), len(halves[0].input_ids)
+        received = self.input_buffer(num_tokens)
+        if received is not None:
+            self.pp.receive_from_previous(received)
+        parts = (None, None) if received is None else (received[:first], received[first:])
+        computed = turns.run(*(partial(self.compute, *half) for half in zip(halves, parts, strict=True)))
+        hidden = torch.cat(computed)[:num_tokens]
+        captured = zip(*(half.captured for half in halves), strict=True)
+        batch.captured = [torch.cat(of_layer)[:num_tokens] for of_layer in captured]
         if not self.description.last_stage:
             self.pp.send_to_next(hidden)
         return hidden

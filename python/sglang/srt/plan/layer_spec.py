@@ -196,6 +196,7 @@ class Serving:
     attn_dp_size: int = 1
     dp_lm_head: bool = False
     quantized_sums: str = "off"  # as --enable-quantized-all-reduce
+    two_batch: str = "off"  # whether steps with prompts run as two halves: auto (where that is predicted to gain), on
 
     @property
     def ranks(self) -> RankLayout:
