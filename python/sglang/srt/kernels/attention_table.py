@@ -18,6 +18,7 @@ from sglang.srt.kernels.conditions import (
     lacks,
     no_e4m3_conversion,
     no_fp4_cache,
+    no_fp8_cache,
     not_for_hybrids,
     only_16_bit_cache,
     only_equal_head_dims,
@@ -30,6 +31,7 @@ from sglang.srt.kernels.spec import KernelSpec
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_COMPRESSED = "sglang.srt.layers.compressed"
 _NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 
 
@@ -145,6 +147,13 @@ SPARSE_INDEXER = (
     KernelSpec("torch_native", f"{_NATIVE_SPARSE}:sparse_indexer", graph_safe=False),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
 )
+CANDIDATE_BLOCKS = (
+    KernelSpec(
+        "triton", f"{_COMPRESSED}.triton_candidates:TritonCandidateBlocks", CP_ASYNC, "triton",
+        refuse=all_of(HALF, no_fp8_cache),
+    ),
+    KernelSpec("torch_native", f"{_COMPRESSED}.candidates:candidate_blocks", graph_safe=False),
+)  # fmt: skip
 SPARSE_ATTENTION = (
     KernelSpec(
         "triton",

@@ -13,6 +13,7 @@ from sglang.srt.kernels.all_reduce_table import algorithms, bands_for
 from sglang.srt.kernels.attention_table import (
     BLOCK_ATTENTION,
     BLOCK_INDEXER,
+    CANDIDATE_BLOCKS,
     DECODE_ATTENTION,
     EXTEND_ATTENTION,
     LATENT_PROMPT_ATTENTION,
@@ -339,6 +340,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "kimi_delta_rule": _recurrent("channel_recurrence:CHANNEL_RECURRENCE", "RECURRENCE"),
     "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
+    "candidate_blocks": CANDIDATE_BLOCKS,
     "sparse_attention": SPARSE_ATTENTION,
     "selected_block_attention": SELECTED_BLOCK_ATTENTION,
     "block_indexer": BLOCK_INDEXER,

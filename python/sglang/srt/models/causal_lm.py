@@ -15,6 +15,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
+from sglang.srt.layers.compressed.shared import SharedSparseAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.gated_streams import GatedResidual
 from sglang.srt.layers.hyper_connections import HyperResidual
@@ -24,6 +25,7 @@ from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ngrams.block import NgramBlock
+from sglang.srt.layers.ngrams.engram import EngramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
 from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
@@ -39,6 +41,7 @@ from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, LayerSpec, Sum
@@ -48,6 +51,7 @@ from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.shared_sparse import SharedSparse
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -87,6 +91,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", _grouped_queries),
     MLA: BlockKind("attn", LatentAttention),
     CompressedSparse: BlockKind("attn", _compressed),
+    SharedSparse: BlockKind("attn", SharedSparseAttention),
     PooledSparse: BlockKind("attn", PooledSparseAttention),
     PooledLatent: BlockKind("attn", PooledLatentAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
@@ -96,6 +101,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     MoE: BlockKind("moe", _experts),
     PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
     NgramEmbedding: BlockKind("ngrams", NgramBlock),
+    Engram: BlockKind("ngrams", EngramBlock),
 }
 """Kinds of blocks, by the type of a LayerSpec's mixer, ffn, inputs or ngrams."""
 RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {
@@ -283,8 +289,9 @@ class CausalLM:
         before this one hands on; None in the first stage."""
         if self.description.first_stage:
             return None
-        streams = self.description.layers[0].residual.streams
-        width = (streams + len(self.captures.received)) * self.description.hidden_size
+        residual = self.description.layers[0].residual
+        width = (residual.streams + len(self.captures.received)) * self.description.hidden_size
+        width += residual.handed_elements(self.dtype.itemsize)
         return torch.empty((num_tokens, width), dtype=self.dtype, device=self.device)
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.hyper_connections import HEAD, HyperJoin
+from sglang.srt.layers.hyper_connections import end_of
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.ops import LinearOp
@@ -120,7 +120,7 @@ class DraftParts:
         """Returns the function that makes normed rows [T, H] of the stream behind the last layer."""
         spec = self.model.layers[0].residual
         if isinstance(spec, HyperConnections):
-            join = HyperJoin(self.scope, HEAD, "norm", self.model, spec, (spec.streams,))
+            join = end_of(self.scope, self.model, spec)
             return lambda stream: values_of(join.before(stream))
         norm = self.norm("norm")
         return lambda stream: values_of(stream.normed(norm))
