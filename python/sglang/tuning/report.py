@@ -15,7 +15,7 @@ from sglang.tuning.draft_steps import DraftedStep, time_drafted
 from sglang.tuning.halves import runs_in_halves, step_time
 from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
-from sglang.tuning.rates import ceilings_of
+from sglang.tuning.rates import UNMEASURED, ceilings_of
 from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total, verify_step
 
@@ -25,6 +25,15 @@ HEAD = (
     "from memory, with its error; 'best': the best anyone measured, small operands read from memory (~: between\n"
     "measured sizes); 'floor': bytes or operations over the best rates that were measured."
 )
+
+
+def data_sheet_lines(arch: ArchTraits) -> Iterator[str]:
+    """What to say of a card that nobody timed."""
+    if not ceilings_of(arch).measured:
+        yield (
+            f"Nobody timed kernels on {arch.product}: its data sheet stands in, with the shares of it that an RTX PRO\n"
+            f"6000 Server reaches, and {UNMEASURED:.0%} are added to each error."
+        )
 
 
 def steps_of(context: int = CONTEXT) -> tuple[Step, ...]:
@@ -37,6 +46,7 @@ def time_lines(
     """A summary of the steps, and each of them op by op. Raises UserError for a card that nobody measured."""
     timed = [(step, time_step(model, serving, step, arch)) for step in steps_of(context)]
     yield HEAD
+    yield from data_sheet_lines(arch)
     yield ""
     yield from _table(SUMMARY, [_summary(step, step_time(model, serving, step, arch)) for step, _ in timed])
     for step, rows in timed:
@@ -162,6 +172,7 @@ def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
         cells.append((row["shape"], *figures, "; ".join(known)))
     yield "Predicted microseconds. 'ours' reads from memory; 'sglang' (release 0.5.14) and 'best' as in replays, in"
     yield "which weights and caches below some 100 MB are in the L2. ~: between measured sizes."
+    yield from data_sheet_lines(arch)
     yield ""
     yield from _table(head, cells)
 

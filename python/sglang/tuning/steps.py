@@ -467,8 +467,8 @@ def _feed_forward(
         hidden = ffn.latent_size or model.hidden_size
         top_k = ffn.top_k + ffn.fused_shared
         room = serving.ranks.padded_experts(ffn.num_experts) + ffn.fused_shared
-        share = -(-tokens // serving.ranks.ep_size)
-        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, expert_scheme, ffn.bias)
+        share, gate = -(-tokens // serving.ranks.ep_size), ffn.activation.gated
+        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, expert_scheme, ffn.bias, gate)
         if ffn.shared is not None and not ffn.fused_shared:
             size = 6.0 * tokens * ffn.shared.dense(ffn.activation).padded_rows(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

@@ -544,8 +544,8 @@ def test_gpus_without_e4m3_say_so(build: Any) -> None:
 
 
 def test_a_calibrated_cache_is_the_default(build: Any) -> None:
-    quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-    config = QWEN3_8B | {"quantization_config": quantization}
-    assert (
-        build(config).kv_cache_dtype == "fp8_e4m3" and build(config, kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"
-    )
+    for algorithm, dtype in (("FP8", "fp8_e4m3"), ("NVFP4", "fp4_e2m1"), ("nvfp4", "fp4_e2m1")):
+        quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": algorithm}
+        config = QWEN3_8B | {"quantization_config": quantization}
+        assert build(config).kv_cache_dtype == dtype
+        assert build(config, kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"
