@@ -144,7 +144,7 @@ reads 0.85 of its own, and clocks follow the power that a card is given."""
 def ceilings_of(arch: ArchTraits) -> Ceilings:
     """Of a card with SM120's instructions that nobody measured: its data sheet's, times the shares that an RTX PRO 6000
     Server reaches. Raises UserError for another one that nobody measured."""
-    if arch.product in CEILINGS:
+    if arch.product is not None and arch.product in CEILINGS:
         return CEILINGS[arch.product]
     if has_ceilings(arch):
         return _by_data_sheet(arch)

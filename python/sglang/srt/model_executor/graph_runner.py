@@ -38,6 +38,8 @@ from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
 from sglang.srt.model_executor.graph_media import GraphMedia
 from sglang.srt.model_executor.step import GroupSteps, ModelOutput, Settled, StepInput, step_arrays
+from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.plan import Plan
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
 MAX_PROMPTS = 16
@@ -61,6 +63,22 @@ class GraphSizes:
     @property
     def any(self) -> bool:
         return bool(self.batch_sizes or self.prompt_tokens)
+
+
+def graph_sizes(plan: Plan, state: DeviceState, widths: tuple[int, ...]) -> GraphSizes:
+    """Returns the sizes of the graphs that the attention of this model can be in. widths: tokens of each request in
+    steps without prompts that may have graphs."""
+    attention, guesses = state.attention, state.guesses
+    if not plan.cuda_graph_bs or not attention.decode_in_graphs:
+        return GraphSizes()
+    prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
+    mixed = mixed_decode_sizes(plan.cuda_graph_bs)
+    if guesses and attention.decode_plans_on_host:
+        mixed = (0,)  # the lengths of requests that decode are known to the device alone
+    verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
+    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not guesses else ()
+    widths = tuple(width for width in widths if width > 1 or not (guesses and attention.decode_plans_on_host))
+    return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
 
 class GraphRunner:

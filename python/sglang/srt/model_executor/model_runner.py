@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
-from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.model_executor.graph_runner import GraphRunner, graph_sizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.host_copies import create_copies
 from sglang.srt.model_executor.media_setup import CreateEncoder, create_features
@@ -42,7 +42,6 @@ from sglang.srt.model_executor.step_output import StepOutput
 from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter
@@ -108,31 +107,18 @@ class ModelRunner:
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
         self.token_receiver = None if self.samples else TokenReceiver(groups, self.state)
         self.graphs: GraphRunner | None = None
-        sizes = self._graph_sizes()
+        sizes = graph_sizes(plan, self.state, self.widths)
         if sizes.any:
             with torch.inference_mode():
                 in_graphs = None if attention.decode_plans_on_host else drafts
                 self.graphs = GraphRunner(self.state, sizes, keeps_hidden or drafts is not None, in_graphs)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
-            self._warm_up_prompts()
+            for prefix in (0, 1):  # compiles what prompts too long for a graph need
+                self.run_padding(16, prefix)
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
-
-    def _graph_sizes(self) -> GraphSizes:
-        """Returns the sizes of the graphs that the attention of this model can be in."""
-        plan, attention, guesses = self.plan, self.state.attention, self.state.guesses
-        if not plan.cuda_graph_bs or not attention.decode_in_graphs:
-            return GraphSizes()
-        prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
-        mixed = mixed_decode_sizes(plan.cuda_graph_bs)
-        if guesses and attention.decode_plans_on_host:
-            mixed = (0,)  # the lengths of requests that decode are known to the device alone
-        verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
-        batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not guesses else ()
-        widths = tuple(width for width in self.widths if width > 1 or not (guesses and attention.decode_plans_on_host))
-        return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
     @property
     def tokens_per_step(self) -> int:
@@ -190,11 +176,6 @@ class ModelRunner:
         step does."""
         with nullcontext() if self.halves is None else self.halves.from_tokens(least):
             yield
-
-    def _warm_up_prompts(self) -> None:
-        """Compile what prompts too long for a graph need, with and without a cached prefix, on the padding slots."""
-        for prefix in (0, 1):
-            self.run_padding(16, prefix)
 
     @property
     def longest_prompt(self) -> int:
