@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 300.0
 """The first server on a GPU compiles its kernels."""
+OURS = (sys.executable, "-m", "sglang.launch_server")
 
 
 class ServerFailed(Exception):
@@ -45,16 +46,22 @@ def checkout_env(**more: str) -> dict[str, str]:
 
 @contextmanager
 def served(
-    model: Path, log: Path, flags: Sequence[str] = (), limit_s: float = START_LIMIT_S, **environment: str
+    model: Path,
+    log: Path,
+    flags: Sequence[str] = (),
+    limit_s: float = START_LIMIT_S,
+    command: Sequence[str] = OURS,
+    **environment: str,
 ) -> Iterator[Server]:
-    """Raises ServerFailed, with the end of `log`, if the server does not come up within `limit_s`."""
+    """`command`: what starts a server when flags are put behind it. Raises ServerFailed, with the end of `log`, if the
+    server does not come up within `limit_s`."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
+    words = [*command, "--model-path", str(model), "--port", str(port), *flags]
     started = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env=checkout_env(**environment), start_new_session=True
+            words, stdout=file, stderr=file, env=checkout_env(**environment), start_new_session=True
         )
     try:
         while not _healthy(url):

@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
 """Two GPUs that hold different tokens: replicas, groups with requests of their own (DP attention), shared-out latents
-(DCP), beside two ranks that hold the same ones (TP2). About eight minutes on two H200s.
+(DCP), beside two ranks that hold the same ones (TP2), and beside upstream's same layouts. Planned for six minutes.
 
-    python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 540] [--skip answers,slice,replicas]
+    python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 360] [--skip slice,replicas,answers]
+        [--peer-site DIR | --peer-command COMMAND] [--layouts NAMES] [--peer-layouts NAMES]
 
-1. answers   the embedded model and a small one with latents, in every layout: texts and tokens as one rank gives them
-2. slice     five layers of DeepSeek-V3's shapes: output tokens a second with 64 and 256 requests, decode steps behind
+1. slice     four layers of DeepSeek-V3's shapes: output tokens a second with 64 and 256 requests, decode steps behind
              65,536 tokens, and the bytes of a GPU that a token of the cache takes
-3. replicas  two replicas of `--dense` (Qwen3-8B) beside one of them
+2. replicas  two replicas of `--dense` (Qwen3-8B) beside one of them
+3. answers   the embedded model and a small one with latents, in every layout: texts and tokens as one rank gives them
 
-Weights of 2 and 3 are random; only the config.json and tokenizer of --dense are read. Prints a table, and ends with
-status 1 if a row is wrong. With `--device cpu` it tries itself over gloo, with small models and few requests: that
-shows whether it runs, and no times that count.
+Upstream comes from --peer-site (see `benchmark/peers/compare.py`), or from a command behind which flags can be put. Its
+servers of the slice start beside ours, and all idle while one is measured; one that does not start costs its own rows.
+What does not fit in --limit seconds is left out, and said: with upstream that is most of 3.
+
+Weights of 1 and 2 are random; only the config.json and tokenizer of --dense are read. Prints a table, and ends with
+status 1 if a row is wrong; figures are in results.json of --out, too, beside the servers' logs. With `--device cpu` it
+tries itself over gloo, with small models and few requests: that shows whether it runs, and no times that count.
 """
 
 from __future__ import annotations
@@ -19,18 +24,22 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "evals")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "evals"), str(HERE.parent / "peers")]
 
+import compare as peers  # noqa: E402
 import latent_slice  # noqa: E402
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
@@ -43,12 +52,47 @@ SMALL = ("--max-total-tokens", "32768", "--max-running-requests", "32", "--cuda-
 SMALL_CPU = ("--device", "cpu", "--max-total-tokens", "8192", "--max-running-requests", "8")
 SLICE = ("--load-format", "dummy", "--max-total-tokens", "600000", "--chunked-prefill-size")
 SLICE = (*SLICE, "8192", "--max-running-requests", "512", "--cuda-graph-max-bs", "256")
+LAYOUTS = {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}
+OF_PEER = {"TP2": TP2, "DP attention 2": ("--tp", "2", "--dp", "2", "--enable-dp-attention"), "DCP2": DCP2}
+"""The same layouts, as upstream's flags have them."""
+PEER = ("--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--grammar-backend", "none")
+PEER = (*PEER, "--mem-fraction-static", "0.85", "--trust-remote-code")
+COMMAND = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
+PEER_CPU = ("--attention-backend", "torch_native", "--trust-remote-code")
+PEER_LIMIT_S, LEAST_S = 200.0, 45.0
+"""Seconds for a start, and that a part needs to begin."""
 LONG = 65536
 LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
 TOKENS_HELD, FASTER, OF_TWO = 1.9, 1.0, 1.9
 """Wanted: tokens that DCP2 holds beside TP2, decode steps behind long contexts, and replicas beside one."""
 SAME_TOKENS = 0.8
 """Of the answers in bf16 with random weights, whose tokens are often as likely as one another."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Which servers of the slice there are. `peer`: upstream's command and environment; None: there is no upstream."""
+
+    layouts: tuple[str, ...]
+    peer_layouts: tuple[str, ...] = ()
+    peer: tuple[Sequence[str], Mapping[str, str]] | None = None
+
+    def start(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+        flags = (*SMALL_CPU, "--load-format", "dummy") if bench.cpu else SLICE
+        started = {
+            name: servers.start(f"slice_{name.replace(' ', '_')}", model, *flags, *LAYOUTS[name])
+            for name in self.layouts
+        }
+        if self.peer is None:
+            return started
+        command, environment = self.peer
+        flags = (*flags, *(PEER_CPU if bench.cpu else PEER))
+        for name in self.peer_layouts:
+            started[f"upstream {name}"] = servers.start(
+                f"upstream_{name.replace(' ', '_')}", model, *flags, *OF_PEER[name],
+                limit_s=PEER_LIMIT_S, command=command, **environment,
+            )  # fmt: skip
+        return started
 
 
 def generated(server: Server, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -110,30 +154,26 @@ def bytes_a_token(server: Server) -> float:
     return found
 
 
-def slice_(bench: Bench) -> None:
-    """TP2, DP attention 2 and DCP2 start side by side; one idles while another is measured."""
+def slice_(bench: Bench, slices: Slices) -> None:
+    """All layouts start side by side; the others idle while one is measured."""
     model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
-    flags = (*SMALL_CPU, "--load-format", "dummy") if bench.cpu else SLICE
-    layouts = {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}
     held, long, served = dict[str, float](), dict[str, list[float]](), dict[str, list[float]]()
     with ExitStack() as stack, bench.window.part("slice"):
-        servers = Servers(bench.window, stack)
-        started = {
-            name: servers.start(f"slice_{name.replace(' ', '_')}", model, *flags, *words)
-            for name, words in layouts.items()
-        }
+        started = slices.start(bench, Servers(bench.window, stack), model)
         ready: dict[str, Server] = {}
         for name, future in started.items():
             with bench.window.part(f"start, slice, {name}"):
-                ready[name] = future.result(bench.window.left(SERVER_LIMIT_S))
+                ready[name] = future.result(bench.window.left(PEER_LIMIT_S))
                 bench.window.say(f"slice, {name} was up after {ready[name].start_seconds:.0f} s")
         for name, server in ready.items():
             with bench.window.part(f"slice, {name}"):
-                held[name] = bytes_a_token(server)
-                bench.row(f"slice, {name}: bytes of a GPU a token", f"{held[name]:,.0f}")
+                if name in LAYOUTS:
+                    held[name] = bytes_a_token(server)
+                    bench.row(f"slice, {name}: bytes of a GPU a token", f"{held[name]:,.0f}")
                 long[name] = behind_long_contexts(bench, name, server)
                 served[name] = bench.served(f"slice, {name}", server)
     compare(bench, held, long, served)
+    compare_with_peer(bench, long, served)
 
 
 def compare(bench: Bench, held: dict[str, float], long: dict[str, list[float]], served: dict[str, list[float]]) -> None:
@@ -142,14 +182,24 @@ def compare(bench: Bench, held: dict[str, float], long: dict[str, list[float]], 
         ratio = held["TP2"] / held[name]
         least = TOKENS_HELD if name == "DCP2" else 1.0
         bench.row(f"{name} beside TP2: tokens held", f"{ratio:.2f}x", f"{least}x", ratio >= least)
-    for name in [name for name in long if name != "TP2" and "TP2" in long]:
+    for name in [name for name in long if name in LAYOUTS and name != "TP2" and "TP2" in long]:
         for at_once, ours, theirs in zip(LONG_AT_ONCE, long[name], long["TP2"], strict=False):
             what = f"{name} beside TP2: steps of {at_once} behind {LONG:,} tokens, speed"
             right = None if bench.cpu or name != "DCP2" else theirs / ours >= FASTER
             bench.row(what, f"{theirs / ours:.2f}x", f"{FASTER}x" if name == "DCP2" else "", right)
-    for name in [name for name in served if name != "TP2" and "TP2" in served]:
+    for name in [name for name in served if name in LAYOUTS and name != "TP2" and "TP2" in served]:
         for (at_once, _), ours, theirs in zip(bench.loads(), served[name], served["TP2"], strict=False):
             bench.row(f"{name} beside TP2: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
+
+
+def compare_with_peer(bench: Bench, long: dict[str, list[float]], served: dict[str, list[float]]) -> None:
+    """Rows of each layout beside upstream's same one."""
+    for name in LAYOUTS:
+        peer = f"upstream {name}"
+        for at_once, ours, theirs in zip(LONG_AT_ONCE, long.get(name, ()), long.get(peer, ()), strict=False):
+            bench.row(f"{name} beside upstream's: steps of {at_once} behind {LONG:,} tokens", f"{theirs / ours:.2f}x")
+        for (at_once, _), ours, theirs in zip(bench.loads(), served.get(name, ()), served.get(peer, ()), strict=False):
+            bench.row(f"{name} beside upstream's: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
 
 
 def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]:
@@ -199,7 +249,25 @@ def replicas(bench: Bench) -> None:
         bench.row(f"DP2 beside one, both with {2 * each}", f"{same:.2f}x")
 
 
-PARTS = {"answers": answers, "slice": slice_, "replicas": replicas}
+PARTS = ("slice", "replicas", "answers")
+
+
+def peer_of(args: argparse.Namespace) -> tuple[Sequence[str], Mapping[str, str]] | None:
+    """Upstream's command and environment, which has nothing of this project; None: no upstream."""
+    environment = {**peers.PEER_ENV, "TRITON_CACHE_DIR": str(args.out.resolve() / "triton_upstream")}
+    if args.peer_command:
+        return shlex.split(args.peer_command), environment | {"PYTHONPATH": ""}
+    if args.peer_site:
+        return COMMAND, environment | {"PYTHONPATH": peers.peer_path(args.peer_site)}
+    return None
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Names of layouts, between commas. Raises argparse.ArgumentTypeError for one that there is not."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := [name for name in names if name not in LAYOUTS]:
+        raise argparse.ArgumentTypeError(f"no layout is named {', '.join(unknown)}; there are {', '.join(LAYOUTS)}")
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,9 +275,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dense", type=Path, default=EMBEDDED)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds")
+    parser.add_argument("--limit", type=float, default=360.0, help="seconds")
     parser.add_argument("--skip", default="", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--layouts", type=names_of, default=tuple(LAYOUTS), help=f"of the slice: {', '.join(LAYOUTS)}")
+    parser.add_argument("--peer-site", help="folder with upstream and its dependencies")
+    parser.add_argument("--peer-command", help="as `sglang serve`: starts a server when flags are put behind it")
+    parser.add_argument("--peer-layouts", type=names_of, default=("TP2", "DP attention 2"))
     args = parser.parse_args(argv)
+    if args.peer_site and args.peer_command:
+        parser.error("--peer-site and --peer-command: give one of them")
     if why := requirements.complaint():
         print(why, flush=True)
         return 2
@@ -219,9 +293,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not bench.cpu:
         with window.part("sgl-kernel"):
             two_gpus.install_kernels(window)
-    for name, run in PARTS.items():
-        if name not in args.skip.split(","):
-            run(bench)
+    slices = Slices(args.layouts, args.peer_layouts, peer_of(args))
+    parts = {"slice": partial(slice_, bench, slices), "replicas": partial(replicas, bench)}
+    parts["answers"] = partial(answers, bench)
+    for name in PARTS:
+        if name in args.skip.split(","):
+            continue
+        if window.end - time.monotonic() < LEAST_S:
+            window.say(f"{name}: left out, no time is left")
+            continue
+        parts[name]()
+    (args.out / "results.json").write_text(json.dumps([asdict(row) for row in bench.rows], indent=1))
     print(f"\n{table(bench.rows)}\n\n{time.monotonic() - window.started:.0f} s", flush=True)
     print("\n".join(window.failures) or "nothing failed", flush=True)
     return 1 if window.failures or any(row.right is False for row in bench.rows) or not bench.rows else 0

@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "evals")]
 import api  # noqa: E402
 import bench_tiny  # noqa: E402
 import requirements  # noqa: E402
-from served import ROOT, Server, checkout_env, served  # noqa: E402
+from served import OURS, ROOT, Server, checkout_env, served  # noqa: E402
 
 EMBEDDED = ROOT / "python" / "sglang" / "embedded" / "tiny"
 READY_LIMIT_S, TURN_LIMIT_S, SERVER_LIMIT_S = 170.0, 75.0, 170.0
@@ -173,14 +173,22 @@ class Servers:
     """Servers that start side by side."""
 
     def __init__(self, window: Window, stack: ExitStack) -> None:
-        self.window, self.stack, self.pool = window, stack, ThreadPoolExecutor(4)
+        self.window, self.stack, self.pool = window, stack, ThreadPoolExecutor(8)
 
     def start(
-        self, name: str, model: str | Path, *flags: str, limit_s: float = SERVER_LIMIT_S, **environment: str
+        self,
+        name: str,
+        model: str | Path,
+        *flags: str,
+        limit_s: float = SERVER_LIMIT_S,
+        command: Sequence[str] = OURS,
+        **environment: str,
     ) -> Future[Server]:
         limit = self.window.left(limit_s)
         log = self.window.out / f"server_{name}.log"
-        return self.pool.submit(lambda: self.stack.enter_context(served(Path(model), log, flags, limit, **environment)))
+        return self.pool.submit(
+            lambda: self.stack.enter_context(served(Path(model), log, flags, limit, command, **environment))
+        )
 
 
 def answers_of(server: Server, each: int = 6) -> tuple[bench_tiny.Score, list[str]]:

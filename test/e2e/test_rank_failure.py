@@ -28,6 +28,7 @@ RANKS = {
     "--tp-size 2": ("TP0", "TP1"),
     "--tp-size 2 --ep-size 2": ("TP0", "TP1"),
     "--tp-size 2 --attn-dp-size 2": ("TP0", "TP1"),
+    "--tp-size 2 --pp-size 2 --attn-dp-size 2": ("PP0 TP0", "PP0 TP1", "PP1 TP0", "PP1 TP1"),
     "--pp-size 2": ("PP0 TP0", "PP1 TP0"),
     "--tp-size 2 --pp-size 2": ("PP0 TP0", "PP0 TP1", "PP1 TP0", "PP1 TP1"),
 }

@@ -117,7 +117,19 @@ def answers(url: str) -> list[str]:
     return [httpx.post(f"{url}/generate", json={"text": text, **body}, timeout=60).json()["text"] for text in PROMPTS]
 
 
-LAYOUTS = ["--tp 2", "--tp 2 --nnodes 2", "--pp 2 --nnodes 2", "--dp 2", "--dp 2 --tp 2", "--tp 2 --dp 2 --nnodes 2"]
+HOST, DRAFTS = "--enable-hierarchical-cache --hicache-ratio 2", "--speculative-algorithm NGRAM"
+RANKS = (
+    "--tp 2",
+    "--tp 2 --nnodes 2",
+    "--pp 2 --nnodes 2",
+    "--dp 2",
+    "--dp 2 --tp 2",
+    "--tp 2 --dp 2 --nnodes 2",
+    "--tp 2 --nnodes 2 --attn-dp-size 2",
+    "--tp 2 --pp 2 --nnodes 2 --attn-dp-size 2",
+)
+LAYOUTS = [*RANKS, *(f"{ranks} {DRAFTS} {HOST}" for ranks in RANKS)]
+"""Ranks on one node and on both, alone; with guesses, and prefixes in main memory."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -128,7 +140,9 @@ def test_placed_ranks_answer_as_one_process(layout: str, expected: list[str], cl
         assert answers(server.url) == expected
         assert answers(server.url) == expected
         info = httpx.get(f"{server.url}/server_info", timeout=10).json()
-        assert len(info["internal_states"]) == (2 if "--dp" in layout else 1)
+        states = info["internal_states"]
+        assert len(states) == (2 if "--dp " in layout else 1)
+        assert sum(state.get("spec_totals", {}).get("requests", 0) for state in states) > 0 or DRAFTS not in layout
         nodes = {line.rpartition("runs on ")[2] for line in server.log().splitlines() if "runs on " in line}
         assert nodes, "the log says where"
         server.process.send_signal(signal.SIGTERM)

@@ -73,25 +73,29 @@ def test_ranks_that_share_out_tokens_answer_like_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "ep_size", "groups", "own_heads"),
+    ("tp_size", "ep_size", "pp_size", "groups", "own_heads"),
     [
-        (2, 2, 2, False),
-        pytest.param(4, 1, 2, False, marks=pytest.mark.thorough),
-        pytest.param(4, 1, 2, True, marks=pytest.mark.thorough),
-        pytest.param(4, 4, 4, True, marks=pytest.mark.thorough),
+        (2, 2, 1, 2, False),
+        pytest.param(4, 1, 1, 2, False, marks=pytest.mark.thorough),
+        pytest.param(4, 1, 1, 2, True, marks=pytest.mark.thorough),
+        pytest.param(4, 4, 1, 4, True, marks=pytest.mark.thorough),
+        pytest.param(2, 1, 2, 2, False, marks=pytest.mark.thorough),
+        pytest.param(2, 2, 2, 2, True, marks=pytest.mark.thorough),
     ],
 )
 def test_groups_with_requests_of_their_own_answer_like_one(
-    tp_size: int, ep_size: int, groups: int, own_heads: bool
+    tp_size: int, ep_size: int, pp_size: int, groups: int, own_heads: bool
 ) -> None:
-    assert answers(tp_size, ep_size, attn_dp_size=groups, own_heads=own_heads) == answers(1)
+    assert answers(tp_size, ep_size, pp_size, attn_dp_size=groups, own_heads=own_heads) == answers(1)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("tp_size", "drafter"), [(2, "NGRAM"), (2, "EAGLE3"), (4, "DFLASH")])
-def test_groups_that_draft_answer_like_one_without_drafts(tp_size: int, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "drafter"), [(2, 1, "NGRAM"), (2, 1, "EAGLE3"), (4, 1, "DFLASH"), (2, 2, "EAGLE3")]
+)
+def test_groups_that_draft_answer_like_one_without_drafts(tp_size: int, pp_size: int, drafter: str) -> None:
     """With grammars, stops, penalties, log probabilities and hidden states."""
-    assert answers(tp_size, attn_dp_size=2, drafter=drafter) == answers(1)
+    assert answers(tp_size, pp_size=pp_size, attn_dp_size=2, drafter=drafter) == answers(1)
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "pp_size"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])

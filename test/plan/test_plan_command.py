@@ -326,6 +326,7 @@ DEPLOYMENTS = {
     "Kimi-K2.5-NVFP4": ("kimi_k25_nvfp4", ["--gpus", "8"], "TP 8 DCP 8"),
     "Kimi-K2.6-NVFP4": ("kimi_k26_nvfp4", ["--gpus", "8"], "TP 8 DCP 8"),
     "DeepSeek-V3.1-NVFP4": ("deepseek_v31_nvfp4", ["--gpus", "8"], "TP 8 DP attention 8"),
+    "DeepSeek-V3.1-NVFP4, stages": ("deepseek_v31_nvfp4", ["--gpus", "8"], "TP 4 x PP 2 DP attention 4"),
 }
 """Models, cards, and a layout that the plan must have beside others."""
 

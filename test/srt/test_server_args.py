@@ -159,7 +159,7 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--cuda-graph-bs 1 0", "--cuda-graph-bs: must be at least 1"),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "contradict"),
         ("stray", "Unrecognized arguments: stray"),
-        ("--dp 2 --nnodes 2 --tp 2 --dist-init-addr h:1", "--dp-size and --nnodes do not go together"),
+        ("--dp 2 --nnodes 2 --tp 2 --dist-init-addr h:1", "--dp-size 2 does not go with --nnodes 2: start a server"),
         ("--load-balance-method best", "--load-balance-method: must be one of auto, round_robin"),
         ("--nnodes 2 --tp 2", "--nnodes 2 needs --dist-init-addr HOST:PORT of machine 0"),
         ("--nnodes 2 --tp 2 --dist-init-addr host", "--dist-init-addr must be HOST:PORT; got 'host'"),

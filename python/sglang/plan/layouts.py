@@ -227,8 +227,8 @@ def survey(
 
 def _layouts(gpus: int, most: int) -> Iterator[Layout]:
     """Yields layouts with every number of GPUs a server, `most` of one machine, whose experts are shared by their dims,
-    or whole, whose latents are shared out, or whose ranks have requests of their own; then one server of all GPUs in
-    stages, for models that fewer GPUs have no room for."""
+    or whole, whose latents are shared out, or whose ranks have requests of their own; and one server of all GPUs in
+    stages, for models that fewer GPUs have no room for, whose ranks may have requests of their own, too."""
     for tp_size in range(1, min(gpus, most) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
@@ -239,6 +239,8 @@ def _layouts(gpus: int, most: int) -> Iterator[Layout]:
                 yield Layout(tp_size, gpus // tp_size, tp_size, attn_dp_size=tp_size)
         if gpus % tp_size == 0 and tp_size < gpus <= most:
             yield Layout(tp_size, 1, pp_size=gpus // tp_size)
+            if tp_size > 1:
+                yield Layout(tp_size, 1, pp_size=gpus // tp_size, attn_dp_size=tp_size)
 
 
 _NAMED_BY_HAND = ("--dcp-size", "--attn-dp-size", "--enable-dp-attention", "--dp-size")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.cli_args import flag
+from sglang.srt.composition import refused_pairs
 from sglang.srt.configs.speculative import DFLASH, DRAFT_MODEL_NEEDED, DSPARK, NGRAM
 from sglang.srt.configs.storage_backend import BACKENDS, read_storage_config
 from sglang.srt.errors import UserError
@@ -31,12 +32,6 @@ def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.enable_hierarchical_cache and args.disable_radix_cache:
         text = "--enable-hierarchical-cache keeps cached prefixes, of which --disable-radix-cache leaves none."
         yield {"enable_hierarchical_cache", "disable_radix_cache"}, text
-    if args.enable_hierarchical_cache and args.dcp_size > 1:
-        text = (
-            f"--enable-hierarchical-cache does not keep caches whose tokens --dcp-size {args.dcp_size} shares out."
-            " Remove one of them."
-        )
-        yield {"enable_hierarchical_cache", "dcp_size"}, text
     yield from _of_storage(args)
     if args.hicache_ratio is not None and args.hicache_ratio <= 0:
         yield {"hicache_ratio"}, f"--hicache-ratio must be above 0; got {args.hicache_ratio:g}."
@@ -101,6 +96,7 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
     yield from _of_machines(args)
     yield from _of_attention_groups(args)
+    yield from refused_pairs(args)
     if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
         text = (
             f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
@@ -125,21 +121,12 @@ def _of_machines(args: Any) -> Iterator[tuple[set[str], str]]:
     if ranks % args.nnodes:
         text = f"--nnodes {args.nnodes} does not divide the {ranks} ranks of --tp-size and --pp-size."
         yield {"nnodes", "tp_size", "pp_size"}, text
-    if args.dp_size > 1 and not args.use_ray:
-        text = (
-            "--dp-size and --nnodes do not go together: start a server without --dp-size on each machine or group of"
-            " machines, behind a load balancer."
-        )
-        yield {"dp_size", "nnodes"}, text
     if args.dist_init_addr is None and args.use_ray:
         pass  # a port of the node that Ray chooses
     elif args.dist_init_addr is None:
         yield {"dist_init_addr", "nnodes"}, f"--nnodes {args.nnodes} needs --dist-init-addr HOST:PORT of machine 0."
     elif not _HOST_AND_PORT.fullmatch(args.dist_init_addr):
         yield {"dist_init_addr"}, f"--dist-init-addr must be HOST:PORT; got {args.dist_init_addr!r}."
-    if args.speculative_ngram_external_corpus_path is not None:
-        text = "--speculative-ngram-external-corpus-path goes with one machine; remove it, or --nnodes."
-        yield {"nnodes", "speculative_ngram_external_corpus_path"}, text
 
 
 def _of_ray(args: Any) -> Iterator[tuple[set[str], str]]:
@@ -153,9 +140,6 @@ def _of_ray(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.dist_init_addr is not None and args.dp_size > 1:
         text = "--dist-init-addr is for one replica; with --use-ray and --dp-size leave it out, and ports are chosen."
         yield {"use_ray", "dist_init_addr", "dp_size"}, text
-    if args.speculative_ngram_external_corpus_path is not None:
-        text = "--speculative-ngram-external-corpus-path goes with one machine; remove it, or --use-ray."
-        yield {"use_ray", "speculative_ngram_external_corpus_path"}, text
 
 
 def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
@@ -171,21 +155,6 @@ def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.tp_size % groups:
         text = f"--attn-dp-size {groups} does not divide --tp-size {args.tp_size}, whose GPUs are the groups."
         yield {"attn_dp_size", "tp_size"}, text
-    if args.pp_size > 1:
-        text = f"--attn-dp-size {groups} does not go with stages (--pp-size {args.pp_size}) so far."
-        yield {"attn_dp_size", "pp_size"}, text
-    if args.mm_enable_dp_encoder:
-        text = (
-            f"--mm-enable-dp-encoder does not go with --attn-dp-size {groups}, whose groups encode images of their own"
-            " requests, each when it comes to them; remove one of the two."
-        )
-        yield {"attn_dp_size", "mm_enable_dp_encoder"}, text
-    if args.hicache_storage_backend is not None:
-        text = (
-            f"--hicache-storage-backend does not go with --attn-dp-size {groups}: all ranks would ask the store for the"
-            " requests of all groups. --enable-hierarchical-cache alone keeps a group's prefixes in main memory."
-        )
-        yield {"attn_dp_size", "hicache_storage_backend"}, text
 
 
 MEDIA_KINDS = ("image", "video", "audio")
@@ -196,9 +165,6 @@ def _of_media(args: Any) -> Iterator[tuple[set[str], str]]:
     if any(kind not in MEDIA_KINDS or type(limit) is not int or limit < 0 for kind, limit in limits.items()):
         text = f'--limit-mm-data-per-request takes whole numbers by kind, such as {{"image": 4}}; got {limits}.'
         yield {"limit_mm_data_per_request"}, text
-    if args.mm_enable_dp_encoder and args.pp_size > 1:
-        text = "--mm-enable-dp-encoder does not work with --pp-size: only some stages encode; remove one of the two."
-        yield {"mm_enable_dp_encoder", "pp_size"}, text
     directory = args.allowed_local_media_path
     if directory is not None and not Path(directory).is_dir():
         yield {"allowed_local_media_path"}, f"--allowed-local-media-path {directory} is no directory."

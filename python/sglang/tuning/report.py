@@ -12,6 +12,7 @@ from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.best_times import best
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
+from sglang.tuning.halves import runs_in_halves, step_time
 from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import UNMEASURED, ceilings_of
@@ -47,7 +48,11 @@ def time_lines(
     yield HEAD
     yield from data_sheet_lines(arch)
     yield ""
-    yield from _table(SUMMARY, [_summary(step, total(rows)) for step, rows in timed])
+    yield from _table(SUMMARY, [_summary(step, step_time(model, serving, step, arch)) for step, _ in timed])
+    for step, rows in timed:
+        if runs_in_halves(model, serving, step, arch):
+            yield f"{step}: as two halves, of which one computes while the sums of the other travel; as one, whose ops"
+            yield f"stand below, {total(rows).seconds * 1e3:.2f} ms."
     missing = total(timed[0][1]).missing
     if missing:
         yield f"No kernel here computes {', '.join(missing)}: counted as the best measured, or the floor."
@@ -195,8 +200,9 @@ def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, conte
     steps = {}
     for step in steps_of(context):
         rows = time_step(model, serving, step, arch)
-        time = total(rows)
+        time = step_time(model, serving, step, arch)
         steps[str(step)] = {
+            "in_halves": runs_in_halves(model, serving, step, arch),
             "seconds": time.seconds,
             "low": time.low,
             "high": time.high,

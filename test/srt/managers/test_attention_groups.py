@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from rank_processes import run_ranks
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
+from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import StorageStats
 from sglang.srt.mem_cache import host_tier
+from sglang.srt.mem_cache.storage import prefix_names
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.models.harness import save_tiny
 
@@ -27,6 +32,7 @@ DP2, DP4 = RankLayout(2, attn_dp_size=2), RankLayout(4, attn_dp_size=4)
 TP4_DP2 = RankLayout(4, attn_dp_size=2)
 DP2_HEAD, TP4_DP2_HEAD = RankLayout(2, attn_dp_size=2, dp_lm_head=True), RankLayout(4, attn_dp_size=2, dp_lm_head=True)
 DP2_EP2 = RankLayout(2, 2, attn_dp_size=2)
+DP2_PP2 = RankLayout(2, pp_size=2, attn_dp_size=2)
 POOL = 80
 """Tokens of a group: too few for two of the requests, so that some go back to the queue."""
 
@@ -42,6 +48,13 @@ LAYOUTS = {
     "DP4 x EP4": RankLayout(4, 4, attn_dp_size=4),
     "TP4 x DP2 x DCP2": RankLayout(4, dcp_size=2, attn_dp_size=2),
     "TP4 x DP2 x DCP2 x EP2, own heads": RankLayout(4, 2, dcp_size=2, attn_dp_size=2, dp_lm_head=True),
+    "DP2 x PP2": DP2_PP2,
+    "DP2 x PP2, own heads": RankLayout(2, pp_size=2, attn_dp_size=2, dp_lm_head=True),
+    "DP2 x EP2 x PP2": RankLayout(2, 2, pp_size=2, attn_dp_size=2),
+    "DP2 x PP3": RankLayout(2, pp_size=3, attn_dp_size=2),
+    "DP4 x PP2": RankLayout(4, pp_size=2, attn_dp_size=4),
+    "TP4 x DP2 x PP2": RankLayout(4, pp_size=2, attn_dp_size=2),
+    "TP4 x DP2 x DCP2 x PP2": RankLayout(4, pp_size=2, dcp_size=2, attn_dp_size=2),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
@@ -58,22 +71,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "branches": ("gemma4_moe", {}),
     "compressed": ("deepseek_v4", {}),
     "gates": ("step3p7", {}),
+    "inputs of layers": ("gemma4_small", {}),
+    "n-grams": ("qwen4_exp", {}),
+    "pooled latents": ("glm5_next", {}),
     "KV head": ("qwen3", {"num_key_value_heads": 1}),
     "states, KV head": ("qwen3_next", {"num_key_value_heads": 1}),
     "biases, KV head": ("gpt_oss", {"num_key_value_heads": 1}),
     "windows, KV head": ("qwen3_windows", {"num_key_value_heads": 1}),
 }
-POOLS = {"compressed": 112}
+POOLS = {"compressed": 112, "n-grams": 112, "pooled latents": 112}
 """Pools of models with large pages, of which a request has two at least."""
-WITH_STATES = ("states", "delta attention", "scans", "compressed")
+WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases", "delta attention")
 ALIKE_ON_RANKS = ("latents", "selected latents", "delta attention", *(name for name in MODELS if "KV head" in name))
 """Models of which ranks that share heads would hold the same cache, so that they can share out its tokens."""
 
 
+FEW = ("dense", "experts", "latents", "selected latents", "states")
+"""Models of layouts of eight ranks."""
+WITHOUT_STAGES = ("inputs of layers",)
+
+
 def _models_of(ranks: RankLayout) -> tuple[str, ...]:
-    names = ALIKE_ON_RANKS if ranks.dcp_size > 1 else tuple(MODELS)
-    return tuple(name for name in names if ranks.ep_size == 1 or name.partition(",")[0] in WITH_EXPERTS)
+    names: Iterable[str] = ALIKE_ON_RANKS if ranks.dcp_size > 1 else MODELS
+    if ranks.world_size > 6:
+        names = [name for name in names if name in (*FEW, "states, KV head")]
+    names = [name for name in names if ranks.ep_size == 1 or name.partition(",")[0] in WITH_EXPERTS]
+    return tuple(name for name in names if ranks.pp_size == 1 or name not in WITHOUT_STAGES)
 
 
 CELLS = {
@@ -140,49 +164,84 @@ HOST_MODELS = ("dense", "latents", "selected latents", "windows", "states", "com
 HOST_FLAGS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
 
 
+STORE_FLAGS = HOST_FLAGS | {
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}',
+}
+
+
 def _play_again(scheduler: Scheduler | AttentionGroups) -> Outcome:
-    """The schedule; then the same prompts once more, whose prefixes have left the GPU and return from main memory."""
+    """The schedule; then the same prompts once more, whose prefixes have left the GPU and return from main memory, or
+    have left that too and return from a store."""
     assert isinstance(scheduler, AttentionGroups)
     first = play(scheduler)
+    stored = scheduler.runner.storage is not None
     for group in scheduler.schedulers:
         group.kv.tree.evict(1000)
+        if stored:
+            assert group.host_tier is not None
+            group.host_tier.host.tree.evict(1000)
     collector, again = Collector(), ("plain", "penalized", "same prefix")
     for rid in again:
         params = {"frequency_penalty": 1.5, "repetition_penalty": 1.3} if rid == "penalized" else {}
         add(scheduler, request(f"{rid} again", PROMPTS[rid], NEW_TOKENS, ignore_eos=True, temperature=0.0, **params))
     run_to_end(scheduler, collector)
     assert {rid: collector.tokens[f"{rid} again"] for rid in again} == {rid: first.tokens[rid] for rid in again}
-    tiers = [group.host_tier for group in scheduler.schedulers if group.host_tier is not None]
+    tiers = scheduler.host_tiers
     assert len(tiers) == len(scheduler.schedulers)
     assert sum(tier.counts.loaded_tokens for tier in tiers) > 0
     assert not any(tier.counts.failed_copies for tier in tiers)
     stats = scheduler.stats.snapshot().host_cache
     assert stats is not None and stats.load_back_tokens == sum(tier.counts.loaded_tokens for tier in tiers)
+    if stored:
+        _check_store(scheduler, stats.storage)
     for group, tier in zip(scheduler.schedulers, tiers, strict=True):
         assert_clean(group)
         tier.check()
     return first
 
 
+def _check_store(scheduler: AttentionGroups, stats: StorageStats | None) -> None:
+    """Every rank knows what was moved for all groups, and has a store for its own."""
+    counts = [tier.storage.counts for tier in scheduler.host_tiers if tier.storage is not None]
+    assert len(counts) == len(scheduler.schedulers) and sum(count.read_tokens for count in counts) > 0
+    assert stats is not None and stats.prefetched_tokens == sum(count.read_tokens for count in counts)
+    assert 0 < stats.backuped_tokens < 10_000 and 0 < stats.backuped_bytes < 1 << 30 and not stats.storage_failures
+    assert storage_control.detach(scheduler) == "" and not any(tier.storage for tier in scheduler.host_tiers)
+    again = {"backend": "file", "prefetch_policy": None, "extra": None, "write_policy": None}
+    assert storage_control.attach(scheduler, again) == "" and all(tier.storage for tier in scheduler.host_tiers)
+
+
 def _host_rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    host_tier.LEAST_GAIN = 1
+    host_tier.LEAST_GAIN, prefix_names.LEAST_BLOCK = 1, 8
     for name, folder in folders.items():
-        more = {**flags, **HOST_FLAGS, "max_total_tokens": POOLS.get(name, POOL)}
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = f"{out}/store.{name}"
+        more = {**flags, "max_total_tokens": POOLS.get(name, POOL)}
         result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}", schedule=_play_again, **more)
         (out / f"{name}.{rank}.json").write_text(json.dumps(result.__dict__))
         parallel_state.shutdown()
 
 
+HOST_CELLS = [
+    (layout, flags) for layout in ("DP2", "TP4 x DP2, own heads", "DP2 x PP2") for flags in ("main memory", "store")
+]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["DP2", "TP4 x DP2, own heads"])
-def test_prefixes_of_groups_return_from_main_memory(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "where"), HOST_CELLS)
+def test_prefixes_of_groups_return(layout: str, where: str, tmp_path: Path) -> None:
     """Each group keeps its own; ranks of other groups know what was copied, and copy nothing."""
     ranks, folders = LAYOUTS[layout], {name: str(tmp_path / name) for name in HOST_MODELS}
     for name, folder in folders.items():
         tiny, changes = MODELS[name]
         save_tiny(tiny, Path(folder), **changes)
-    flags = {"chunked_prefill_size": CHUNK * ranks.attn_dp_size, "max_running_requests": 4 * ranks.attn_dp_size}
+    flags: dict[str, Any] = {
+        "chunked_prefill_size": CHUNK * ranks.attn_dp_size,
+        "max_running_requests": 4 * ranks.attn_dp_size,
+        **(STORE_FLAGS if where == "store" else HOST_FLAGS),
+    }
     run_ranks(_host_rank, (ranks, folders, tmp_path, flags), ranks.world_size)
     for name, folder in folders.items():
         one = outcome(folder, ONE_RANK, 0, None)

@@ -50,8 +50,10 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
         quant = ModuleQuant("fp8_block", "fp8")
     elif block == [1, 32]:
         quant = ModuleQuant("mxfp8", "mxfp8")
+    elif block == [32, 32]:
+        quant = ModuleQuant("mxfp8", "deepseek_v41")
     else:
-        raise unsupported(source, f"weight_block_size {block!r} (has [128, 128] and [1, 32])")
+        raise unsupported(source, f"weight_block_size {block!r} (has [128, 128], [32, 32] and [1, 32])")
     return QuantConfig("fp8", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
 
 

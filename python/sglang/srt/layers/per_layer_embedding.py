@@ -15,6 +15,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.mlp import gate_of
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.per_layer import PerLayerEmbedding
 
@@ -39,10 +40,11 @@ class PerLayerInputs:
         self.norm = RMSNorm(scope.sub("norm"), spec.size, model.norm_eps, model.zero_centred_norms)
         self.linear: LinearOp = scope.plan.entry("linear")
 
-    def __call__(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, embedded: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
+        """exchange: as of the embedding (`VocabParallelEmbedding`)."""
         shape = (-1, self.spec.num_layers, self.spec.size)
         projected = (self.linear(embedded, self.projection) * self.projection_scale).view(-1, self.spec.size)
-        return (self.norm(projected, None)[0].view(shape) + self.table(ids).view(shape)) * 2.0**-0.5
+        return (self.norm(projected, None)[0].view(shape) + self.table(ids, exchange).view(shape)) * 2.0**-0.5
 
 
 class PerLayerBlock:

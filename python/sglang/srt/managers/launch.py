@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from sglang.srt.composition import FEATURES, refusal
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers import replica_processes
@@ -159,7 +160,7 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
     media = None
     if description.media is not None:
         media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype))
-    if media is not None and (args.nnodes > 1 or args.use_ray):
-        flag = "--use-ray" if args.use_ray else "--nnodes"
-        raise UserError(f"images are served on one machine only; pass --language-model-only with {flag}.")
+    for name in ("machines", "ray"):
+        if media is not None and FEATURES[name].asked(args):
+            raise UserError(f"{FEATURES[name].words(args)} does not go with images: {refusal(name, 'images')}.")
     return EngineHandle(args, model, media)

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.kv_table import CachedRequest, KVTable
 from sglang.srt.mem_cache.layer_loads import LayerArrivals
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_node import Keys, Node
-from sglang.srt.mem_cache.storage.engine import StorageEngine
+from sglang.srt.mem_cache.storage.engine import StorageJobs
 from sglang.srt.mem_cache.storage.tier import StorageTier, StoredRequest
 from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.host_cache import HostCachePlan
@@ -168,7 +168,7 @@ class HostTier:
         plan: HostCachePlan,
         engine: CopyEngine,
         agree: Callable[[Sequence[int]], list[int]],
-        storage: StorageEngine | None = None,
+        storage: StorageJobs | None = None,
     ) -> None:
         """agree: the least of the ranks' values at each position. storage: of a store beyond main memory."""
         self.plan, self.counts = plan, HostCounts()
@@ -200,7 +200,7 @@ class HostTier:
             if table is not None:
                 table.before_eviction = writes_back
 
-    def attach(self, config: StorageConfig, storage: StorageEngine) -> None:
+    def attach(self, config: StorageConfig, storage: StorageJobs) -> None:
         """Keeps prefixes of main memory in a store from now on. No request waits."""
         self.storage = StorageTier(config, storage, self.device, self.host, self._agree)
 

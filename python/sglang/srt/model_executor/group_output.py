@@ -41,11 +41,12 @@ class EveryonesTokens:
     counts: torch.Tensor | None = None
     guesses: torch.Tensor | None = None
 
-    def file_guesses(self, result: StepResult, group: int, step: StepInput, num_guesses: int) -> None:
-        """Enters what belongs to the guesses of a group in its result."""
+    def file(self, result: StepResult, group: int, step: StepInput, num_guesses: int) -> None:
+        """Enters what a group's step brought in its result, whose `next_token_ids` has as many rows."""
+        count = len(result.next_token_ids)
+        result.next_token_ids = self.tokens[group, :count, : step.width]
         if self.counts is None or self.guesses is None:
             return
-        count = len(result.next_token_ids)
         guesses, sure = self.guesses[group, :count].split((num_guesses, self.guesses.shape[2] - num_guesses), dim=1)
         result.counts = self.counts[group, :count, 0] if step.widths is not None else None
         result.guesses = guesses if step.reads_guesses else None
@@ -62,7 +63,7 @@ class GroupOutput:
     def own_logits(self, logits: torch.Tensor, steps: GroupSteps) -> torch.Tensor:
         """The rows [R, C] of this group, of the logits of a step (`CausalLM.step_logits`)."""
         count = steps.num_sampled[self.groups.dp.rank]
-        if self.model.vocabulary_of_group:
+        if self.model.vocabulary_of_group or self.model.head is None:
             return logits[:count]
         first = self.groups.dp.rank * (len(logits) // self.groups.dp.size)
         return logits[first : first + count]
@@ -72,6 +73,7 @@ class GroupOutput:
         steps = forward.step.groups
         assert steps is not None
         tokens, packed = self._sampled(forward, steps, vocab_mask)
+        self._send(tokens, steps)
         return self._results(forward, steps, EveryonesTokens(to_host(tokens[..., None])), packed)
 
     def gather_verified(
@@ -93,7 +95,9 @@ class GroupOutput:
                 sure = settled.confidence
                 sure = settled.guesses.new_zeros((count, guesses), dtype=torch.float32) if sure is None else sure
                 columns.append(sure.float().view(torch.int32))
-        rows = to_host(dp.all_gather(_padded(torch.cat(columns, dim=1), most), dim=0).view(dp.size, most, -1))
+        gathered = dp.all_gather(_padded(torch.cat(columns, dim=1), most), dim=0).view(dp.size, most, -1)
+        self._send(gathered, steps)
+        rows = to_host(gathered)
         everyones = EveryonesTokens(*rows.split((steps.width, 1, rows.shape[2] - steps.width - 1), dim=2))
         packed = None
         if steps.logprobs is not None:
@@ -103,6 +107,12 @@ class GroupOutput:
                 mine = steps.logprobs.no_rows(self.model.description.vocab_size, tokens.device)
             packed = dp.all_gather(_padded(mine, each), dim=0).view(dp.size, each, -1)
         return self._results(forward, steps, everyones, packed)
+
+    def _send(self, everyones: torch.Tensor, steps: GroupSteps) -> None:
+        """Sends the sampled rows [A, R, ...] of all groups to the stages before this one, where there are some."""
+        most = max(steps.num_requests)
+        if most and self.groups.pp_tokens.size > 1:
+            self.groups.pp_tokens.from_last(everyones[:, :most].contiguous())
 
     def own_request(self, step: StepInput) -> StepInput:
         """Returns the step with what is asked of the logits of any group, so that the results of all are as wide."""
@@ -129,11 +139,9 @@ class GroupOutput:
             if step.logprobs is not None:
                 assert packed is not None and asked is not None
                 logprobs = LogprobResult(packed[group, :rows], step.logprobs, asked.num_ids)
-            result = StepResult(
-                everyones.tokens[group, : steps.num_requests[group], : step.width], ready, None, logprobs,
-                prompts[group], hidden[group],
-            )  # fmt: skip
-            everyones.file_guesses(result, group, step, self.state.tokens_per_step - 1)
+            tokens = everyones.tokens[group, : steps.num_requests[group]]
+            result = StepResult(tokens, ready, None, logprobs, prompts[group], hidden[group])
+            everyones.file(result, group, step, self.state.tokens_per_step - 1)
             results.append(result)
         return results
 
@@ -142,7 +150,7 @@ class GroupOutput:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tokens [A, rows] of all groups, and their log probabilities, packed [A, rows, W], if any group asks."""
         head, logits, group = self.model.head, forward.output.logits, self.groups.dp.rank
-        assert head is not None, "there are no stages"
+        assert head is not None, "the last stage has it"
         count = steps.num_sampled[group]
         if not self.model.vocabulary_of_group and head.is_shard(logits) and steps.only_largest:
             tokens = head.first_largest(logits).view(self.groups.dp.size, -1)

@@ -115,7 +115,8 @@ class StepOutput:
             settled = self._settle(forward, tokens)
             tokens = tokens.view(-1, step.width)
             if self.pp_tokens.size > 1 and len(tokens):
-                self.pp_tokens.from_last(torch.cat((tokens, settled.guesses, settled.counts[:, None]), dim=1))
+                columns = (tokens.int(), settled.counts[:, None], settled.guesses.int())
+                self.pp_tokens.from_last(torch.cat(columns, dim=1))
         elif len(tokens):
             self.pp_tokens.from_last(tokens)
         logprobs = None
@@ -139,13 +140,15 @@ class StepOutput:
         assert of_groups is not None and steps is not None
         if self.drafts is None:
             return of_groups.sample(forward, vocab_mask)
+        # With stages nothing is chosen by it, because the time of a step is not known there.
+        says_confidence = self.drafts.says_confidence and self.pp_tokens.size == 1
         if steps.idle[of_groups.groups.dp.rank]:
             none = SamplerOutput(forward.slots.new_empty(0), None)
-            return of_groups.gather_verified(forward, none, None, self.drafts.says_confidence)
+            return of_groups.gather_verified(forward, none, None, says_confidence)
         asked = replace(forward, step=of_groups.own_request(forward.step))
         out = self._sampled(asked, vocab_mask)
         settled = self._settle(forward, out.next_token_ids)
-        return of_groups.gather_verified(forward, out, settled, self.drafts.says_confidence)
+        return of_groups.gather_verified(forward, out, settled, says_confidence)
 
     def _settle(self, forward: LaunchedForward, tokens: torch.Tensor) -> Settled:
         step, output = forward.step, forward.output

@@ -2,7 +2,9 @@
 
 The stages compute steps one behind the other: while the last one is at step n, the first one of S is at step n + S - 1.
 So a stage takes the tokens of a step when it must, and not before: when one of the step's requests comes again, or at
-S steps behind it. All these stages take them at the same points between their steps, so nobody waits in a circle.
+S steps behind it. All these stages take them at the same points between their steps, so nobody waits in a circle. Where
+attention groups have requests of their own, the tokens of all groups travel together, and what one group needs all
+take.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.layers.step_rows import StateRecord
 from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.step import LaunchedForward, StepInput, StepResult
+from sglang.srt.model_executor.group_output import EveryonesTokens
+from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, StepInput, StepResult
 from sglang.srt.utils.device_arrays import event_on, to_device, to_host
 
 
@@ -36,69 +39,87 @@ class LateResult(StepResult):
 @dataclass(frozen=True, slots=True)
 class _Expected:
     step: StepInput
+    everyones: GroupSteps
     state_records: Sequence[StateRecord]
-    result: LateResult
+    results: list[LateResult]
+    """Results of all groups."""
+
+    def brings_to(self, later: GroupSteps) -> bool:
+        """Returns whether a later step begins with tokens of this one."""
+        steps = zip(self.everyones.steps, self.everyones.num_requests, later.steps, strict=True)
+        return any(count and bool(np.isin(step.sampled_slots, other.slots).any()) for step, count, other in steps)
 
 
 class TokenReceiver:
-    """Receives for each of R sampled requests the sampled token, or with guesses the `width` sampled tokens of a step,
-    the k - 1 guesses behind it, and how many of the sampled tokens stand."""
+    """Receives for each of R sampled requests of each of A groups the sampled token, [A, R] int64; or with guesses, as
+    [A, R, columns] int32, the `width` sampled tokens of a step, how many of them stand, and the k - 1 guesses behind
+    it. R is that of the group that has most."""
 
-    def __init__(self, pp_tokens: Group, state: DeviceState) -> None:
-        """pp_tokens: the ranks that the last stage's tokens go to."""
-        self.pp_tokens, self.state = pp_tokens, state
+    def __init__(self, groups: Groups, state: DeviceState) -> None:
+        self.groups, self.state = groups, state
         self._expected: deque[_Expected] = deque()
         """The oldest first."""
 
     @torch.inference_mode()
-    def expect(self, forward: LaunchedForward) -> LateResult:
-        """The result of a step that is launched here."""
-        step = forward.step
-        empty = torch.empty((len(step.sampled_slots), step.width), dtype=torch.int64)
+    def expect(self, forward: LaunchedForward) -> list[LateResult]:
+        """Returns the results of all groups of a step that is launched here."""
+        step, everyones = forward.step, _of_all(forward.step)
         # Further steps are computed before this one's tokens come, in the same memory where they are graphs.
         records = [record.copy() for record in forward.output.batch.state_records or ()]
-        result = LateResult(empty, None, receiver=self)
-        self._expected.append(_Expected(step, records, result))
-        return result
+        results = [
+            LateResult(torch.empty((count, of_group.width), dtype=torch.int64), None, receiver=self)
+            for of_group, count in zip(everyones.steps, everyones.num_requests, strict=True)
+        ]
+        self._expected.append(_Expected(step, everyones, records, results))
+        return results
 
-    def take_before(self, slots: np.ndarray) -> None:
-        """Takes over received tokens before a step in which the request slots [B] bring what was sampled last."""
-        needed = [i for i, late in enumerate(self._expected) if np.isin(late.step.sampled_slots, slots).any()]
-        count = max([len(self._expected) - self.pp_tokens.size + 1, *(i + 1 for i in needed)])
+    def take_before(self, step: StepInput) -> None:
+        """Takes over received tokens before a step whose requests bring what was sampled last."""
+        later = _of_all(step)
+        needed = [i for i, late in enumerate(self._expected) if late.brings_to(later)]
+        count = max([len(self._expected) - self.groups.pp_tokens.size + 1, *(i + 1 for i in needed)])
         for _ in range(count):
             self._take()
 
     def take_until(self, result: LateResult) -> None:
-        while any(late.result is result for late in self._expected):
+        while any(result is expected for late in self._expected for expected in late.results):
             self._take()
 
     @torch.inference_mode()
     def _take(self) -> None:
         late = self._expected.popleft()
-        slots = late.step.sampled_slots
-        if len(slots):
-            (self._take_guesses if self.state.guesses else self._take_tokens)(late, slots)
-        late.result.ready = event_on(self.state.device)
+        counts, state = late.everyones.num_requests, self.state
+        if any(counts):
+            num_guesses = state.tokens_per_step - 1
+            columns = [late.everyones.width, 1, num_guesses] if state.guesses else [1]
+            dtype = torch.int32 if state.guesses else torch.int64
+            rows = torch.empty((len(counts), max(counts), sum(columns)), dtype=dtype, device=state.device)
+            self.groups.pp_tokens.from_last(rows)
+            if count := counts[self.groups.dp.rank]:
+                (self._take_guesses if state.guesses else self._take_tokens)(
+                    late, rows[self.groups.dp.rank, :count].split(columns, dim=1)
+                )
+            everyones = EveryonesTokens(*to_host(rows).split(columns, dim=2))
+            for group, (step, result) in enumerate(zip(late.everyones.steps, late.results, strict=True)):
+                everyones.file(result, group, step, num_guesses)
+        for result in late.results:
+            result.ready = event_on(state.device)
 
-    def _take_tokens(self, late: _Expected, slots: np.ndarray) -> None:
-        tokens = torch.empty(len(slots), dtype=torch.int64, device=self.state.device)
-        self.pp_tokens.from_last(tokens)
-        self.state.next_tokens[to_device(slots, tokens.device), 0] = tokens.clamp(min=0)
-        late.result.next_token_ids = to_host(tokens[:, None])
+    def _take_tokens(self, late: _Expected, received: Sequence[torch.Tensor]) -> None:
+        slots = to_device(late.step.sampled_slots, self.state.device)
+        self.state.next_tokens[slots, 0] = received[0][:, 0].clamp(min=0)
 
-    def _take_guesses(self, late: _Expected, slots: np.ndarray) -> None:
-        state, step = self.state, late.step
-        columns = [step.width, state.tokens_per_step - 1, 1]
-        received = torch.empty((len(slots), sum(columns)), dtype=torch.int64, device=state.device)
-        self.pp_tokens.from_last(received)
-        tokens, guesses, counts = received.split(columns, dim=1)
-        sent = to_device(slots, received.device)
-        state.next_tokens[sent] = torch.cat((tokens.gather(1, counts - 1).clamp(min=0), guesses), dim=1)
-        if step.prompts is None:
-            state.lens[sent] += counts[:, 0].to(torch.int32)
-            late.result.counts = to_host(counts[:, 0].to(torch.int32))
+    def _take_guesses(self, late: _Expected, received: Sequence[torch.Tensor]) -> None:
+        state = self.state
+        tokens, counts, guesses = received
+        slots = to_device(late.step.sampled_slots, state.device)
+        last = tokens.gather(1, counts.long() - 1).clamp(min=0)
+        state.next_tokens[slots] = torch.cat((last, guesses), dim=1).long()
+        if late.step.prompts is None:
+            state.lens[slots] += counts[:, 0]
         for record in late.state_records:
-            record.commit(counts[:, 0].to(torch.int32))
-        late.result.next_token_ids = to_host(tokens.contiguous())
-        if step.reads_guesses:
-            late.result.guesses = to_host(guesses.contiguous())
+            record.commit(counts[:, 0])
+
+
+def _of_all(step: StepInput) -> GroupSteps:
+    return GroupSteps.of([step]) if step.groups is None else step.groups

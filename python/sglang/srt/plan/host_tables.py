@@ -29,7 +29,7 @@ def host_table_bytes(model: ModelDescription, serving: Serving) -> int:
     """Returns the bytes of tables in host memory, for each rank of the stage that has them."""
     tables = (layer.ngrams for layer in model.layers if isinstance(layer.ngrams, NgramEmbedding))
     return sum(
-        table.table_elements(serving.tp_size) * KV_DTYPE_BYTES[table.table_dtype or serving.dtype]
+        table.table_elements(serving.attn_tp_size) * KV_DTYPE_BYTES[table.table_dtype or serving.dtype]
         for table in tables
         if table.on_host
     )

@@ -10,7 +10,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import ABSENT, FeedForward, Matrix, Mixer
+from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
@@ -198,29 +198,18 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     if tp_size % ranks.attn_dp_size:
         yield f"--attn-dp-size {ranks.attn_dp_size} does not divide --tp-size {tp_size}, whose ranks share out requests"
         return
-    yield from _group_problems(model, ranks)
     yield from _context_problems(model, ranks)
     yield from _stage_problems(model, ranks.pp_size)
     for i, layer in enumerate(model.layers):
         yield from _mixer_problems(model, i, layer.mixer, ranks.attn_tp_size)
         yield from _dense_problems(layer.ffn, tp_size)
-        if isinstance(layer.ngrams, NgramEmbedding) and layer.ngrams.num_heads % tp_size:
-            yield f"--tp-size {tp_size} does not divide the {layer.ngrams.num_heads} rows of n-grams of a token"
+        if isinstance(layer.ngrams, NgramEmbedding) and layer.ngrams.num_heads % ranks.attn_tp_size:
+            asked = f"--tp-size {tp_size}" + (f" --attn-dp-size {ranks.attn_dp_size}" if ranks.attn_dp_size > 1 else "")
+            yield f"{asked} does not divide the {layer.ngrams.num_heads} rows of n-grams of a token"
     try:
         expert_rows(model, ranks)
     except UserError as error:
         yield str(error)
-
-
-def _group_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
-    """Yields problems of attention groups that have requests of their own."""
-    if ranks.attn_dp_size == 1:
-        return
-    asked = f"--attn-dp-size {ranks.attn_dp_size}"
-    if ranks.pp_size > 1:
-        yield f"{asked}: groups with requests of their own do not go with --pp-size {ranks.pp_size}"
-    if model.per_layer_inputs is not None or any(layer.ngrams != ABSENT for layer in model.layers):
-        yield f"{asked}: tables that are looked up by token beside the embedding are shared by all ranks"
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:

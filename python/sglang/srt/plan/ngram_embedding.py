@@ -116,7 +116,7 @@ class NgramEmbedding:
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         wide = self.streams * hidden_size
-        table = Elements(0 if self.on_host else self.table_elements(ranks.tp_size), self.table_dtype or None)
+        table = Elements(0 if self.on_host else self.table_elements(ranks.attn_tp_size), self.table_dtype or None)
         return (
             Matrix("ngrams.project", ("key", "value"), wide + hidden_size, self.width),
             Elements(3 * wide, "float32"),

@@ -44,7 +44,7 @@ def rank_weight_bytes(
         total += model.media.tower.num_weights() * item
     if model.per_layer_inputs is not None:
         total += _bytes_of(
-            model, 0, model.per_layer_inputs.model_weights(hidden, of_rank.ranks.tp_size), item, features
+            model, 0, model.per_layer_inputs.model_weights(hidden, of_rank.ranks.vocab_tp_size), item, features
         )
     return total
 

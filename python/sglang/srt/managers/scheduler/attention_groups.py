@@ -11,6 +11,7 @@ between them. A request belongs to one group from its arrival on; the groups sha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,16 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import AbortReq, BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
+from sglang.srt.mem_cache.storage.others import OthersStorage
 from sglang.srt.model_executor.step import GroupSteps
 from sglang.srt.sampling.sampling_table import takes_largest
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.storage_backend import StorageConfig
     from sglang.srt.constrained.grammar_manager import PendingGrammar
-    from sglang.srt.mem_cache.host_tier import CopyEngine
+    from sglang.srt.mem_cache.host_tier import CopyEngine, HostTier
+    from sglang.srt.mem_cache.storage.engine import StorageEngine, StorageJobs
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.step import StepInput
     from sglang.srt.speculative.depth import AdaptiveDepth
@@ -76,8 +80,6 @@ class _OthersCopies:
 class _GroupRunner:
     """What the scheduler of one group asks of the runner. Only the ranks of the group have its requests."""
 
-    storage = None  # a store beyond main memory is refused
-
     def __init__(self, runner: ModelRunner, is_own: bool) -> None:
         self.plan = runner.plan
         self.tokens_per_step, self.tokens_ahead = runner.tokens_per_step, runner.tokens_ahead
@@ -88,6 +90,9 @@ class _GroupRunner:
         self.copies: CopyEngine | None = runner.copies
         if runner.copies is not None and not is_own:
             self.copies = _OthersCopies(runner.copies.page_bytes)
+        self.storage: StorageJobs | None = runner.storage
+        if runner.storage is not None and not is_own:
+            self.storage = OthersStorage(runner.storage)
         self._runner = runner if is_own else None
 
     def begin(self, slot: int, tokens: list[int], position_delta: int) -> None:
@@ -117,8 +122,6 @@ class _OneDepth:
 class AttentionGroups:
     """Has the interface of a `Scheduler`, and a scheduler for each group."""
 
-    host_tier = None  # each group has one
-
     def __init__(
         self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
     ) -> None:
@@ -137,10 +140,11 @@ class AttentionGroups:
         self.router = ReplicaRouter(args.load_balance_method, count, caches)
         for group, scheduler in enumerate(self.schedulers):
             self.router.set_cache_size(group, scheduler.kv.size)
-        tiers = [scheduler.host_tier for scheduler in self.schedulers if scheduler.host_tier is not None]
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, tiers)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers)
         for scheduler in self.schedulers:
             scheduler.stats = self.stats
+        self._launched: deque[list[bool]] = deque(maxlen=args.steps_ahead)
+        """Which groups had a batch in each of the last steps, whose results are not read back yet."""
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -153,9 +157,12 @@ class AttentionGroups:
         batches = [None if scheduler.paused else scheduler.pick() for scheduler in self.schedulers]
         if any(batch is not None for batch in batches):
             self.launch(batches)
-        idles = not any(batch is not None for batch in batches) and not any(each.in_flight for each in self.schedulers)
-        for scheduler, batch in zip(self.schedulers, batches, strict=True):
-            scheduler.read_back(batch)
+            self._launched.append([batch is not None for batch in batches])
+        else:
+            self._launched.clear()
+        idles = not self._launched and not any(each.in_flight for each in self.schedulers)
+        for group, (scheduler, batch) in enumerate(zip(self.schedulers, batches, strict=True)):
+            scheduler.read_back(batch, sum(step[group] for step in self._launched))
         if idles:
             next(
                 (scheduler for scheduler in self.schedulers if scheduler.copying), self.schedulers[0]
@@ -276,6 +283,18 @@ class AttentionGroups:
     @outbox.setter
     def outbox(self, messages: list[BatchTokenIDOut]) -> None:
         self.schedulers[0].outbox = messages
+
+    # --- the tier in main memory -------------------------------------------------------------------------------------
+
+    @property
+    def host_tiers(self) -> list[HostTier]:
+        """The tier of each group, which keeps the prefixes of its requests; none where there is no main memory."""
+        return [scheduler.host_tier for scheduler in self.schedulers if scheduler.host_tier is not None]
+
+    def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:
+        """Puts a store beyond main memory behind the tiers of all groups. storage: of this rank's group."""
+        for group, tier in enumerate(self.host_tiers):
+            tier.attach(config, storage if group == self.group else OthersStorage(storage))
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 

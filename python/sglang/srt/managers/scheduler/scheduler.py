@@ -47,7 +47,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.depth import AdaptiveDepth
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.storage_backend import StorageConfig
     from sglang.srt.constrained.grammar_manager import PendingGrammar
+    from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -114,8 +116,7 @@ class Scheduler:
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
-        tiers = () if self.host_tier is None else (self.host_tier,)
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, tiers)
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Scheduler:
         if batch is not None:
             self.launch(batch)
         idles = batch is None and not self.in_flight
-        self.read_back(batch)
+        self.read_back(batch, 0 if batch is None else self.steps_ahead)
         if idles:
             self.wait_for_copies()
 
@@ -146,12 +147,11 @@ class Scheduler:
     def copying(self) -> bool:
         return self.host_tier is not None and self.host_tier.busy
 
-    def read_back(self, batch: ScheduleBatch | None) -> None:
-        """Read back what is more than `steps_ahead` behind the batch that was launched; all of it if none was."""
+    def read_back(self, batch: ScheduleBatch | None, ahead: int) -> None:
+        """Read back all but the last `ahead` batches, behind the launch of one; None: there was none to launch."""
         if self.host_tier is not None:
             prompts = None if batch is None else batch.step.prompts
             self.host_tier.launch(bool(self.running.reqs), 0 if prompts is None else len(prompts.input_ids))
-        ahead = 0 if batch is None else self.steps_ahead
         while len(self.in_flight) > ahead:
             self.process(self.in_flight.popleft())
 
@@ -608,6 +608,15 @@ class Scheduler:
         if self.media.features is not None:
             self.media.features.clear()
         return True
+
+    @property
+    def host_tiers(self) -> list[HostTier]:
+        return [] if self.host_tier is None else [self.host_tier]
+
+    def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:
+        """Puts a store beyond main memory behind the tier there."""
+        for tier in self.host_tiers:
+            tier.attach(config, storage)
 
     @property
     def num_free_rows(self) -> int:

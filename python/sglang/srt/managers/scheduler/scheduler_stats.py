@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -132,11 +133,18 @@ class StatsLogger:
 
 
 def _summed(each: Sequence[HostCacheStats]) -> HostCacheStats | None:
-    """Returns the sums over several tiers, none of which has a store; None of none."""
+    """Returns the sums over several tiers, of which all have a store or none; None of no tiers."""
     if len(each) < 2:
         return each[0] if each else None
-    names = [field.name for field in msgspec.structs.fields(HostCacheStats) if field.name != "storage"]
-    return HostCacheStats(**{name: sum(getattr(stats, name) for stats in each) for name in names})
+    stores = [stats.storage for stats in each if stats.storage is not None]
+    numbers = _sums([msgspec.structs.replace(stats, storage=None) for stats in each])
+    return HostCacheStats(**numbers, storage=StorageStats(**_sums(stores)) if stores else None)
+
+
+def _sums(each: Sequence[msgspec.Struct]) -> dict[str, Any]:
+    """Returns the sum of each field that is not None."""
+    every = [msgspec.structs.asdict(stats) for stats in each]
+    return {name: sum(values[name] for values in every) for name, first in every[0].items() if first is not None}
 
 
 def _host_cache(tier: HostTier) -> HostCacheStats:

@@ -24,7 +24,7 @@ NO_TIER = (
 
 def describe(scheduler: Scheduler | AttentionGroups) -> dict[str, Any]:
     """As SGLang names it; all None without a store."""
-    tier = scheduler.host_tier
+    tier = next(iter(scheduler.host_tiers), None)
     config = None if tier is None or tier.storage is None else tier.storage.config
     return {
         "hicache_storage_backend": None if config is None else config.backend,
@@ -38,9 +38,8 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
     problem = _not_now(scheduler)
     if problem:
         return problem
-    tier = scheduler.host_tier
-    assert tier is not None
-    if tier.storage is not None:
+    tiers = scheduler.host_tiers
+    if tiers[0].storage is not None:
         return "A store is attached: detach it first."
     engine: StorageEngine | None = None
     config: StorageConfig | None = None
@@ -59,9 +58,10 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
             engine.close()
         return problem or "Another rank cannot open the store; its log says why."
     assert engine is not None and config is not None
-    tier.attach(config, engine)
+    scheduler.attach_storage(config, engine)
     if args["write_policy"] is not None:
-        tier.use_policy(args["write_policy"])
+        for tier in tiers:
+            tier.use_policy(args["write_policy"])
     logger.info("Cached prefixes are kept by the backend %s from now on", config.backend)
     return ""
 
@@ -70,15 +70,13 @@ def detach(scheduler: Scheduler | AttentionGroups) -> str:
     """Returns why it cannot be done; "" if it was, or there was none. A collective."""
     problem = _not_now(scheduler)
     if not problem:
-        assert scheduler.host_tier is not None
-        scheduler.host_tier.detach()
+        for tier in scheduler.host_tiers:
+            tier.detach()
     return problem
 
 
 def _not_now(scheduler: Scheduler | AttentionGroups) -> str:
-    if isinstance(scheduler, AttentionGroups):
-        return "Attention groups with requests of their own (--attn-dp-size) keep prefixes in main memory alone."
-    if scheduler.host_tier is None:
+    if not scheduler.host_tiers:
         return NO_TIER
     scheduler.settle()
     if scheduler.reqs:

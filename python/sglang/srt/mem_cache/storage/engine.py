@@ -103,12 +103,33 @@ class Removal(StorageJob):
     """Deletes every entry of a prefix."""
 
 
+class StorageJobs(Protocol):
+    """What a tier asks of a store: jobs, which end when they end."""
+
+    block: int
+    """Tokens of an entry."""
+    has_ends: bool
+    """A request cannot go on behind every block: there are windows or states."""
+    num_failures: int
+    """Times that the store failed to answer here, and entries that were not what they should be."""
+    num_corrupt: int
+
+    @property
+    def writes(self) -> bool:
+        """Returns whether the store is written: not for a while after that has failed."""
+
+    def submit(self, job: StorageJob) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StoreFailed(Exception):
     """The store could not do what it was asked for."""
 
 
 class StorageEngine:
-    """Jobs that read have threads of their own, so that they do not wait for those that write."""
+    """Jobs that read have threads of their own, so that they do not wait for those that write. Implements
+    StorageJobs."""
 
     def __init__(
         self, store: PrefixStore, pools: Sequence[HostPool], fingerprint: bytes, page_size: int, num_windows: int
@@ -118,7 +139,6 @@ class StorageEngine:
         self.page_size, self.num_windows = page_size, num_windows
         self.block = block_tokens(page_size)
         self.has_ends = len(self.pools) > 1
-        """A request cannot go on behind every block: there are windows or states."""
         self.num_failures = self.num_corrupt = 0
         self._off_until = {"read": 0.0, "written": 0.0}
         self._warned: set[str] = set()
@@ -133,7 +153,6 @@ class StorageEngine:
 
     @property
     def writes(self) -> bool:
-        """Returns whether the store is written: not for a while after that has failed."""
         return time.monotonic() >= self._off_until["written"]
 
     def submit(self, job: StorageJob) -> None:

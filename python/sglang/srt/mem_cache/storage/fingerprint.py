@@ -30,7 +30,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 
 def fingerprint(args: ServerArgs, plan: Plan, rank: int) -> bytes:
-    """Returns the hash of a rank. Ranks whose caches are equal, as those of latents, have equal hashes."""
+    """Returns the hash of a rank. Ranks whose caches are equal, as those of latents, have equal hashes, and so have
+    ranks with the same place in attention groups."""
     host_cache = plan.host_cache
     assert host_cache is not None
     facts: dict[str, Any] = {
@@ -42,7 +43,7 @@ def fingerprint(args: ServerArgs, plan: Plan, rank: int) -> bytes:
         "weights": _weights(plan.model.model_path, args.random_seed if args.load_format == "dummy" else None),
         "draft": _draft(args),
         "caches": [_describe(group) for group in plan.caches],
-        "rank": None if host_cache.ranks_share else [plan.ranks.tp_rank(rank), args.tp_size],
+        "rank": None if host_cache.ranks_share else [plan.ranks.attn_tp_rank(rank), plan.ranks.attn_tp_size],
     }
     text = json.dumps(facts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).digest()

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.cache_tier import (
     resumable_end,
 )
 from sglang.srt.mem_cache.radix_node import Keys, Node
-from sglang.srt.mem_cache.storage.engine import Lookup, PrefixPages, Read, Removal, StorageEngine, StorageJob, Write
+from sglang.srt.mem_cache.storage.engine import Lookup, PrefixPages, Read, Removal, StorageJobs, Write
 
 MOST_PREFETCHES = 16
 """Look-ups and reads at a time; other requests are looked up when one has ended."""
@@ -81,8 +81,9 @@ class Prefetch:
         return OVERDUE if now > self.deadline and not waits_forever else IN_TIME
 
     @property
-    def progress(self) -> int:
-        return self.job.end
+    def progress(self) -> tuple[int, int]:
+        """Returns how many leading tokens the job has got to, and the bytes that it has read."""
+        return self.job.end, self.job.num_bytes if isinstance(self.job, Read) else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +116,7 @@ class StorageTier:
     def __init__(
         self,
         config: StorageConfig,
-        engine: StorageEngine,
+        engine: StorageJobs,
         device: CacheTier,
         host: CacheTier,
         agree: Callable[[Sequence[int]], list[int]],
@@ -179,11 +180,11 @@ class StorageTier:
             self._awaited.pop(req.rid, None)
         prefetch.reqs.clear()
 
-    def _end_prefetch(self, prefetch: Prefetch, end: int) -> None:
-        """A job has ended on all ranks, and on each of them it has got to `end` at least."""
+    def _end_prefetch(self, prefetch: Prefetch, end: int, num_bytes: int) -> None:
+        """A job has ended on all ranks, and on each of them it has got to `end` at least and read so many bytes."""
         job = prefetch.job
         if isinstance(job, Read):
-            self._end_read(prefetch, job, end)
+            self._end_read(prefetch, job, end, num_bytes)
         elif end > prefetch.least and not job.stopping and self._begin_read(prefetch, job, end):
             return
         self._prefetches.remove(prefetch)
@@ -224,13 +225,13 @@ class StorageTier:
         tokens = np.concatenate((np.zeros(arrival.had // page, np.int64), pages_of(arrival.slots, page)))
         return PrefixPages(arrival.keys, arrival.namespace, tokens, windows, arrival.row)
 
-    def _end_read(self, prefetch: Prefetch, job: Read, end: int) -> None:
+    def _end_read(self, prefetch: Prefetch, job: Read, end: int, num_bytes: int) -> None:
         arrival, counts = prefetch.arrival, self.counts
         assert arrival is not None
         num_tokens = max(0, end - arrival.had)
         arrival.end(end)
         counts.read_tokens += num_tokens
-        counts.read_bytes += job.num_bytes
+        counts.read_bytes += num_bytes
         counts.read_seconds += time.monotonic() - job.begun
         counts.unfulfilled_tokens += len(job.keys) - arrival.had - num_tokens
         for req in prefetch.reqs:
@@ -282,12 +283,13 @@ class StorageTier:
         pages = PrefixPages(keys, namespace_of(path.nodes), pages_of(path.slots(0, end), page), windows, departure.row)
         return Backup(Write(keys, pages.namespace, pages=pages, has_end=has_end), departure)
 
-    def _end_write(self, backup: Backup) -> None:
-        job, counts = backup.job, self.counts
+    def _end_write(self, backup: Backup, num_tokens: int, num_bytes: int) -> None:
+        """A write has ended on all ranks, each of which has written so much at least."""
+        counts = self.counts
         backup.departure.end()
-        counts.written_tokens += job.num_tokens
-        counts.written_bytes += job.num_bytes
-        counts.written_seconds += time.monotonic() - job.begun
+        counts.written_tokens += num_tokens
+        counts.written_bytes += num_bytes
+        counts.written_seconds += time.monotonic() - backup.job.begun
 
     def remove(self, keys: Keys, namespace: str | None) -> None:
         """These tokens' entries must not be read again. Until they are removed nothing is looked up."""
@@ -308,27 +310,31 @@ class StorageTier:
     def settle(self) -> None:
         """Ends the jobs that have ended on every rank. A collective while there are any."""
         prefetches, backup, removals = list(self._prefetches), self._backup, list(self._removals)
-        others: list[StorageJob] = [*removals, *([] if backup is None else [backup.job])]
-        if not prefetches and not others:
+        if not prefetches and not removals and backup is None:
             return
         forever = self.config.prefetch_policy == "wait_complete"
-        values = [v for p in prefetches for v in (p.job.state, p.progress, p.lateness(forever))]
-        agreed = self._agree([*values, *(job.state for job in others)])
-        for index, prefetch in enumerate(prefetches):
-            self._settle_prefetch(prefetch, *agreed[3 * index : 3 * index + 3])
-        states = agreed[3 * len(prefetches) :]
-        self._removals = [job for job, state in zip(removals, states, strict=False) if state == CopyState.UNDER_WAY]
-        if backup is not None and states[-1] != CopyState.UNDER_WAY:
-            self._backup = None
-            self._end_write(backup)
+        values: list[Sequence[int]] = [(p.job.state, *p.progress, p.lateness(forever)) for p in prefetches]
+        values += [(job.state,) for job in removals]
+        if backup is not None:
+            values.append((backup.job.state, backup.job.num_tokens, backup.job.num_bytes))
+        numbers = iter(self._agree([number for of_job in values for number in of_job]))
+        agreed = iter([next(numbers) for _ in of_job] for of_job in values)
+        for prefetch in prefetches:
+            self._settle_prefetch(prefetch, *next(agreed))
+        self._removals = [job for job in removals if next(agreed)[0] == CopyState.UNDER_WAY]
+        if backup is not None:
+            state, num_tokens, num_bytes = next(agreed)
+            if state != CopyState.UNDER_WAY:
+                self._backup = None
+                self._end_write(backup, num_tokens, num_bytes)
 
-    def _settle_prefetch(self, prefetch: Prefetch, state: int, end: int, lateness: int) -> None:
+    def _settle_prefetch(self, prefetch: Prefetch, state: int, end: int, num_bytes: int, lateness: int) -> None:
         if lateness == OVERDUE or all(req.finish is not None for req in prefetch.reqs):
             prefetch.stop()
         if lateness == GIVEN_UP:
             self._let_go(prefetch)
         if state != CopyState.UNDER_WAY:
-            self._end_prefetch(prefetch, end)
+            self._end_prefetch(prefetch, end, num_bytes)
 
     def drain(self) -> None:
         """Stops all jobs and waits for their ends."""
