@@ -222,14 +222,35 @@ BESIDE = (
 )
 
 
-async def measure(name: str, sizes: Sizes, ends: float) -> None:
-    """Prints the tables of a server as they fill. ends: when the time is over, by the monotonic clock."""
+@dataclass(slots=True)
+class Measured:
+    """`first_ms`: side of an image -> milliseconds to the first token. `p99_ms`: run -> the 99th percentile between
+    tokens of the streams while all decode, and of all times."""
+
+    first_ms: dict[int, float] = field(default_factory=dict)
+    p99_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def compared(name: str, ours: Measured, theirs: Measured) -> Iterator[str]:
+    """Yields what both servers say beside one another. name: of the other one."""
+    for side in ours.first_ms.keys() & theirs.first_ms.keys():
+        one, other = ours.first_ms[side], theirs.first_ms[side]
+        yield f"first token of an image of {side}: {one:.0f} ms, {name} {other:.0f} ms ({one / other:.2f})"
+    for run in (run for run in ours.p99_ms if run in theirs.p99_ms):
+        one, other = ours.p99_ms[run][0], theirs.p99_ms[run][0]
+        yield f"p99 between tokens while all decode, {run}: {one:.1f} ms, {name} {other:.1f} ms ({one / other:.2f})"
+
+
+async def measure(name: str, sizes: Sizes, ends: float, measured: Measured) -> None:
+    """Prints the tables of a server as they fill, and leaves in `measured` what is compared. ends: when the time is
+    over, by the monotonic clock."""
     port = PORTS[name]
     print(f"\n{name}\n{FIRST_TOKENS}", flush=True)
     length = 0
     for side in sizes.sides:
         tokens, ms, text_ms = await first_tokens(port, sizes, side, 1000)
         length = tokens if side == sizes.side else length
+        measured.first_ms[side] = ms
         print(f"| {side} | {tokens} | {ms:.1f} | {text_ms:.1f} |", flush=True)
     side, number, known = sizes.side, range(sizes.images), max(1, sizes.images // 2)  # so many features are kept
     warm = replace(sizes, output=sizes.warm_output, later_s=sizes.later_s / 4)
@@ -254,6 +275,7 @@ async def measure(name: str, sizes: Sizes, ends: float) -> None:
                 await ask(port, image_body(side, 110 + i, "Once more. "), sizes.image_output)
         row = await beside(port, sizes, others, 20_000 + 100 * run)
         rows.append(row)
+        measured.p99_ms[what] = row["decoding"][1], row["all"][1]
         (middle, p99, longest), (_, decoding, _) = row["all"], row["decoding"]
         ratios = [row[kind][1] / max(rows[0][kind][1], 1e-3) for kind in ("all", "decoding")]
         first, last = (f"{row[key]:.0f}" if row[key] else "" for key in ("first_ms", "last_ms"))
@@ -291,7 +313,7 @@ class Server:
 
     def __init__(self, side: Side, model: Path) -> None:
         words = side.command("launch_server", str(model), "--port", str(PORTS[side.name]))
-        self.side, self.began, self._stopped_s = side, time.monotonic(), 0.0
+        self.side, self.began, self._stopped_s, self.measured = side, time.monotonic(), 0.0, Measured()
         with side.log.open("wb") as log:
             self.process = subprocess.Popen(words, env=side.env, stdout=log, stderr=log, start_new_session=True)
 
@@ -374,6 +396,8 @@ def run(args: argparse.Namespace, names: Sequence[str], between: Callable[[], No
                 between()
             for server in rest:
                 done += server.comes_up(args.start_seconds, ends - RUN_S) and measured(server, sizes, ends)
+                for line in compared(server.side.name, first[0].measured, server.measured) if first else ():
+                    print(line, flush=True)
         finally:
             for server in servers:
                 server.end()
@@ -384,7 +408,8 @@ def measured(server: Server, sizes: Sizes, ends: float) -> bool:
     """Whether its tables were printed."""
     name = server.side.name
     try:
-        asyncio.run(asyncio.wait_for(measure(name, sizes, ends), max(ends - time.monotonic(), 1)))
+        work = measure(name, sizes, ends, server.measured)
+        asyncio.run(asyncio.wait_for(work, max(ends - time.monotonic(), 1)))
     except Exception:  # the other parts are measured all the same
         print(f"{name} failed: {traceback.format_exc()[-1500:]}{server.log_end()}", flush=True)
         return False

@@ -7,6 +7,7 @@
     python benchmark/parallel/parts.py stages  --out DIR --model EXPERTS       2 GPUs, 300 s
     python benchmark/parallel/parts.py three   --out DIR --model EXPERTS       3 or 4 GPUs, 150 s
     python benchmark/parallel/parts.py sums    --out DIR --model DENSE         2 GPUs, 540 s
+    python benchmark/parallel/parts.py halves  --out DIR --model DENSE         2 GPUs, 300 s
     python benchmark/parallel/parts.py load    --out DIR --model EXPERTS --peer-site DIR   2 GPUs, 600 s
 
 The seconds are estimates for H200s whose Triton caches are empty; nothing waits behind --limit. EXPERTS is a mixture of
@@ -40,6 +41,8 @@ PEER_START_S, SHARED_MEMORY_S = 580.0, 20.0
 SAME_TEXTS = 0.9
 """Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
 RATIO = 1.2
+LEAST_GAIN = 1.3
+"""Of halves with sums in eight bits, where sums travel through memory of the host."""
 ALONE, ALONE_LENGTHS = 16, (1024, 128)
 """Requests one after the other, and their tokens: how long a prompt takes, and a step of one request."""
 PEER = ("--load-format", "dummy", "--tp-size", "2", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
@@ -298,6 +301,32 @@ def sums(bench: Bench) -> None:
             bench.row(f"{way}: e4m3 beside exact sums", "/".join(f"{ratio:.2f}x" for ratio in ratios))
 
 
+def halves(bench: Bench) -> None:
+    """Prompts as two halves and sums in eight bits beside neither: answers, and load through memory of the host."""
+    apart = ("--two-batch-overlap-min-tokens", "2" if bench.cpu else "1024", "--attention-backend", "triton")
+    both = (*QUANTIZED, "prefill", "--enable-two-batch-overlap", *(apart[:2] if bench.cpu else apart))
+    settings = {"neither": ("--tp", "2", "--disable-two-batch-overlap"), "both": both}
+    with ExitStack() as stack, bench.window.part("answers"):
+        servers = Servers(bench.window, stack)
+        started = {name: servers.start(name, EMBEDDED, *bench.tiny(*flags)) for name, flags in settings.items()}
+        for name, future in started.items():
+            score, _ = answers_of(future.result(bench.window.left(two_gpus.SERVER_LIMIT_S)), 1 if bench.cpu else 6)
+            bench.row(f"{name}: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
+    speeds: dict[str, list[float]] = {}
+    for name, flags in settings.items():
+        with ExitStack() as stack, bench.window.part(f"{name}, through the host"):
+            future = Servers(bench.window, stack).start(
+                f"{name}_through_the_host", bench.model, *bench.large(*flags, *THROUGH_HOST), **NO_PEERS
+            )
+            server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
+            bench.alone(name, server)
+            speeds[name] = bench.served(name, server)
+    if len(speeds) == 2:
+        ratios = [both / neither for neither, both in zip(*speeds.values(), strict=True)]
+        enough = None if bench.cpu else max(ratios) >= LEAST_GAIN
+        bench.row("both beside neither", "/".join(f"{ratio:.2f}x" for ratio in ratios), f"{LEAST_GAIN}x", enough)
+
+
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "answers": (answers, 150),
     "kill": (kill, 260),
@@ -305,6 +334,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "stages": (stages, 540),
     "three": (three, 300),
     "sums": (sums, 580),
+    "halves": (halves, 560),
     "load": (served_load, 780),
 }
 """What each does, and the seconds behind which nothing waits."""

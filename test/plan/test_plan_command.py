@@ -224,7 +224,7 @@ def test_steps_are_predicted_with_their_range(tmp_path: Path, capsys: pytest.Cap
         )
     assert main(["plan", *words, "--gpu", "rtx-pro-6000"]) == 0
     assert "Predicted, not measured" in capsys.readouterr().out
-    unknown = planned(capsys, "--model-path", str(tmp_path), "--gpus", "4", "--gpu", "rtx-5090")
+    unknown = planned(capsys, "--model-path", str(tmp_path), "--gpus", "4", "--gpu", "l40s")
     assert unknown["layouts"][0]["predicted"] is None and unknown["reasons"][0].startswith("at most ")
 
 

@@ -39,7 +39,7 @@ from sglang.tuning.ops import (
     Linear,
     Op,
 )
-from sglang.tuning.sglang_times import of_sglang
+from sglang.tuning.sglang_times import gated, of_sglang
 
 CARD = arch_by_name("rtx-pro-6000-server")
 FOLDS, MOST = 5, 4000
@@ -63,7 +63,7 @@ class Trial:
 
 
 def _even(rows: Any) -> Any:
-    rows = even(rows)
+    rows = even(rows[rows.framework.str.startswith("sglang")])
     rows = rows.assign(release=rows.framework.str.split("/").str[1])
     newest = rows.groupby(["hidden_size", "num_experts", "topk", "moe_dtype"]).release.transform("max")
     return rows[(rows.inter % 32 == 0) & (rows.release == newest)]
@@ -71,7 +71,9 @@ def _even(rows: Any) -> Any:
 
 def _layer(row: Any) -> Op:
     sizes = (int(row.num_tokens), int(row.num_experts), int(row.topk), int(row.hidden_size), int(row.inter))
-    return Experts(*sizes, SCHEMES[row.moe_dtype])
+    # Release 0.5.10 gave experts without a gate one.
+    gate = gated(int(row.num_experts), int(row.topk)) or row.framework == "sglang/0.5.10"
+    return Experts(*sizes, SCHEMES[row.moe_dtype], gate=gate)
 
 
 def _heads(row: Any) -> tuple[int, int, int]:
@@ -114,7 +116,7 @@ def _compressed(rate: int) -> Callable[[Any], Op]:
     return op_of
 
 
-_GEMM, _MOE = "gemm/*/*/gemm_perf.parquet", "moe/sglang/*/moe_perf.parquet"
+_GEMM, _MOE = "gemm/*/*/gemm_perf.parquet", "moe/*/*/moe_perf.parquet"
 _GENERATION = "attention/sglang/*/generation_attention_perf.parquet"
 _CONTEXT = "attention/sglang/*/context_attention_perf.parquet"
 _SPARSE = "sparse_attention/sglang/*/dsv4_{}_module_perf.parquet"

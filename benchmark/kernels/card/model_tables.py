@@ -71,6 +71,8 @@ PUBLISHED = (
     Published("gpt_oss", 1, 1, 1024, 201, "weight-only experts"),
     Published("deepseek_v4", 8, 1, 1024, 11.4, "first fallbacks"),
     Published("kimi_k25", 8, 1, 1024, 101, "best published, drafts likely"),
+    Published("Qwen3.5-397B-A17B-NVFP4", 4, 1, 1024, 86, "NVFP4 experts by FlashInfer"),
+    Published("MiniMax-M2.5-NVFP4", 2, 1, 1024, 87, "85 to 89; NVFP4 experts by FlashInfer"),
     Published("qwen3", 1, 1, 1024, 1 / 4.52e-3, "this server, measured", H200),
     Published("qwen3", 1, 16, 1024, 16 / 5.65e-3, "this server, measured", H200),
     Published("qwen3", 1, 64, 1024, 64 / 7.93e-3, "this server, measured", H200),
@@ -81,8 +83,12 @@ PUBLISHED = (
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=Path, required=True, help="directory of NAME.json")
+    parser.add_argument("--only", choices=("published",), help="this table alone")
     parser.add_argument("--context", type=int, default=2048)
     args = parser.parse_args(argv)
+    if args.only:
+        print("\n".join(published(args.configs)))
+        return 0
     steps = (*(decode_step(batch, args.context) for batch in (1, 16, 64, 256)), prefill_step(8192))
     timed = [
         (name, cards, {step: time_step(*described(args.configs, config, cards), step, CARD) for step in steps})
@@ -93,9 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def described(configs: Path, config: str, cards: int) -> tuple[ModelDescription, Serving]:
-    """As `explain` reads them: the cache's type from the checkpoint."""
+    """As `explain` reads them: the cache's type from the checkpoint. `config`: NAME of NAME.json, or a directory of
+    those beside."""
+    whole = configs.parent / "published" / config
     with tempfile.TemporaryDirectory() as directory:
-        shutil.copy(configs / f"{config}.json", Path(directory) / "config.json")
+        if whole.is_dir():
+            shutil.copytree(whole, directory, dirs_exist_ok=True)
+        else:
+            shutil.copy(configs / f"{config}.json", Path(directory) / "config.json")
         modelopt = configs / f"{config}.hf_quant_config.json"
         if modelopt.exists():
             shutil.copy(modelopt, Path(directory) / "hf_quant_config.json")
@@ -154,7 +165,8 @@ def published(configs: Path) -> Iterator[str]:
         theirs, left = _theirs(rows, step, entry)
         where = " (H200)" if entry.arch == H200 else ""
         yield (
-            f"| {names[entry.config]}{where} | {entry.cards} | {entry.batch} | {entry.tokens_per_second:,.0f} |"
+            f"| {names.get(entry.config, entry.config)}{where} | {entry.cards} | {entry.batch} |"
+            f" {entry.tokens_per_second:,.0f} |"
             f" {speeds[0]:,.0f} | {speeds[1]:,.0f} - {speeds[2]:,.0f} | {speeds[0] / entry.tokens_per_second:.2f} |"
             f" {theirs} | {left} | {entry.what} |"
         )

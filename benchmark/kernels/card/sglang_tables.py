@@ -10,6 +10,7 @@ from typing import Any
 from cells import Cells, Source, Tables, cells, even, filled, means, smoothed
 
 from sglang.tuning import replays
+from sglang.tuning.sglang_times import gated
 
 SIDES = (
     32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384,
@@ -119,14 +120,28 @@ def _bases(name: str, of: Mapping[str, Any], form: str, rows: Sequence[int], pai
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
+SAME_KERNEL = ("vllm", "trtllm")
+"""Frameworks with FlashInfer's CUTLASS experts, which SGLang takes for NVFP4 and for experts without a gate, or with
+Marlin's: the first one's times are within 3% of SGLang's for NVFP4 and within 1% in 16 bits without a gate."""
+COMPLETED = ("nvfp4", "mxfp4", "bf16")
+"""Forms whose models are completed by those: of bf16 only experts without a gate, as SGLang has a kernel of its own."""
+
+
 def experts(source: Source) -> Tables:
-    """Whole layers without the router's product, even routing, tensor shards: of each model that was timed."""
-    rows = even(source.rows("moe/sglang/*/moe_perf.parquet"))
+    """Whole layers without the router's product, even routing, tensor shards: of each model that SGLang was timed with,
+    or a framework with the same kernel. Release 0.5.10 gave experts without a gate one."""
+    rows = even(source.rows("moe/*/*/moe_perf.parquet"))
     rows = rows.assign(release=rows.framework.str.split("/").str[1])
     rows = rows[rows.inter % 32 == 0]  # other rows are not aligned: they take ten times as long
+    rows = rows[
+        [gated(e, k) or r != "0.5.10" for e, k, r in zip(rows.num_experts, rows.topk, rows.release, strict=True)]
+    ]
+    others, rows = rows, rows[rows.framework.str.startswith("sglang")]
     grids: Tables = {}
     for form, kind in EXPERT_FORMS.items():
         of_kind = rows[rows.moe_dtype == kind]
+        if form in COMPLETED:
+            grids |= _of_others(form, others[others.moe_dtype == kind], of_kind)
         for (hidden, count, top_k), family in of_kind.groupby(["hidden_size", "num_experts", "topk"]):
             newest = family[family.release == family.release.max()]
             times = cells(newest, ("inter", "num_tokens"))
@@ -135,11 +150,51 @@ def experts(source: Source) -> Tables:
 
             def base(inter: float, tokens: float, sizes: Any = (form, count, top_k, hidden)) -> float:
                 form_, experts_, top_k_, hidden_ = sizes
-                return replays.expert_layer(form_, tokens, experts_, top_k_, hidden_, inter)
+                return replays.expert_layer(form_, tokens, experts_, top_k_, hidden_, inter, matrices(experts_, top_k_))
 
             axes = {"inter": tuple(sorted({inter for inter, _ in times})), "tokens": LAYER_TOKENS}
             what = f"{kind}, SGLang {family.release.max()}"
             grids[f"experts/{form}/{hidden}x{count}x{top_k}/sglang"] = filled(times, what, base, (2.0, 2.0), **axes)
+    return grids
+
+
+def matrices(num_experts: int, top_k: int) -> int:
+    return 3 if gated(num_experts, top_k) else 2
+
+
+def _of_others(form: str, others: Any, ours: Any) -> Tables:
+    """Of models that SGLang was not timed with: the time of a framework with the same kernel, times the mean of what
+    SGLang takes in multiples of it, by numbers of tokens, for models that both were timed with."""
+    import numpy
+
+    model, sizes = ["hidden_size", "num_experts", "topk"], ["inter", "num_tokens"]
+    timed = {tuple(key) for key in ours[model].itertuples(index=False)}
+    theirs = ours.groupby([*model, *sizes]).latency.min()
+    grids: Tables = {}
+    for framework in SAME_KERNEL:
+        times = others[others.framework.str.startswith(framework)]
+        newest = times[times.release == times.release.max()]
+        ratios = numpy.log(theirs / newest.groupby([*model, *sizes]).latency.min()).dropna().reset_index()
+        for key, family in newest.groupby(model):
+            hidden, count, top_k = key
+            if tuple(key) in timed or (form == "bf16" and gated(count, top_k)):
+                continue
+            timed.add(tuple(key))
+            alike = ratios[
+                [gated(e, k) == gated(count, top_k) for e, k in zip(ratios.num_experts, ratios.topk, strict=True)]
+            ]
+            known = alike if len(alike) else ratios
+            factor = numpy.exp(known.groupby("num_tokens").latency.mean())
+            scaled = family.assign(latency=family.latency * family.num_tokens.map(factor).fillna(1.0))
+            cell = cells(scaled, sizes)
+
+            def base(inter: float, tokens: float, of: Any = (form, hidden, count, top_k)) -> float:
+                form_, hidden_, count_, top_k_ = of
+                return replays.expert_layer(form_, tokens, count_, top_k_, hidden_, inter, matrices(count_, top_k_))
+
+            axes = {"inter": tuple(sorted({inter for inter, _ in cell})), "tokens": LAYER_TOKENS}
+            what = f"{family.moe_dtype.iloc[0]}, as {family.framework.iloc[0]}, whose kernel SGLang takes"
+            grids[f"experts/{form}/{hidden}x{count}x{top_k}/sglang"] = filled(cell, what, base, (2.0, 2.0), **axes)
     return grids
 
 

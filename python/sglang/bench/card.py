@@ -31,7 +31,7 @@ from sglang.srt.hardware.arch import (
 from sglang.tuning.best_times import best
 from sglang.tuning.ops import Op, describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
-from sglang.tuning.rates import CEILINGS, ceilings_of
+from sglang.tuning.rates import ceilings_of, has_ceilings
 from sglang.version import __version__
 
 BUDGET_S = 600
@@ -129,7 +129,7 @@ def measure_here(op: Op, arch: ArchTraits) -> float | None:
 def row_of(shape: str, arch: ArchTraits, measure: Measure) -> Row:
     """A kernel that fails is a row with a problem, and not the end of the run."""
     op = parse_shape(shape)
-    known = (arch.product or "") in CEILINGS
+    known = has_ceilings(arch)
     forecast = predicted(op, arch) if known else None
     quickest = best(op, arch)
     seconds, problem = None, ""
@@ -244,7 +244,7 @@ def _run(options: argparse.Namespace, measure: Measure, clock: Callable[[], floa
     width = max(map(len, wanted))
     print(
         "Microseconds, operands read from memory."
-        + ("" if arch.product in CEILINGS else " Nobody measured this card: nothing is predicted.")
+        + ("" if has_ceilings(arch) else " Nobody measured this card: nothing is predicted.")
     )
     print(HEAD[0].ljust(width) + "".join(f"  {name:>10}" for name in HEAD[1:]))
     rows: list[Row] = []

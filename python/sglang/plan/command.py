@@ -13,6 +13,7 @@ from sglang.plan.layouts import CLEARLY, GIB, Load, Prospect, Survey, check_coun
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.plan.host_cache import LARGEST_UNASKED
+from sglang.tuning.report import data_sheet_lines
 from sglang.tuning.steps import StepTime
 
 CAVEAT = (
@@ -339,7 +340,7 @@ def _predictions(result: Survey) -> list[str]:
     if len(rows) == 1:
         return []
     missing = dict.fromkeys(name for p in result.prospects if p.predicted for name in p.predicted.one.missing)
-    lines = ["", *textwrap.wrap(PREDICTED, 116), "", *_aligned(rows)]
+    lines = ["", *textwrap.wrap(PREDICTED, 116), *data_sheet_lines(result.explanation.arch), "", *_aligned(rows)]
     if missing:
         lines.append(
             f"No kernel here computes {', '.join(missing)}: counted as the best that others measured, or as bytes."

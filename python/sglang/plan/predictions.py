@@ -10,8 +10,9 @@ from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
+from sglang.tuning.halves import step_time
 from sglang.tuning.rates import ceilings_of
-from sglang.tuning.steps import Step, StepTime, decode_step, prefill_step, time_step, total, verify_step
+from sglang.tuning.steps import Step, StepTime, decode_step, prefill_step, verify_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def predict(
     measured, or a model that cannot be divided so."""
 
     def timed(step: Step) -> StepTime:
-        return total(time_step(model, serving, step, arch))
+        return step_time(model, serving, step, arch)
 
     def drafted(batch: int) -> DraftedStep:
         return time_drafted(model, draft, serving, verify_step(batch, width, length), arch)

@@ -94,14 +94,19 @@ SHARED = DecodeShared()
 
 
 def decode_seconds(
-    keys: Keys, pieces: Pieces, times: StepTimes, shared: DecodeShared = SHARED, cold: bool = False
+    keys: Keys,
+    pieces: Pieces,
+    times: StepTimes,
+    shared: DecodeShared = SHARED,
+    cold: bool = False,
+    num_sms: int = NUM_SMS,
 ) -> float:
     """`cold`: nothing is in the L2, as in a model whose other layers have passed through it."""
     size = keys.cache_bytes
     missed = 1.0 if cold else from_memory_share(size, shared)
-    sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / NUM_SMS))
+    sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / num_sms))
     step = largest(times.step + times.cold * missed, sharing * times.busy)
-    chain = waves_of(pieces.programs / (NUM_SMS * sharing)) * (pieces.steps * step + times.program)
+    chain = waves_of(pieces.programs / (num_sms * sharing)) * (pieces.steps * step + times.program)
     loaded = pieces.programs * pieces.steps * pieces.block_n * keys.row * keys.item
     again = max(0.0, loaded / size - 1.0) * shared.reread * missed if keys.latent else 0.0
     memory = size * (1.0 + again) * missed / shared.bandwidth * 1e-6

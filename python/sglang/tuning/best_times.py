@@ -22,7 +22,7 @@ from sglang.tuning.ops import (
     Op,
 )
 from sglang.tuning.predicted_times import beyond_cache
-from sglang.tuning.sglang_times import expert_form, product_form, product_seconds
+from sglang.tuning.sglang_times import expert_form, gated, product_form, product_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,11 @@ def _experts(op: Experts, tables: _Tables) -> _Row:
     forms = ("fp8_block", "fp8") if op.scheme == "fp8_block" else (form,)
     # A fused shared expert is one more of the table's, which every token chooses.
     for count, top_k in ((op.num_experts, op.top_k), (op.num_experts - 1, op.top_k - 1)):
+        if gated(count, top_k) != op.gate:
+            continue
 
         def base(inter: float, tokens: float, count: int = count, top_k: int = top_k) -> float:
-            return replays.expert_layer(form, tokens, count, top_k, op.hidden, inter)
+            return replays.expert_layer(form, tokens, count, top_k, op.hidden, inter, op.matrices)
 
         for name in (f"experts/{of}/{op.hidden}x{count}x{top_k}" for of in forms):
             row = _at(tables, name, op.intermediate, op.tokens, base=base)

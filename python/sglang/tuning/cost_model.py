@@ -19,12 +19,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Tile, TileRecord
 from sglang.tuning.instructions import Widening
-from sglang.tuning.rates import Rates, rates_of
+from sglang.tuning.rates import CEILINGS, RATES, Rates, ceilings_of, rates_of
 
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256
@@ -81,7 +81,12 @@ H200."""
 
 
 def constants_of(arch: ArchTraits) -> Constants:
-    return SM120 if "block_scaled_mma" in arch.features and "tcgen05" not in arch.features else DEFAULT
+    """Of a card that nobody measured: with the share of its bandwidth that `ceilings_of` counts."""
+    if "block_scaled_mma" not in arch.features or "tcgen05" in arch.features:
+        return DEFAULT
+    if arch.product is None or arch.product in CEILINGS or arch.product not in RATES:
+        return SM120
+    return replace(SM120, bandwidth_share=ceilings_of(arch).read / arch.bandwidth)
 
 
 _SHARPNESS = 4.0

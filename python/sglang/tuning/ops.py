@@ -76,7 +76,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's routed experts without the router, on one rank: tokens choose evenly."""
+    """A layer's routed experts without the router, on one rank: tokens choose evenly. `gate` False: they have two
+    matrices, up and down (Nemotron 3)."""
 
     tokens: int
     num_experts: int
@@ -85,6 +86,7 @@ class Experts:
     intermediate: int
     scheme: str | None = None
     bias: bool = False
+    gate: bool = True
     kind: ClassVar[str] = "fused_moe"
 
     @property
@@ -92,10 +94,14 @@ class Experts:
         return self.tokens * self.top_k
 
     @property
+    def matrices(self) -> int:
+        return 3 if self.gate else 2
+
+    @property
     def weights(self) -> float:
         """Bytes of the experts that are expected to be chosen."""
         used, _ = used_blocks(self.tokens, self.num_experts, self.top_k, 16)
-        return used * 3 * self.intermediate * self.hidden * weight_bytes(self.scheme)
+        return used * self.matrices * self.intermediate * self.hidden * weight_bytes(self.scheme)
 
     @property
     def num_bytes(self) -> float:
@@ -103,7 +109,7 @@ class Experts:
 
     @property
     def operations(self) -> float:
-        return 6.0 * self.pairs * self.hidden * self.intermediate
+        return 2.0 * self.matrices * self.pairs * self.hidden * self.intermediate
 
     @property
     def operand(self) -> str:
@@ -412,7 +418,7 @@ def parse_shape(text: str) -> Op:
         elif key == "scheme" and key in fields and value in ("", "bf16", *SCHEMES):
             values[key] = value if value in SCHEMES else None
         elif key in fields and key != "scheme" and _is_size(key, value):
-            values[key] = bool(int(value)) if key in ("bias", "latent") else int(value)
+            values[key] = bool(int(value)) if key in SWITCHES else int(value)
         else:
             known = ", ".join("kv=bf16|fp8" if f == "item" else f for f in fields)
             raise UserError(
@@ -423,6 +429,8 @@ def parse_shape(text: str) -> Op:
         values.setdefault("v_head_dim", values["head_dim"])
     required = {f.name for f in fields.values() if f.default is dataclasses.MISSING}
     missing = sorted(required - values.keys())
+    if name == "fused_moe" and (values.get("num_experts"), values.get("top_k")) in WITHOUT_GATE:
+        values.setdefault("gate", False)
     positive = required | {"v_head_dim", "key_dim", "value_dim", "streams", "state_item"}
     zero = sorted(key for key in positive & values.keys() if values[key] == 0)
     if missing or zero:
@@ -430,13 +438,17 @@ def parse_shape(text: str) -> Op:
     return _made(name, values)
 
 
+SWITCHES = ("bias", "gate", "latent")
+WITHOUT_GATE = frozenset({(512, 22), (128, 6)})
+"""Numbers of experts and top-k of which every published model, Nemotron 3's, has experts without a gate: what `gate` is
+of a shape that does not say it."""
 MOST = 1 << 24
 """The limit of any size but bytes: the models count programs one by one."""
 
 
 def _is_size(key: str, value: str) -> bool:
     decimal = value.isascii() and value.isdecimal() and len(value) <= 12
-    if key in ("bias", "latent"):
+    if key in SWITCHES:
         return value in ("0", "1")
     return decimal and (key == "size" or int(value) <= MOST)
 
@@ -473,4 +485,6 @@ def describe(op: Op) -> str:
         if value != field.default and value is not None:
             shown = int(value) if isinstance(value, bool) else value
             parts.append(f"kv={'fp8' if value == 1 else 'bf16'}" if field.name == "item" else f"{field.name}={shown}")
+    if isinstance(op, Experts) and op.gate and (op.num_experts, op.top_k) in WITHOUT_GATE:
+        parts.append("gate=1")
     return " ".join(parts)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits
-from sglang.tuning.attention_model import SHARED, Keys, Prompt, decode_seconds
+from sglang.tuning.attention_model import Keys, Prompt, decode_seconds
 from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate_blocks
 from sglang.tuning.measured import tables_of
 from sglang.tuning.ops import (
@@ -46,16 +46,16 @@ from sglang.tuning.ops import (
     parts_of,
 )
 from sglang.tuning.predict import predict
-from sglang.tuning.rates import ceilings_of, rates_of
+from sglang.tuning.rates import UNMEASURED, ceilings_of, rates_of
 from sglang.tuning.search_space import KINDS, MoeShape, in_half, widening_of
 from sglang.tuning.served_attention import (
-    MERGE,
     READING,
     carried_step_times,
     delta_rule_seconds,
     planned_pieces,
     reading_seconds_of,
     served_prompt_seconds,
+    shared_times,
 )
 from sglang.tuning.sglang_times import product_seconds
 from sglang.tuning.sparse_times import attention_seconds, choice_seconds
@@ -71,6 +71,7 @@ LIBRARY = 2.8e-6
 """The launch of a small product by cuBLAS, on an H200."""
 
 
+PCIE_CARD = arch_by_name("rtx-pro-6000-server")
 CONFIRMED = frozenset({"h200"})
 """Products that this project's kernels were timed on."""
 
@@ -85,8 +86,12 @@ class Predicted:
 
 
 def predicted(op: Op, arch: ArchTraits) -> Predicted | None:
-    """None: nothing here computes the op. Raises UserError for a product whose ceilings nobody measured."""
-    return _PREDICTORS[op.kind](op, arch)
+    """None: nothing here computes the op. Raises UserError for a product whose ceilings nobody measured, and that is
+    not known from its data sheet either."""
+    time: Predicted | None = _PREDICTORS[op.kind](op, arch)
+    if time is None or ceilings_of(arch).measured:
+        return time
+    return replace(time, error=math.hypot(time.error, UNMEASURED), how=f"{time.how}; the card by its data sheet")
 
 
 def beyond_cache(seconds: float, num_bytes: float, arch: ArchTraits) -> float:
@@ -217,9 +222,11 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits) -> Predicted:
 
 
 def _experts(op: Experts, arch: ArchTraits) -> Predicted:
+    four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
     if few_pairs(op.pairs, op.num_experts):
-        return Predicted(streamed_seconds(of_pairs(op, arch), arch), 0.2, "chosen experts streamed, pair by pair")
-    shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias)
+        error = 0.3 if four_bits and arch.product not in CONFIRMED else 0.2
+        return Predicted(streamed_seconds(of_pairs(op, arch), arch), error, "chosen experts streamed, pair by pair")
+    shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias, op.gate)
     tiles = map(dict, band_of(_expert_bands(shape, arch), op.tokens).tiles)
     seconds, known = 0.0, True
     for kind, tile in zip(KINDS, tiles, strict=True):
@@ -232,7 +239,6 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
     if not known or math.isinf(seconds):
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
         return Predicted(SIDE_LAUNCHES + 1.3 * floor, 0.4, "no record of the tiles: the floor and a third")
-    four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
     error = (0.15 if arch.product in CONFIRMED else 0.3) if four_bits else 0.1
     seconds += SIDE_LAUNCHES + moved / _side_rate(arch)
     return Predicted(seconds, error, "cost model with the tiles' records")
@@ -240,7 +246,10 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
 
 @functools.cache
 def _expert_bands(shape: MoeShape, arch: ArchTraits) -> Bands:
-    weights = ((2 * shape.intermediate, shape.hidden, shape.bias), (shape.hidden, shape.intermediate, shape.bias))
+    weights = (
+        ((1 + shape.gate) * shape.intermediate, shape.hidden, shape.bias),
+        (shape.hidden, shape.intermediate, shape.bias),
+    )
     numbers = (shape.num_experts, shape.top_k, 1)
     need = Need("fused_moe", quant=shape.scheme, shapes=weights, experts=numbers)
     return triton_bands(need, arch).by_shape[None]
@@ -276,7 +285,8 @@ def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
     if "wgmma" in arch.features:
         seconds = reading_seconds_of(keys, pieces, tile, arch, READING)
         return Predicted(seconds, 0.15, "attention model, fitted on an H200")
-    seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), replace(SHARED, part=MERGE), cold=True)
+    times, shared = carried_step_times(keys, tile, arch), shared_times(arch)
+    seconds = decode_seconds(keys, pieces, times, shared, cold=True, num_sms=arch.num_sms)
     return Predicted(seconds, 0.2, "attention model, steps carried over from SGLang's kernels")
 
 
@@ -304,6 +314,10 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
 
 def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
     table = tables_of(arch).get(f"{op.kind}/nccl")
+    if table is None and arch.gpus_per_machine != 1 and "mma_sync_block_scale" in arch.features:
+        table = tables_of(PCIE_CARD).get(f"{op.kind}/nccl")  # peers over PCIe 5 as well; few have direct access
+        assert table is not None
+        return Predicted(table.seconds(op.ranks, max(512, op.size)), 1.0, "NCCL as measured on RTX PRO 6000 Server")
     if table is None:
         return Predicted(20e-6 + 2 * op.size / 200e9, 1.0, "a guess: nothing measured")
     cards = next((cards for cards in table.axes[0] if cards >= op.ranks), table.axes[0][-1])

@@ -1,11 +1,12 @@
 """Rates of a GPU's units, for the cost model: dense matrix rates by instruction, clock, L2. Data only.
 
-Matrix rates are those of data sheets with fp32 accumulation, but for the ones marked as measured. GeForce parts run
-plain products with fp32 accumulation at half the rate of the block-scaled forms.
+Matrix rates are those of data sheets with fp32 accumulation, dense, but for the ones marked as measured: 1,024
+operations a clock and SM in 16 bits, of which GeForce parts run half; their block-scaled forms run at the full rate.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -74,7 +75,13 @@ RATES: Mapping[str, Rates] = {
     "rtx-pro-6000-server": _PRO_6000,
     "rtx-pro-6000-workstation": _PRO_6000,
     "rtx-pro-6000-max-q": replace(_PRO_6000, matrix=_matrix(439, 878, 1755, 878), clock=2.1e9),
+    "rtx-pro-5000-72gb": Rates(_matrix(258, 516, 1032, 516), 2.29e9, 96 * MIB, 1536, 24),
+    "rtx-pro-5000": Rates(_matrix(258, 516, 1032, 516), 2.29e9, 96 * MIB, 1536, 24),
+    "rtx-pro-4500": Rates(_matrix(211, 422, 843, 422), 2.51e9, 64 * MIB, 1536, 24),
     "rtx-5090": Rates(_matrix(210, 420, 2004, 840, 840), 2.4e9, 96 * MIB, 1536, 24),  # half, mxfp8 and fp4: measured
+    "rtx-5080": Rates(_matrix(112.6, 225, 900, 450, 450), 2.62e9, 64 * MIB, 1536, 24),
+    "rtx-5070-ti": Rates(_matrix(87.9, 175.8, 703, 351.6, 351.6), 2.45e9, 48 * MIB, 1536, 24),
+    "rtx-5060-ti": Rates(_matrix(47.4, 94.9, 379.6, 189.7, 189.7), 2.57e9, 32 * MIB, 1536, 24),
     "gb10": Rates(_matrix(125, 250, 500, 250), 2.4e9, 24 * MIB, 1536, 24),  # fp4: published; the others by its ratios
     "h200": Rates(_matrix(989, 1979), 1.75e9, 50 * MIB, 2048, 32, _HOPPER_L2, mma_sync_share=0.62),
     "h100": Rates(_matrix(989, 1979), 1.75e9, 50 * MIB, 2048, 32, _HOPPER_L2, mma_sync_share=0.62),
@@ -90,6 +97,8 @@ class Ceilings:
     products: Mapping[str, float]
     all_reduce: Mapping[int, float]
     source: str
+    measured: bool = True
+    """False: what a data sheet promises, times the shares that another card reached."""
 
     def floor(self, num_bytes: float, operations: float = 0.0, operand: str = "half") -> float:
         """Seconds that no kernel is known to undercut."""
@@ -121,12 +130,43 @@ CEILINGS: Mapping[str, Ceilings] = {
 }
 
 
+READ_SHARE = 0.9
+"""Of a data sheet's bandwidth, where nobody measured reading: others' streams on an RTX PRO 6000 Workstation reach 0.88
+to 0.91 of 1,792 GB/s, decode attention on the Server edition 0.96 of 1,597."""
+READ: Mapping[str, float] = {"gb10": 0.233e12}
+"""Bytes a second that streams of others were seen to read: 231 to 234 of 273 GB/s."""
+UNMEASURED = 0.3
+"""Relative error, one standard deviation, of a time by a data sheet, besides the op's own. The shares of 0.76 to 0.96
+that the Server edition reaches are the least of it: an RTX 5090 was measured at 1.2 times its data sheet's FP4, a GB10
+reads 0.85 of its own, and clocks follow the power that a card is given."""
+
+
 def ceilings_of(arch: ArchTraits) -> Ceilings:
-    """Raises UserError for a product on which nobody measured them."""
-    if arch.product is None or arch.product not in CEILINGS:
-        known = ", ".join(CEILINGS)
-        raise UserError(f"nobody measured what {arch.product or arch.name} reaches; known: {known} (tuning/rates.py)")
-    return CEILINGS[arch.product]
+    """Of a card with SM120's instructions that nobody measured: its data sheet's, times the shares that an RTX PRO 6000
+    Server reaches. Raises UserError for another one that nobody measured."""
+    if arch.product is not None and arch.product in CEILINGS:
+        return CEILINGS[arch.product]
+    if has_ceilings(arch):
+        return _by_data_sheet(arch)
+    known = ", ".join([*CEILINGS, *(name for name in RATES if name not in CEILINGS and name != "h100")])
+    raise UserError(f"nobody measured what {arch.product or arch.name} reaches; known: {known} (tuning/rates.py)")
+
+
+def has_ceilings(arch: ArchTraits) -> bool:
+    """Returns whether `ceilings_of` knows the card, measured or by its data sheet."""
+    return arch.product in CEILINGS or (arch.product in RATES and "mma_sync_block_scale" in arch.features)
+
+
+@functools.cache
+def _by_data_sheet(arch: ArchTraits) -> Ceilings:
+    promised = RATES["rtx-pro-6000-server"].matrix
+    products = {
+        name: rate * _SERVER_CEILINGS.products[name] / promised[name]
+        for name, rate in rates_of(arch).matrix.items()
+        if name in _SERVER_CEILINGS.products
+    }
+    read = READ.get(arch.product or "", arch.bandwidth * READ_SHARE)
+    return Ceilings(read, products, {}, "its data sheet, with the shares of an RTX PRO 6000 Server", measured=False)
 
 
 def operand_of(element: str, activation: str | None) -> str:

@@ -41,14 +41,16 @@ NARROW: Mapping[str, float] = {"nvfp4": 190.0}
 """Rows of weights that an expert costs, however few it has; by form."""
 
 
-def expert_layer(form: str, tokens: float, experts: float, top_k: float, hidden: float, inter: float) -> float:
-    """Experts whose tokens are shared out evenly."""
+def expert_layer(
+    form: str, tokens: float, experts: float, top_k: float, hidden: float, inter: float, matrices: int = 3
+) -> float:
+    """Experts whose tokens are shared out evenly. `matrices`: of an expert, 2 without a gate."""
     pairs = tokens * top_k
     fixed, each = EXPERT_LAUNCHES.get(form, (4 * LAUNCH, 0.0))
-    weights = min(experts, pairs) * 3 * math.hypot(inter, NARROW.get(form, 0.0)) * hidden * FORM_BYTES[form]
+    weights = min(experts, pairs) * matrices * math.hypot(inter, NARROW.get(form, 0.0)) * hidden * FORM_BYTES[form]
     activations = pairs * (inter * 6 + hidden * 4)
     rate = MATRIX.get(form, MATRIX["bf16"]) * 0.8
-    return fixed + each * experts + replayed(weights + activations, 6.0 * pairs * hidden * inter, rate)
+    return fixed + each * experts + replayed(weights + activations, 2.0 * matrices * pairs * hidden * inter, rate)
 
 
 def decode(streams: float, context: float, group: float, row: float) -> float:

@@ -12,9 +12,10 @@ from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.best_times import best
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
+from sglang.tuning.halves import runs_in_halves, step_time
 from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
-from sglang.tuning.rates import ceilings_of
+from sglang.tuning.rates import UNMEASURED, ceilings_of
 from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total, verify_step
 
@@ -24,6 +25,15 @@ HEAD = (
     "from memory, with its error; 'best': the best anyone measured, small operands read from memory (~: between\n"
     "measured sizes); 'floor': bytes or operations over the best rates that were measured."
 )
+
+
+def data_sheet_lines(arch: ArchTraits) -> Iterator[str]:
+    """What to say of a card that nobody timed."""
+    if not ceilings_of(arch).measured:
+        yield (
+            f"Nobody timed kernels on {arch.product}: its data sheet stands in, with the shares of it that an RTX PRO\n"
+            f"6000 Server reaches, and {UNMEASURED:.0%} are added to each error."
+        )
 
 
 def steps_of(context: int = CONTEXT) -> tuple[Step, ...]:
@@ -36,8 +46,13 @@ def time_lines(
     """A summary of the steps, and each of them op by op. Raises UserError for a card that nobody measured."""
     timed = [(step, time_step(model, serving, step, arch)) for step in steps_of(context)]
     yield HEAD
+    yield from data_sheet_lines(arch)
     yield ""
-    yield from _table(SUMMARY, [_summary(step, total(rows)) for step, rows in timed])
+    yield from _table(SUMMARY, [_summary(step, step_time(model, serving, step, arch)) for step, _ in timed])
+    for step, rows in timed:
+        if runs_in_halves(model, serving, step, arch):
+            yield f"{step}: as two halves, of which one computes while the sums of the other travel; as one, whose ops"
+            yield f"stand below, {total(rows).seconds * 1e3:.2f} ms."
     missing = total(timed[0][1]).missing
     if missing:
         yield f"No kernel here computes {', '.join(missing)}: counted as the best measured, or the floor."
@@ -157,6 +172,7 @@ def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
         cells.append((row["shape"], *figures, "; ".join(known)))
     yield "Predicted microseconds. 'ours' reads from memory; 'sglang' (release 0.5.14) and 'best' as in replays, in"
     yield "which weights and caches below some 100 MB are in the L2. ~: between measured sizes."
+    yield from data_sheet_lines(arch)
     yield ""
     yield from _table(head, cells)
 
@@ -184,8 +200,9 @@ def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, conte
     steps = {}
     for step in steps_of(context):
         rows = time_step(model, serving, step, arch)
-        time = total(rows)
+        time = step_time(model, serving, step, arch)
         steps[str(step)] = {
+            "in_halves": runs_in_halves(model, serving, step, arch),
             "seconds": time.seconds,
             "low": time.low,
             "high": time.high,

@@ -50,6 +50,11 @@ class MoeShape:
     top_k: int
     scheme: str | None
     bias: bool = False  # GPT-OSS
+    gate: bool = True  # False: the first product is up alone (Nemotron 3)
+
+    def width(self, kind: str) -> int:
+        """Rows of weights that make one column."""
+        return 2 if kind == "gate_up" and self.gate else 1
 
     def depth(self, kind: str) -> int:
         return self.hidden if kind == "gate_up" else self.intermediate
@@ -193,7 +198,7 @@ def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedPr
         top_k=shape.top_k,
         columns=shape.columns(kind),
         depth=shape.depth(kind),
-        width=2 if kind == "gate_up" else 1,
+        width=shape.width(kind),
         x_bytes=x_bytes,
         w_bytes=scheme.bytes_per_weight() if scheme else 2.0,
         out_bytes=2.0,

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.spec import TileRecord
 from sglang.tuning.attention_model import (
     NUM_SMS,
+    SHARED,
+    DecodeShared,
     Keys,
     Pieces,
     Prompt,
@@ -29,7 +31,7 @@ from sglang.tuning.attention_model import (
     prompt_seconds,
     waves_of,
 )
-from sglang.tuning.cost_model import FULL_WARPS, LANES_PER_SM, blocks_per_sm, constants_of
+from sglang.tuning.cost_model import FULL_WARPS, LANES_PER_SM, SM120, blocks_per_sm, constants_of
 from sglang.tuning.instructions import pair_instructions
 from sglang.tuning.rates import ceilings_of, rates_of
 from sglang.tuning.streaming import ISSUED
@@ -80,15 +82,22 @@ ARITHMETIC = 1.5
 """A full SM's step over that of its matrix products, as in the fits."""
 LAUNCHES = 5.0
 """The time of the two launches, in a graph with programmatic launches; SGLang's take 4.3 to 12."""
-OPERATIONS_PER_US = 504e6 * 0.85 / NUM_SMS
-"""The operations of an SM, in 16 bits."""
+CARD = arch_by_name("rtx-pro-6000-server")
 
 
-def carried_step_times(keys: Keys, tile: Mapping[str, int]) -> StepTimes:
+def shared_times(arch: ArchTraits) -> DecodeShared:
+    """Returns what decode kernels share on a card: reading and the L2 in proportion to that on which they were told."""
+    ceilings, theirs = ceilings_of(arch), ceilings_of(CARD)
+    l2 = SHARED.l2 * arch.num_sms * rates_of(arch).clock / (CARD.num_sms * rates_of(CARD).clock)
+    return replace(SHARED, part=MERGE, bandwidth=SHARED.bandwidth * ceilings.read / theirs.read, l2=l2)
+
+
+def carried_step_times(keys: Keys, tile: Mapping[str, int], arch: ArchTraits = CARD) -> StepTimes:
     elements = tile["BLOCK_N"] * keys.row
     on_their_way = max(1, tile["num_stages"] - 1)
     operations = 2.0 * max(16, tile["BLOCK_H"]) * tile["BLOCK_N"] * (keys.head_dim + keys.v_head_dim)
-    busy = operations / OPERATIONS_PER_US * ARITHMETIC
+    of_sm = rates_of(arch).matrix["half"] * 1e-6 * SM120.matrix_share / arch.num_sms
+    busy = operations / of_sm * ARITHMETIC
     step = LONELY + PER_ELEMENTS * elements / 4096 / on_their_way
     return StepTimes(step, COLD / on_their_way, busy, LAUNCHES)
 

@@ -17,6 +17,7 @@ from sglang.tuning.cost_model import constants_of
 from sglang.tuning.grid import Grid
 from sglang.tuning.measured import SAME_CARD, tables_of
 from sglang.tuning.ops import (
+    WITHOUT_GATE,
     AllReduce,
     CompressedAttention,
     DecodeAttention,
@@ -68,6 +69,11 @@ def product_seconds(tables: Tables, name: str, op: Linear) -> float | None:
     return tables[name].seconds(op.tokens, op.rows, op.cols, base=base)
 
 
+def gated(num_experts: int, top_k: int) -> bool:
+    """Returns whether the experts of a table have gates."""
+    return (num_experts, top_k) not in WITHOUT_GATE
+
+
 def expert_form(scheme: str | None) -> str:
     """The form of weights of a table of experts."""
     if scheme is None:
@@ -86,14 +92,15 @@ def _linear(op: Linear, tables: Tables, arch: ArchTraits) -> Known:
 
 
 def _experts(op: Experts, tables: Tables, arch: ArchTraits) -> Known:
-    """Models that were timed; others by the cost model, or for what no Triton kernel serves by the models that were."""
+    """Models that were timed; others by the cost model, or for what no Triton kernel serves by the models that were.
+    Experts without a gate it gives to FlashInfer's kernels, also those in 16 bits."""
     form = expert_form(op.scheme)
     table = tables.get(f"experts/{form}/{op.hidden}x{op.num_experts}x{op.top_k}/sglang")
-    if table is not None:
+    if table is not None and op.gate == gated(op.num_experts, op.top_k):
         return _layer(
             table, form, op, arch
         ), TIMED if form != "fp8" or op.scheme == "fp8_block" else f"{TIMED}, FP8 blocks"
-    if op.scheme in (None, "fp8_block"):
+    if op.gate and op.scheme in (None, "fp8_block"):
         layer = EvenExperts(op)
         return predict_replayed(layer, arch, constants_of(arch), SideKernels()), "its Triton kernels, predicted"
     return _like_others(op, form, tables, arch)
@@ -109,28 +116,35 @@ def _layer(table: Grid, form: str, op: Experts, arch: ArchTraits) -> float:
         return predict_replayed(layer, arch, constants_of(arch), SideKernels())
 
     def least(inter: float, tokens: float) -> float:
-        return replays.expert_layer(form, tokens, op.num_experts, op.top_k, op.hidden, inter)
+        return replays.expert_layer(form, tokens, op.num_experts, op.top_k, op.hidden, inter, op.matrices)
 
-    return table.seconds(op.intermediate, op.tokens, base=modelled if form in ("bf16", "fp8") else least)
+    by_model = op.gate and form in ("bf16", "fp8")
+    return table.seconds(op.intermediate, op.tokens, base=modelled if by_model else least)
 
 
 def _like_others(op: Experts, form: str, tables: Tables, arch: ArchTraits) -> Known:
     """Returns a time from what experts of other models take, in multiples of the least possible, with as many tokens
-    each: a mean in which models of similar sizes count most."""
+    each: a mean in which models of similar sizes count most. Without a gate by those without, if any were timed."""
+    timed = {
+        (hidden, count, top_k): table
+        for name, table in tables.items()
+        if name.startswith(f"experts/{form}/") and name.endswith("/sglang")
+        for hidden, count, top_k in [map(int, name.split("/")[2].split("x"))]
+    }
+    alike = {sizes: table for sizes, table in timed.items() if gated(*sizes[1:]) == op.gate}
     total, logs = 0.0, 0.0
-    for name, table in tables.items():
-        if not name.startswith(f"experts/{form}/") or not name.endswith("/sglang"):
-            continue
-        hidden, count, top_k = map(int, name.split("/")[2].split("x"))
+    for (hidden, count, top_k), table in (alike or timed).items():
         tokens = op.pairs / op.num_experts * count / top_k
-        other = Experts(max(1, round(tokens)), count, top_k, hidden, op.intermediate, op.scheme)
-        least = replays.expert_layer(form, other.tokens, count, top_k, hidden, op.intermediate)
+        gate = gated(count, top_k)
+        other = Experts(max(1, round(tokens)), count, top_k, hidden, op.intermediate, op.scheme, gate=gate)
+        least = replays.expert_layer(form, other.tokens, count, top_k, hidden, op.intermediate, other.matrices)
         apart = abs(math.log2(hidden / op.hidden)) + abs(math.log2(count / op.num_experts))
         weight = 1.0 / (0.25 + apart) ** 2
         total, logs = total + weight, logs + weight * math.log(_layer(table, form, other, arch) / least)
     if not total:
         return None
-    least = replays.expert_layer(form, op.tokens, op.num_experts, op.top_k, op.hidden, op.intermediate)
+    sizes = (op.tokens, op.num_experts, op.top_k, op.hidden, op.intermediate)
+    least = replays.expert_layer(form, *sizes, op.matrices)
     return least * math.exp(logs / total), "as experts of other models"
 
 
@@ -171,20 +185,23 @@ class EvenExperts:
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-_TRITON_GROUP = 5
-"""Query heads to a kv head with which SGLang took its own kernel at head dim 128."""
+_LLAMA_4 = frozenset({(5, 1), (10, 2), (20, 4)})
+"""Query and kv heads of head dim 128 that were timed with SGLang's own kernel: shards of Llama 4, to which it gives
+that kernel because of its windows. The kernel follows from the model: the same 40 and 8 heads whole, or other groups of
+five, take FlashInfer's in a model without windows."""
 
 
-def _flashinfer(op: str, dims: tuple[int, int], group: int, item: int, tables: Tables) -> Grid | None:
+def _flashinfer(op: str, sizes: Keys | Prompt, tables: Tables) -> Grid | None:
     """The table, where SGLang takes FlashInfer."""
-    if dims not in ((128, 128), (256, 256)) or (dims[0] == 128 and group == _TRITON_GROUP):
+    dims, item = (sizes.head_dim, sizes.v_head_dim), sizes.item
+    if dims not in ((128, 128), (256, 256)) or (dims[0] == 128 and (sizes.heads, sizes.kv_heads) in _LLAMA_4):
         return None
     return tables.get(f"{op}/{dims[0]}/{'fp8' if item == 1 else 'bf16'}/sglang")
 
 
 def _decode(op: DecodeAttention, tables: Tables, arch: ArchTraits) -> Known:
     keys: Keys = op.keys
-    table = _flashinfer("decode_attention", (keys.head_dim, keys.v_head_dim), keys.group, keys.item, tables)
+    table = _flashinfer("decode_attention", keys, tables)
     if table is not None:
 
         def base(shared: float, streams: float, context: float) -> float:
@@ -202,7 +219,7 @@ def _extend(op: ExtendAttention, tables: Tables, arch: ArchTraits) -> Known:
     if prompt.prefix:
         return None
     group = prompt.heads // prompt.kv_heads
-    table = _flashinfer("extend_attention", (prompt.head_dim, prompt.v_head_dim), group, prompt.item, tables)
+    table = _flashinfer("extend_attention", prompt, tables)
     if table is not None and not prompt.window:
 
         def base(shared: float, streams: float, new: float) -> float:

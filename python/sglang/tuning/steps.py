@@ -28,6 +28,7 @@ from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.srt.plan.recurrent import CHUNK_TOKENS, GatedDelta, Mamba2
+from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best
 from sglang.tuning.ops import (
@@ -402,13 +403,20 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tup
     seen, stored = min(step.context, mixer.window), min(step.context, mixer.window + step.new)
     yield "shared_kv_norm_rope_store", Elementwise("shared_kv_norm_rope_store", 4.0 * tokens * (heads + 1) * dim)
     if mixer.rate:
-        entries = _mean_context(step) // mixer.rate
-        yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * dim, 2)
+        entries, top_k = _mean_context(step) // mixer.rate, mixer.indexer.top_k if mixer.indexer is not None else 0
+        makes, scored = True, entries
+        if isinstance(mixer, SharedSparse):
+            makes, top_k = mixer.makes, mixer.top_k
+            if mixer.candidates is not None and mixer.layer != mixer.bounded_by:
+                scored = min(entries, mixer.candidates.entries)
+        if makes:
+            yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * dim, 2)
         if mixer.indexer is not None:
-            yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * mixer.indexer.head_dim, 2)
-            if entries > mixer.indexer.top_k:
-                yield "sparse_indexer", EntryChoice(tokens, entries, step.batch, mixer.indexer.num_heads)
-            entries = min(entries, mixer.indexer.top_k)
+            if makes:
+                yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * mixer.indexer.head_dim, 2)
+            if scored > mixer.indexer.top_k:
+                yield "sparse_indexer", EntryChoice(tokens, scored, step.batch, mixer.indexer.num_heads)
+        entries = min(entries, top_k) if top_k else entries
         seen, stored = seen + entries, stored + step.context // mixer.rate
     yield "sparse_attention", SelectedAttention(tokens, seen, step.batch * stored, heads, dim, dim)
     yield "tail_rotation", Elementwise("tail_rotation", 4.0 * tokens * heads * mixer.rope_dim)
@@ -459,8 +467,8 @@ def _feed_forward(
         hidden = ffn.latent_size or model.hidden_size
         top_k = ffn.top_k + ffn.fused_shared
         room = serving.ranks.padded_experts(ffn.num_experts) + ffn.fused_shared
-        share = -(-tokens // serving.ranks.ep_size)
-        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, expert_scheme, ffn.bias)
+        share, gate = -(-tokens // serving.ranks.ep_size), ffn.activation.gated
+        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, expert_scheme, ffn.bias, gate)
         if ffn.shared is not None and not ffn.fused_shared:
             size = 6.0 * tokens * ffn.shared.dense(ffn.activation).padded_rows(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

@@ -59,7 +59,7 @@ def of_pairs(op: Experts, arch: ArchTraits) -> tuple[Stream, Stream]:
     of_pair = float(op.hidden * op.intermediate)
     up_rows, up_warps = _cut(up_tile, op.scheme, op.hidden)
     down_rows, down_warps = _cut(down_tile, op.scheme, op.intermediate)
-    gate_up, down = 2.0 * op.pairs * of_pair, op.pairs * of_pair
+    gate_up, down = (op.matrices - 1.0) * op.pairs * of_pair, op.pairs * of_pair
     return (
         Stream(gate_up * item, gate_up, counts.gate_up, op.pairs * -(-op.intermediate // up_rows) * up_warps),
         Stream(down * item, down, counts.down, op.tokens * -(-op.hidden // down_rows) * down_warps),

@@ -318,8 +318,8 @@ def _weights(**change: Any) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo 'W4A8_AWQ' \(has FP8, .*NVFP4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 with group_size 32"),
         (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
-            "kv_cache_quant_algo 'NVFP4'",
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"},
+            "kv_cache_quant_algo 'INT8'",
         ),
         (AWQ | {"bits": 8}, "awq with bits 8, group_size 128, zero_point True, version gemm is not supported"),
         (AWQ | {"group_size": 64}, "awq with bits 4, group_size 64"),

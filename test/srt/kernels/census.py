@@ -80,6 +80,7 @@ from sglang.srt.layers.triton_ops import (
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.layer_spec import (
@@ -99,6 +100,7 @@ from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
 from ..layers.moe.moe_harness import bands_of
@@ -150,10 +152,12 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
         for block in layer.token_blocks:
             _feed_forward(once, block, model.hidden_size, tp_size, arch)
         if isinstance(layer.residual, HyperConnections):
-            once(_hyper_connections, layer.residual.streams, model.hidden_size)
+            once(_hyper_connections, layer.residual, model.hidden_size)
         if isinstance(layer.residual, GatedStreams):
             once(_gated_streams, layer.residual.streams, layer.residual.rank, model.hidden_size)
-        if isinstance(layer.ngrams, NgramEmbedding):
+        if isinstance(layer.ngrams, Engram):
+            once(_engram, layer.ngrams, tp_size)
+        elif isinstance(layer.ngrams, NgramEmbedding):
             once(_ngrams, layer.ngrams, tp_size)
         whole, share = _matrices(layer, model.hidden_size, 1), _matrices(layer, model.hidden_size, tp_size)
         for matrix, of_all in zip(share, whole, strict=True):
@@ -491,6 +495,35 @@ def _compressed_sparse(mixer: CompressedSparse, tp_size: int, arch: ArchTraits) 
         _indexer(mixer.indexer, mixer.rate, arch)
 
 
+def _shared_sparse(mixer: SharedSparse, tp_size: int, arch: ArchTraits) -> None:
+    """A window and entries that this layer or an earlier one made; runs of entries have the same scores."""
+    shape = AttentionShape(mixer.num_heads // tp_size, 1, mixer.head_dim, mixer.head_dim)
+    cache = empty(SLOTS, 1, shape.head_dim)
+    _shared_rows(shape, mixer, cache)
+    tail_rotation.shared_kv_norm_rope_store(
+        empty(100, 0, shape.head_dim), empty(100, shape.head_dim), empty(100, dtype=torch.int64),
+        empty(CONTEXT, mixer.rope_dim, dtype=torch.float32), empty(shape.head_dim), 1e-6, cache,
+        empty(100, dtype=torch.int64),
+    )  # fmt: skip
+    _selected(shape, [(cache, selected(mixer.window)), (cache, selected(64))], True, "bfloat16", arch)
+    if mixer.indexer is not None:
+        _indexer(mixer.indexer, mixer.rate, arch)
+    if mixer.makes and mixer.indexer is not None:
+        _entries(mixer, mixer.indexer.head_dim)
+
+
+def _entries(mixer: SharedSparse, index_dim: int) -> None:
+    """Entries of a run, normed and as they are, and entries and keys that are made of a token each."""
+    cos_sin, at = empty(CONTEXT, mixer.rope_dim, dtype=torch.float32), empty(100, dtype=torch.int64)
+    for rate, dim in ((mixer.rate, mixer.head_dim), (1, mixer.head_dim), (1, index_dim)):
+        rows, state = (empty(*shape, dtype=torch.float32) for shape in ((100, 2, dim), (REQUESTS, rate, 2, dim)))
+        bias, cache = empty(rate, dim, dtype=torch.float32), empty(SLOTS // rate, 1, dim)
+        compressor.compress(rows, bias, state, at, at, at, empty(dim), 1e-6, cos_sin, cache, at)
+        if rate > 1:
+            compressor.compress(rows, bias, state, at, at, at, None, 0.0, None, cache, at)
+            compressor.keep(rows, state, at, at, at)
+
+
 def _shared_rows(shape: AttentionShape, mixer: CompressedSparse, cache: torch.Tensor) -> None:
     """Norms, rotations and the store, of attention's heads and of the indexer's."""
     cos_sin = empty(CONTEXT, mixer.rope_dim, dtype=torch.float32)
@@ -610,16 +643,39 @@ def _ngrams(spec: NgramEmbedding, tp_size: int) -> None:
         ngram_embedding.keep_tokens(at, normed, kept_ids, kept_rows, requests)
 
 
-def _hyper_connections(streams: int, hidden: int) -> None:
+def _engram(spec: Engram, tp_size: int) -> None:
+    heads, size, width = spec.num_heads // tp_size, spec.stream_size, spec.streams * spec.stream_size
+    numbers = empty(heads, dtype=torch.int64)
+    hashed = NgramHash(empty(spec.longest, dtype=torch.int64), numbers, numbers, 0, spec.heads, spec.end_token, 0)
+    kept = empty(REQUESTS, spec.longest - 1, dtype=torch.int32)
+    norms = empty(spec.streams, size, dtype=torch.float32)
+    for tokens in (1, 100):
+        at = empty(tokens, dtype=torch.int64)
+        requests = TokenRequests(at, at, at, at)
+        table, scale = (
+            empty(SLOTS, spec.dim, dtype=torch.float8_e4m3fn),
+            empty(SLOTS, spec.dim // 32, dtype=torch.uint8),
+        )
+        ngram_embedding.ngram_rows(at, kept, requests, hashed, table, scale, empty(tokens, heads * spec.dim))
+        streams = empty(tokens, spec.streams, size)
+        ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
+
+
+def _hyper_connections(spec: HyperConnections, hidden: int) -> None:
     """Before the first block, between blocks, and behind the last one."""
+    streams = spec.streams
     for tokens in (1, 100, 1000, MANY):
-        x, placement = empty(tokens, streams, hidden), empty(tokens, streams + streams**2, dtype=torch.float32)
+        x, columns = empty(tokens, streams, hidden), streams + streams**2 + streams * spec.lagged
+        placement = empty(tokens, columns, dtype=torch.float32)
         made, between = (empty(tokens, hidden), placement), streams * (2 + streams)
-        for outputs, pieces, before in ((between, 3, (None, None)), (between, 3, made), (streams, 1, made)):
+        forms = [(between, 3, (None, None)), (between, 3, made)]
+        for outputs, pieces, before in (*forms, *([] if spec.lagged else [(streams, 1, made)])):
             matrix, base, scale = (
                 empty(*shape, dtype=torch.float32) for shape in ((outputs, streams * hidden), (outputs,), (pieces,))
             )
-            hyper_connection.hyper_connection(x, *before, matrix, base, scale, empty(hidden), 1e-6, 1e-6, 20)
+            hyper_connection.hyper_connection(
+                x, *before, matrix, base, scale, empty(hidden), 1e-6, 1e-6, 20, spec.lagged
+            )
 
 
 def selected(width: int, tokens: int = 100) -> Selection:
@@ -755,6 +811,7 @@ _MIXERS: dict[type, Callable[..., None]] = {
     GQA: _grouped_query,
     MLA: _latent,
     CompressedSparse: _compressed_sparse,
+    SharedSparse: _shared_sparse,
     PooledSparse: _pooled_sparse,
     PooledLatent: _pooled_latent,
     GatedDelta: _gated_delta,

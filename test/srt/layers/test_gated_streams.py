@@ -94,6 +94,26 @@ def test_rows_of_ngrams(longest: int, quantized: bool, rank: int) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("group", [4, 20])
+def test_rows_with_scales_of_their_own(group: int) -> None:
+    """No token ends an n-gram; another one stands before the first token."""
+    spec, requests = embedding(4, 1), requests_of_a_step()
+    sizes = torch.tensor(spec.head_rows, device=DEVICE)
+    hashed = NgramHash(
+        torch.tensor(spec.multipliers, device=DEVICE), sizes, sizes.cumsum(0) - sizes, 0, spec.heads, -1, END
+    )
+    ids = torch.randint(0, 9, (len(requests.slots),), device=DEVICE)
+    kept = torch.randint(0, 9, (len(LENGTHS) + 1, 3), dtype=torch.int32, device=DEVICE)
+    table = random(int(sizes.sum()), spec.dim).to(torch.float8_e4m3fn)
+    scale = torch.randint(120, 132, (len(table), spec.dim // group), dtype=torch.uint8, device=DEVICE)
+    want = torch.zeros(len(ids), len(sizes) * spec.dim, dtype=torch.bfloat16, device=DEVICE)
+    got = torch.ones_like(want)
+    native.ngram_rows(ids, kept, requests, hashed, table, scale, want)
+    kernels.ngram_rows(ids, kept, requests, hashed, table, scale, got)
+    assert torch.equal(got, want) and want.float().std() > 0.1
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize(("longest", "taps"), [(3, 4), (2, 3), (4, 2)])
 def test_values_and_the_state_that_they_leave(longest: int, taps: int) -> None:
     torch.manual_seed(longest)

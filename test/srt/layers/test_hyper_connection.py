@@ -109,6 +109,29 @@ def test_other_streams_and_rounds(num_tokens: int, streams: int, rounds: int, sm
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("num_tokens", [3, 45])
+@pytest.mark.parametrize("before", ["nothing", "weights alone", "a block"])
+def test_weights_of_the_block_before(num_tokens: int, before: str, small_steps: None) -> None:
+    """Lagged: before the first block, behind embeddings of n-grams, and between two blocks. This block's weights are
+    those that the kernel without a lag mixes the streams by."""
+    num, given = 4, problem(num_tokens, 4, 160)
+    given["placement"] = torch.rand(num_tokens, num * (num + 2), device=DEVICE)
+    given |= {} if before == "a block" else {"out": None}
+    given |= {"placement": None} if before == "nothing" else {}
+    results = []
+    for op in (kernels.hyper_connection, hyper_native.hyper_connection):
+        results.append(op(*given.values(), EPS, MIX_EPS, ROUNDS, True))
+    (streams, x, placement), (want_streams, want_x, want_placement) = results
+    torch.testing.assert_close(streams.float(), want_streams.float(), rtol=2**-7, atol=2**-8)
+    torch.testing.assert_close(x.float(), want_x.float(), rtol=2**-6, atol=2**-6)
+    assert placement.shape == (num_tokens, num * (num + 2))
+    torch.testing.assert_close(placement, want_placement, rtol=2e-2, atol=2e-2)
+    usual = given if before == "a block" else given | {"placement": None}
+    _, _, without_lag = joined(kernels.hyper_connection, usual)
+    torch.testing.assert_close(placement[:, : num + num * num], without_lag, rtol=1e-6, atol=1e-6)
+
+
+@interpreter.kernel_test
 def test_digits_of_the_matrix_are_kept() -> None:
     """Numbers that cancel: what is left of them lies below the digits of bfloat16, and of twice bfloat16."""
     given = problem(16, 4, 128)

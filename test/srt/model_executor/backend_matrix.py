@@ -18,11 +18,14 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.tables import TABLES
+from sglang.srt.layers.attention import sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.step_rows import ExtendRows
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.layer_spec import AttentionSite
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model, serving_of
 from sglang.srt.plan.rank_weights import rank_weights
@@ -53,6 +56,9 @@ GRAPHS = {
     "prompts": GraphSizes((1, 4), (8, 20), (0,)),
     "mixed": GraphSizes((1, 4), (8, 20), (0, 2, 4)),
 }
+LONG_PROMPTS = "flashinfer"
+"""Serves prompts of so many tokens and more, where Triton's kernel serves others."""
+LONG = 9
 MODULES = ("flashinfer_backend", "flashinfer_mla_backend")
 
 
@@ -61,13 +67,15 @@ class Case:
     decode: str
     extend: str
     graphs: str
+    long_prompts: str | None = None
 
     @property
     def differs(self) -> bool:
         return self.decode != self.extend and self.graphs == "eager"
 
     def __str__(self) -> str:
-        return f"{self.decode} decodes, {self.extend} prompts, {self.graphs}"
+        long = f", long ones {self.long_prompts}" if self.long_prompts else ""
+        return f"{self.decode} decodes, {self.extend} prompts{long}, {self.graphs}"
 
 
 def cases(args: ServerArgs) -> list[Case]:
@@ -79,7 +87,7 @@ def cases(args: ServerArgs) -> list[Case]:
     arch, packages = arch_by_name("rtx-pro-6000-server"), frozenset({"triton", "flashinfer"})
 
     def accepted(op: str, name: str) -> bool:
-        mine = [need for need in needs if need.op == op]
+        mine = [need for need in needs if need.op == op.replace("long_prompt", "extend")]
         wide = [
             replace(need, head_dim=576, v_head_dim=512) if "mla" in need.traits
             else replace(need, head_dim=128, v_head_dim=128)
@@ -95,6 +103,8 @@ def cases(args: ServerArgs) -> list[Case]:
         in_graphs = graphs == "eager" or (decode != "torch_native" and (graphs == "decode" or extend == "triton"))
         if in_graphs and accepted("decode_attention", decode) and accepted("extend_attention", extend):
             found.append(Case(decode, extend, graphs))
+            if extend == "triton" and accepted("long_prompt_attention", LONG_PROMPTS):
+                found.append(Case(decode, extend, graphs, LONG_PROMPTS))
     return found
 
 
@@ -109,6 +119,7 @@ def faked_flashinfer() -> Iterator[list[str]]:
         patch.setitem(sys.modules, "flashinfer.mla", fake.mla)
         for name in names:
             patch.delitem(sys.modules, name, raising=False)
+        patch.setattr(sites, "LONG_PROMPTS", LONG)
         for name in names:
             module = importlib.import_module(name)
             patch.setattr(module, "WORKSPACE_BYTES", 16)
@@ -126,6 +137,19 @@ def backend(name: str, runner: ModelRunner) -> Any:
     latent = any(shape.head_dim != shape.v_head_dim for shape in runner.plan.attention_shapes)
     module = importlib.import_module(f"sglang.srt.layers.attention.{MODULES[latent]}")
     return (module.FlashInferMLABackend if latent else module.FlashInferAttnBackend)(runner.plan, "cpu")
+
+
+class Recorded:
+    """A backend of long prompts, and the steps that it planned."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.builds = backend, list[ExtendRows]()
+
+    def long_prompt_builder(self, site: AttentionSite) -> Any:
+        builder = self.backend.long_prompt_builder(site)
+        build = builder.build
+        builder.build = lambda rows: (self.builds.append(rows), build(rows))[1]
+        return builder
 
 
 def server_args(folder: Path, **options: Any) -> ServerArgs:
@@ -156,7 +180,14 @@ def play(runner: ModelRunner, args: ServerArgs) -> dict[str, list[int]]:
 
 
 def run(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> dict[str, list[int]]:
-    with_attention(runner, backend(case.decode, runner), backend(case.extend, runner))
+    long = None if case.long_prompts is None else Recorded(backend(case.long_prompts, runner))
+    with_attention(runner, backend(case.decode, runner), backend(case.extend, runner), long)
+    tokens = played(case, runner, args, log)
+    assert long is None or long.builds, f"{case}: no prompt was long"
+    return tokens
+
+
+def played(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> dict[str, list[int]]:
     sizes = GRAPHS[case.graphs]
     if sizes is None:
         return play(runner, args)

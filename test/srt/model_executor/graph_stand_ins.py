@@ -90,14 +90,19 @@ class DeviceExtend:
         NativeExtendMetadata(requests, self.causal).attend(q, k, v, layer, out)
 
 
-def with_attention(runner: ModelRunner, decode: Any, extend: Any) -> AttentionSites:
-    """From now on these backends attend."""
+def with_attention(runner: ModelRunner, decode: Any, extend: Any, long_prompts: Any = None) -> AttentionSites:
+    """From now on these backends attend. long_prompts: to prompts that are long, at sites without windows."""
     sites = runner.state.attention
     runner.state.attention = AttentionSites(
         *builders_of(sites.decode, decode, extend, runner.plan),
         sites._latent,
         sites._chunk_tokens,
         sites.sparse,
+        {
+            site: long_prompts.long_prompt_builder(site)
+            for site in (() if long_prompts is None else sites.extend)
+            if not site.window
+        },
     )
     return runner.state.attention
 

@@ -7,24 +7,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.mem_cache.layer_loads import LayerWaits
 from sglang.srt.model_executor import graph_runner
 from sglang.srt.model_executor.canary import check_runner
 from sglang.srt.model_executor.device_state import StepShape, shape_of
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
+from sglang.srt.model_executor.step_halves import Halves, StepHalves
 from sglang.srt.server_args import ServerArgs
 from srt.layers.attention.decode_steps import reexecuting_capture
 from srt.layers.attention.fake_flashinfer import FakeWrapper
 from srt.model_executor.backend_matrix import backend, faked_flashinfer
-from srt.model_executor.graph_stand_ins import DeviceLengths, with_attention
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models.harness import save_tiny
+from srt.models.media_harness import save_seeing, seeing_scheduler
 
 
 def runner_of(name: str, folder: Path, **options: Any) -> ModelRunner:
@@ -97,6 +102,27 @@ def test_a_plan_that_does_not_follow_a_graph_is_found(
             check_runner(runner)
 
 
+@pytest.mark.parametrize("defect", [False, True])
+def test_a_step_as_two_halves_is_computed_once_and_its_defect_is_named(defect: bool, tmp_path: Path) -> None:
+    runner = runner_of("qwen3", tmp_path)
+    halves = runner.halves = StepHalves(runner.state, parallel_state.groups(), 4096)
+    compute, tokens = halves.compute, []
+
+    def watched(batch: ForwardBatch, both: Halves, loads: LayerWaits | None) -> torch.Tensor:
+        tokens.append([len(half.out_cache_loc) for half in both])
+        hidden = compute(batch, both, loads)
+        return hidden.flip(0) if defect else hidden
+
+    halves.compute = watched  # type: ignore[method-assign]
+    if defect:
+        with pytest.raises(UserError, match="a step as two halves gives other .* --disable-two-batch-overlap"):
+            check_runner(runner)
+    else:
+        check_runner(runner)
+    assert len(tokens) == 1 and min(tokens[0]) > 0
+    assert halves.least_tokens == 4096
+
+
 def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:
     runner = runner_of("qwen3", tmp_path)
     for layer in (1, 2):
@@ -140,3 +166,36 @@ def test_a_start_runs_it_unless_it_is_skipped(tmp_path: Path, monkeypatch: pytes
     assert not seen
     create_runner(ServerArgs.from_kwargs(**vars(common)))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("defect", "named"),
+    [
+        ("", ""),
+        ("no features", "the graph of prompts with images gives other logits"),
+        ("an earlier row", "the graph of prompts with images beside a request that decodes gives other logits"),
+    ],
+)
+def test_graphs_that_misplace_features_are_named(defect: str, named: str, tmp_path: Path) -> None:
+    """A mask that names none, or that forgets the requests that decode in front."""
+    save_seeing("qwen3_vl", tmp_path)
+    runner = seeing_scheduler(tmp_path, max_running_requests=4).runner
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(runner, GraphSizes((1, 4), (16, 96), (0, 2))):
+        media = runner.graphs.media
+        load = media.load
+
+        def spoiled(step: StepInput) -> dict[str, Any]:
+            values = load(step)
+            if "is_media" in values:
+                wrong = {"no features": np.zeros_like, "an earlier row": lambda mask: np.roll(mask, -step.num_decodes)}
+                values["is_media"] = wrong[defect](values["is_media"])
+            return values
+
+        media.load = spoiled if defect else load
+        if not defect:
+            check_runner(runner)
+        else:
+            with pytest.raises(UserError, match=named):
+                check_runner(runner)
+    assert not runner.state.features.usage()["items"] and not runner.state.features.used

@@ -13,6 +13,7 @@ from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor.device_state import StepShape
 from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import LaunchedForward, StepInput
@@ -118,3 +119,28 @@ def test_tables_of_windows_are_complete_where_a_backend_plans_before_a_replay(tm
             rows = kv.windows[0].rows
             assert planned[-1] == [rows[slot, size + length] for slot, size in zip(batch.slots, (3, 1), strict=True)]
     assert all(slot for slots in planned for slot in slots)
+
+
+def test_times_of_graphs_with_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each number of tokens once, with the most requests that decode; every token counts."""
+    save_tiny("qwen3_moe", tmp_path)
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    runner = create_runner(args)
+    assert runner.media_prompt_times() == {}, "it reads text only"
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(runner, SIZES):
+        graphs, timed = runner.graphs, []
+        assert graphs is not None
+
+        def milliseconds(shape: StepShape) -> float:
+            graphs.graphs[shape].replay()
+            arrays = graphs._arrays[shape.has_prompts]
+            timed.append((shape.num_tokens, shape.num_decodes, int(arrays["num_tokens"])))
+            return float(shape.num_tokens)
+
+        monkeypatch.setattr(graphs, "_milliseconds", milliseconds)
+        assert graphs.prompt_times() == {16: 16.0, 32: 32.0, 80: 80.0}
+        assert sorted(timed) == [(16, 4, 16), (32, 20, 32), (80, 20, 80)]
+        timed.clear()
+        assert graphs.step_times() == {(1, 1): 1.0, (24, 1): 24.0}
+        assert timed == [(1, 1, 1), (24, 24, 24)]

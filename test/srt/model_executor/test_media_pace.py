@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from sglang.srt.model_executor.media_pace import (
     MediaPace,
     measured_layer,
 )
+from sglang.srt.model_executor.media_timing import measured_pace
 from sglang.srt.models.vision.patch_places import Grid, num_patches
 from sglang.srt.models.vision.pieces import Cuts, Piece, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.towers.qwen2_5_vl import Qwen2_5VLTower
@@ -101,6 +104,22 @@ def test_a_prompt_adds_a_share_of_the_step(requests: int, tokens: int) -> None:
     assert PACE.prompt_tokens(requests) == pytest.approx(tokens, abs=2)
 
 
+@pytest.mark.parametrize(
+    ("requests", "tokens"),
+    [
+        (1, 128 - 1),  # 6.5 ms: 192 take longer
+        (64, 256 - 64),
+        (70, 256 - 70),  # the graph is filled
+        (190, 256 - 190),
+        (200, 320 - 200),  # 256 would leave too few: the next larger one, however long it takes
+        (300, LEAST_TOKENS),
+    ],
+)
+def test_a_prompt_in_a_graph_fills_it(requests: int, tokens: int) -> None:
+    times = {64: 5.5, 128: 6.0, 192: 8.0, 256: 13.0, 320: 14.0}
+    assert MediaPace(LAYER, {1: 5.0, 64: 10.0}, times, in_graphs=True).prompt_tokens(requests) == tokens
+
+
 def test_what_is_not_measured() -> None:
     assert MediaPace().prompt_tokens(64) is None
     slices = MediaPace().slices(TOWER, IMAGE, 64)
@@ -108,3 +127,16 @@ def test_what_is_not_measured() -> None:
     short = MediaPace(LAYER, {64: 100.0}, {64: 9.0, 512: 16.0})
     assert short.prompt_tokens(64) == 512 - 64, "no longer than what was measured"
     assert len(short.slices(TOWER, [(1, 2, 2)], 64).pieces) == 1
+
+
+def test_times_of_graphs_come_before_those_of_launches() -> None:
+    """A GPU measures the latter."""
+    runner = SimpleNamespace(
+        media=SimpleNamespace(encoder=None),
+        longest_prompt=512,
+        step_times=lambda: {(1, 1): 5.0, (1, 3): 6.0, (8, 1): 7.0},
+        media_prompt_times=lambda: {128: 8.0, 64: 6.0},
+    )
+    pace = measured_pace(runner)
+    assert pace == MediaPace(None, {1: 5.0, 8: 7.0}, {64: 6.0, 128: 8.0}, in_graphs=True)
+    assert measured_pace(SimpleNamespace(media=runner.media, step_times=dict)) == MediaPace()

@@ -30,6 +30,7 @@ from sglang.srt.layers import (
 )
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.compressed import candidates as candidate_ops
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.ngrams import native as ngram_ops
@@ -138,6 +139,12 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+GROWING = {
+    "type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8, "max_position_embeddings": 256,
+    "llama_4_scaling_beta": 0.4,
+}  # fmt: skip
+"""Queries grow every eight tokens."""
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -163,7 +170,7 @@ GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "fu
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 NATIVE_OPS = (
     *(native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native),
-    *(native_streams, ngram_ops, native_pooled_blocks),
+    *(native_streams, ngram_ops, native_pooled_blocks, candidate_ops),
 )
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
@@ -660,6 +667,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
         | {"head_dim": 64, "global_head_dim": 128},
     ),
+    "laguna": (
+        "LagunaConfig",
+        {"num_hidden_layers": 4, "num_attention_heads_per_layer": [4, 6, 6, 4], "sliding_window": 12, **EXPERTS}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+        | {"shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5},
+    ),
+    "ministral3": ("Ministral3Config", {"num_hidden_layers": 2, "rope_parameters": GROWING}),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
     "deepseek_v4_wide": (
         "DeepseekV4Config",

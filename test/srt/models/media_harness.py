@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -20,11 +20,13 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.media_features import MediaEncoder
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, ROUTED, SIZES, YARN, randomize
 from srt.models.quantized_checkpoints import split_experts
 
@@ -149,6 +151,7 @@ ONE_FRAME = ("kimi_k25", "gemma4")
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
 Grid = tuple[int, int, int]
+Played = TypeVar("Played")
 
 
 def patch_values(folder: Path) -> int:
@@ -490,6 +493,21 @@ def seeing_scheduler(
     assert runner.media is not None
     runner.media.directory = folder
     return (AttentionGroups if args.attn_dp_size > 1 else Scheduler)(args, runner, StopChecker(None))
+
+
+def again_in_graphs(scheduler: Any, play: Callable[[Any], Played]) -> Played:
+    """Plays once more with nothing in any cache, steps in stand-ins of graphs; some of them are with features, unless
+    images see themselves both ways."""
+    runner = scheduler.runner
+    assert scheduler.flush_cache()
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(runner, GraphSizes((1, 2, 4, 8), (8, 16, 32), (0, 4))) as replays:
+        outcome = play(scheduler)
+    media = [step.prompts.media for step in replays if step.prompts is not None and step.prompts.media is not None]
+    both_ways, groups = runner.state.features.description.both_ways, runner.plan.ranks.attn_dp_size > 1
+    assert all(part.runs is None for part in media)
+    assert any(part.sources for part in media) != both_ways or groups, "a group may have texts alone"
+    return outcome
 
 
 def media_request(rid: str, prompt: Prompt, directory: Path, new_tokens: int, **params: Any) -> TokenizedGenerateReq:

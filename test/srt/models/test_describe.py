@@ -204,7 +204,7 @@ def test_an_impossible_router_is_a_start_up_error(tmp_path: Path) -> None:
 WRITTEN_BY_OTHERS = {
     *("KimiK25ForConditionalGeneration", "MiMoForCausalLM", "DeepseekV4ForCausalLM"),
     *("Qwen3_8_FlashNextForConditionalGeneration", "Qwen4ExpForCausalLM", "MiniMaxM3SparseForCausalLM"),
-    "Step3p5ForCausalLM",
+    *("Step3p5ForCausalLM", "DeepseekV41ForCausalLM", "MiMoV2ForCausalLM"),
 }
 """Architectures whose code comes with the checkpoint, those of which transformers writes keys and names that no
 published checkpoint has, and one whose class has no indexer by default."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.managers.scheduler import media_steps
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -22,11 +24,10 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq, TokenizedGenerateReq
 from sglang.srt.model_executor import media_pace
-from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace
+from sglang.srt.plan.memory import feature_row_bytes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
-from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 
 from .media_harness import (
     BOTH_WAYS,
@@ -35,6 +36,7 @@ from .media_harness import (
     Prompt,
     ReferenceEncoder,
     add_mtp,
+    again_in_graphs,
     args_of,
     greedy,
     media_request,
@@ -199,7 +201,7 @@ def test_equal_placeholders_of_other_images_are_no_prefix(seeing: Seeing) -> Non
     assert encoded(scheduler) == 8
 
 
-@pytest.mark.parametrize(("page", "tokens"), [(1, 160), pytest.param(16, 256, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("page", "tokens"), [(1, 160), pytest.param(16, 208, marks=pytest.mark.thorough)])
 def test_short_memory(seeing: Seeing, page: int, tokens: int) -> None:
     """Requests are retracted, prefixes and features evicted, and chunks cut where no more features fit."""
     scheduler = seeing.scheduler(
@@ -315,6 +317,38 @@ def test_chunks_with_images_are_short_beside_others(
     assert_clean(scheduler)
 
 
+def test_a_step_has_a_slice_or_a_chunk(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request is computed, the image of the next waits; and the other way round."""
+    monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
+    scheduler, collector = seeing_scheduler(qwen3_vl.folder), Collector()
+    features = scheduler.media.features
+    assert features is not None
+    features.pace = MediaPace(None, {1: 1.0}, {128: 1.0}, in_graphs=True)
+    launch, advance, steps, slices = scheduler.launch, features.advance, [], []
+
+    def launched(batch: ScheduleBatch) -> None:
+        media = None if batch.step.prompts is None else batch.step.prompts.media
+        steps.append((batch.step.num_decodes, len(slices), media is not None and bool(media.sources)))
+        slices.clear()
+        launch(batch)
+
+    monkeypatch.setattr(scheduler, "launch", launched)
+    monkeypatch.setattr(features, "advance", lambda whole: (slices.append(whole), advance(whole)))
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 120, temperature=0.0, ignore_eos=True))
+    scheduler.step()
+    for number in range(3):
+        add(scheduler, media_request(f"r{number}", one_image(60 + number), qwen3_vl.folder, NEW_TOKENS))
+    add(scheduler, media_request("again", one_image(60).text(3, 1), qwen3_vl.folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    beside = [(count, has_chunk) for decodes, count, has_chunk in steps if decodes]
+    assert sum(count for count, _ in beside) >= 6 and sum(has_chunk for _, has_chunk in beside) >= 2
+    assert all(count + has_chunk <= 1 for count, has_chunk in beside)
+    for number in range(3):
+        output = collector.tokens[f"r{number}"]
+        assert output == greedy(qwen3_vl.model, one_image(60 + number), output)
+    assert_clean(scheduler)
+
+
 def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or when nothing decodes any more: then all that is left is computed at once."""
     monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
@@ -336,14 +370,45 @@ def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch
 
 
 def test_in_graphs(seeing: Seeing) -> None:
-    """Steps behind the images run in graphs, those with images do not."""
+    """Steps with images and steps behind these; the memory plan knows what they take."""
     scheduler = seeing.scheduler(chunked_prefill_size=24)
-    with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
-    with in_graphs(scheduler.runner, GraphSizes((1, 2, 4, 8), (8, 32), (0, 4))) as replays:
-        late = one_image(3).text(40, 9)
-        seeing.check(scheduler, one_image(1), late, three_images())
-    assert all(step.prompts is None or step.prompts.media is None for step in replays)
-    assert any(step.prompts is not None for step in replays) and any(step.prompts is None for step in replays)
+    again_in_graphs(scheduler, lambda one: seeing.check(one, one_image(1), one_image(3).text(40, 9), three_images()))
+    rows = scheduler.runner.graphs.media.rows
+    planned = feature_row_bytes(scheduler.plan.description, "float32", 32)
+    assert planned == (0 if rows is None else rows.buffer.nbytes) and (planned > 0) == (seeing.name not in BOTH_WAYS)
+
+
+@pytest.mark.parametrize(
+    "seeing",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name != "qwen3_vl")) for name in SEEING],
+    indirect=True,
+)
+def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
+    """Beside two requests that decode, whose positions and embeddings stay their own."""
+    prompt = Prompt().text(2, 3).image((1, 4, 4), 10).image((1, 2, 4), 11).text(2, 5)
+    scheduler, first = seeing.scheduler(chunked_prefill_size=64), 12 if seeing.name in BOTH_WAYS else 3
+
+    def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
+        outcomes = []
+        for chunk in range(first, len(prompt.ids)):
+            scheduler._chunk, collector = chunk, Collector()
+            for number in range(2):
+                text = Prompt().text(4, number).ids
+                add(
+                    scheduler,
+                    request(f"t{number}", text, 4 + len(prompt.ids) // chunk, temperature=0.0, ignore_eos=True),
+                )
+            scheduler.step()
+            add(scheduler, media_request("seen", prompt, seeing.folder, 3))
+            run_to_end(scheduler, collector)
+            outcomes.append(collector.tokens)
+            assert scheduler.flush_cache()
+        return outcomes
+
+    eager = play(scheduler)
+    assert eager[0]["seen"] == greedy(seeing.model, prompt, eager[0]["seen"])
+    assert all(outcome["seen"] == eager[0]["seen"] for outcome in eager)
+    assert again_in_graphs(scheduler, play) == eager
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma4"])
@@ -404,7 +469,9 @@ def test_mtp_drafts_and_their_positions(tmp_path: Path, monkeypatch: pytest.Monk
     for batch in batches:
         positions = batch.positions.numpy()
         want = np.concatenate([media.positions_of(p, p + 1) for p in positions.tolist()], axis=1)
-        here = np.broadcast_to(batch.rotary_positions.numpy(), want.shape)
+        turning = batch.rotary_positions
+        values = turning.values if isinstance(turning, SectionPositions) else turning
+        here = np.broadcast_to(values.numpy(), want.shape)
         assert (here == want)[:, positions > 0].all()
 
 
@@ -458,7 +525,9 @@ def _rank(rank: int, folders: dict[str, Path], out: Path, cuts: list[tuple[str, 
                 {"chunked_prefill_size": 16} | (LAYOUTS | GROUPS)[layout],
             )
             scheduler = seeing_scheduler(folders[name], None, rank, rendezvous, **options)
-            torch.save(_play(scheduler, folders[name], name), out / f"{name}{layout}{rank}.pt")
+            play = partial(_play, folder=folders[name], name=name)
+            torch.save(play(scheduler), out / f"{name}{layout}{rank}.pt")
+            torch.save(again_in_graphs(scheduler, play), out / f"{name}{layout}{rank}graphs.pt")
             parallel_state.shutdown()
 
 
@@ -472,7 +541,7 @@ def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)
-    _check_ranks(folders, tmp_path, CUTS)
+    _check_ranks(folders, tmp_path, [*CUTS, ("qwen3_vl", "DP2")])
 
 
 def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]], num_ranks: int = 2) -> None:
@@ -481,7 +550,9 @@ def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]
         one = _play(seeing_scheduler(folder, chunked_prefill_size=16), folder, name)
         for layout in [layout for one_name, layout in cuts if one_name == name]:
             for rank in range(num_ranks):
-                assert torch.load(out / f"{name}{layout}{rank}.pt") == one, f"{name}, {layout}, rank {rank}"
+                for graphs in ("", "graphs"):
+                    outputs = torch.load(out / f"{name}{layout}{rank}{graphs}.pt")
+                    assert outputs == one, f"{name}, {layout}, rank {rank} {graphs}"
 
 
 GROUP_CASES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.forward_batch import EmbeddingRows, ExtendRows, ForwardBatch
+from sglang.srt.layers.forward_batch import ExtendRows, ForwardBatch
+from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.models.draft_parts import DraftParts
 from sglang.srt.speculative.draft_chain import following_rows
@@ -28,6 +30,7 @@ from .media_harness import (
     SEEING,
     Prompt,
     add_mtp,
+    again_in_graphs,
     greedy,
     media_request,
     save_seeing,
@@ -144,9 +147,12 @@ def test_answers_are_those_of_transformers(family: str, kind: str, tmp_path: Pat
     folder = tmp_path / "target"
     model = save_seeing(family, folder)
     options = options_of(family, kind, folder, tmp_path / "draft")
-    outputs = answers(seeing_scheduler(folder, chunked_prefill_size=24, **options), family, folder)
+    scheduler = seeing_scheduler(folder, chunked_prefill_size=24, **options)
+    play = partial(answers, family=family, folder=folder)
+    outputs = play(scheduler)
     for rid, prompt in prompts_of(family).items():
         assert len(outputs[rid]) == NEW_TOKENS and outputs[rid] == greedy(model, prompt, outputs[rid]), rid
+    assert again_in_graphs(scheduler, play) == outputs
 
 
 def _rank(rank: int, family: str, folder: Path, options: dict[str, dict[str, Any]], out: Path) -> None:
@@ -157,7 +163,9 @@ def _rank(rank: int, family: str, folder: Path, options: dict[str, dict[str, Any
                 continue
             chosen = {"chunked_prefill_size": 24, **of_draft, **of_layout}
             scheduler = seeing_scheduler(folder, None, rank, f"file://{out}/{number}{layout}", **chosen)
-            torch.save(answers(scheduler, family, folder), out / f"{kind}, {layout}, rank {rank}.pt")
+            play = partial(answers, family=family, folder=folder)
+            torch.save(play(scheduler), out / f"{kind}, {layout}, rank {rank}.pt")
+            torch.save(again_in_graphs(scheduler, play), out / f"{kind}, {layout}, rank {rank}, graphs.pt")
             parallel_state.shutdown()
 
 
@@ -174,7 +182,7 @@ def test_drafts_of_two_ranks(family: str, tmp_path: Path) -> None:
     }
     run_ranks(_rank, (family, folder, options, out), 2)
     files = sorted(out.glob("*.pt"))
-    assert len(files) == 2 * len(options) * (2 if family in NO_STAGES else 3)
+    assert len(files) == 4 * len(options) * (2 if family in NO_STAGES else 3)
     for file in files:
         outputs = torch.load(file)
         for rid, prompt in prompts_of(family).items():

@@ -72,6 +72,16 @@ def test_a_fused_projection_is_refused_by_name(tmp_path: Path) -> None:
         plan_for(folder).description.require_served()
 
 
+def test_the_later_names_with_projections_of_their_own(tmp_path: Path) -> None:
+    """As V2.5 calls itself, where q, k and v are not fused."""
+    reference = save_quantized("mimo_v2_wide", FORMS["fp8_block"], tmp_path)
+    as_published(tmp_path / "quantized")
+    file = tmp_path / "quantized" / "config.json"
+    names = {"architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "attention_projection_layout": "split"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | names))
+    torch.testing.assert_close(steps(TinyRunner(plan_for(file.parent))), wanted(reference), **TOLERANCE)
+
+
 def test_layers_of_the_published_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(PUBLISHED.read_text())
     layers = plan_for(tmp_path).description.layers

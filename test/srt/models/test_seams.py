@@ -11,10 +11,11 @@ import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
-from sglang.srt.layers.forward_batch import EmbeddingRows
+from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.residual import Block
+from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.layer_spec import Serving, Weights
@@ -142,9 +143,8 @@ def test_positions_in_sections(folder: Path) -> None:
     for shift in (0, 5):
         runner = TinyRunner(plan)
         batch = runner.batch_of_prompts({1: TOKENS})
-        batch.turned_by = torch.stack(
-            (batch.positions, batch.positions + shift * (batch.positions > 5), batch.positions)
-        )
+        heights = batch.positions + shift * (batch.positions > 5)
+        batch.turned_by = SectionPositions(torch.stack((batch.positions, heights, batch.positions)))
         results.append(runner.model.logits(runner.model(batch)))
     torch.testing.assert_close(results[0], want, rtol=0.0, atol=1e-5)
     torch.testing.assert_close(results[1][:6], want[:6], rtol=0.0, atol=1e-5)

@@ -257,7 +257,8 @@ def test_an_encoder_whose_heads_and_widths_ranks_share(
 
 
 def test_an_encoder_that_ranks_do_not_divide(tmp_path: Path) -> None:
-    """Each has all of it: where the number does not divide heads, with stages, and where the ranks share out images."""
+    """Each has all of it: where the number does not divide heads, with stages, with attention groups, which encode the
+    images of requests of their own, and where the ranks share out images."""
     save_seeing("qwen3_vl", tmp_path)
     media = create_plan(args_of(tmp_path)).description.media
     assert media is not None
@@ -272,6 +273,7 @@ def test_an_encoder_that_ranks_do_not_divide(tmp_path: Path) -> None:
 
     assert ranks_of(tp_size=2) == 2
     assert ranks_of(tp_size=2, pp_size=2) == ranks_of(tp_size=2, mm_enable_dp_encoder=True) == 1
+    assert ranks_of(tp_size=2, attn_dp_size=2) == 1
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> None:

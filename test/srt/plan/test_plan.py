@@ -258,6 +258,36 @@ def test_a_forced_backend_goes_through_the_same_check(build: Any) -> None:
     assert plan.cuda_graph_bs, "prefill never runs inside a graph"
 
 
+BOTH = frozenset({"triton", "flashinfer"})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "arch", "changes", "flags"),
+    [
+        (True, "sm_120", {}, {}),
+        (True, "gb10", {"head_dim": 256}, {"kv_cache_dtype": "fp8_e4m3"}),
+        (True, "rtx-5090", {}, {"decode_attention_backend": "triton"}),
+        (False, "sm_120", {}, {"packages": PACKAGES}),
+        (False, "sm_120", {}, {"attention_backend": "triton"}),
+        (False, "sm_120", {}, {"prefill_attention_backend": "flashinfer"}),
+        (False, "sm_120", {}, {"kv_cache_dtype": "fp4_e2m1"}),
+        (False, "sm_120", {"head_dim": 64}, {}),
+        (False, "h200", {}, {}),
+    ],
+)
+def test_flashinfer_serves_long_prompts_where_it_is_faster(
+    build: Any, chosen: bool, arch: str, changes: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    plan = build(QWEN3_8B | changes, arch, 30 * GIB, **({"packages": BOTH} | flags))
+    assert ("long_prompt_attention" in plan.choices) == chosen
+    assert plan.cuda_graph_bs and (plan.cuda_graph_prefill_tokens or "prefill_attention_backend" in flags)
+    if chosen:
+        assert plan.choices["extend_attention"].name == "triton", "in graphs"
+        assert plan.describe()["kernels"]["long_prompt_attention"]["kernel"] == "flashinfer"
+        without = build(QWEN3_8B | changes, arch, 30 * GIB, **flags)
+        assert plan.memory.attention - without.memory.attention > FLASHINFER_WORKSPACE
+
+
 def test_no_graphs_around_a_backend_that_cannot(build: Any) -> None:
     plan = build(decode_attention_backend="torch_native")
     assert plan.cuda_graph_bs == ()
@@ -514,8 +544,8 @@ def test_gpus_without_e4m3_say_so(build: Any) -> None:
 
 
 def test_a_calibrated_cache_is_the_default(build: Any) -> None:
-    quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-    config = QWEN3_8B | {"quantization_config": quantization}
-    assert (
-        build(config).kv_cache_dtype == "fp8_e4m3" and build(config, kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"
-    )
+    for algorithm, dtype in (("FP8", "fp8_e4m3"), ("NVFP4", "fp4_e2m1"), ("nvfp4", "fp4_e2m1")):
+        quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": algorithm}
+        config = QWEN3_8B | {"quantization_config": quantization}
+        assert build(config).kv_cache_dtype == dtype
+        assert build(config, kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"

@@ -26,6 +26,7 @@ from srt.models.harness import save_tiny
 from srt.models.test_eagle3_drafts import CONFIG, save, weights
 from srt.models.test_mtp_drafts import build
 from srt.models.v4_drafts import V4DSpark, save_v4
+from srt.models.v41_drafts import save_v41_draft
 
 Reference = Callable[[list[int], int], Tensor]
 
@@ -92,6 +93,7 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     **{f"dspark_{kind}": functools.partial(dspark, markov_head_type=kind) for kind in dspark_drafts.KINDS},
     "v4_mtp": functools.partial(v4, dspark=False),
     "v4_dspark": functools.partial(v4, dspark=True),
+    "v41_dspark": lambda folder: Pair(folder, {"speculative_algorithm": "DSPARK"}, save_v41_draft(folder)),
     "dspark_shifted": functools.partial(dspark, sample_from_anchor=False),
     "gemma4_dspark": gemma4_dspark,
     "dspark_speculators": functools.partial(
@@ -169,6 +171,7 @@ class Proposals:
         ("gemma4_dspark", {}),
         ("v4_mtp", {"chunked_prefill_size": 16}),
         ("v4_dspark", {"chunked_prefill_size": 16}),
+        ("v41_dspark", {"chunked_prefill_size": 16}),
     ],
 )
 def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:

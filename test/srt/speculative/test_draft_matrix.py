@@ -378,6 +378,23 @@ def test_drafts_change_nothing_of_attention_groups(
         assert result == results[-1] and all(result.logprobs[name] for name in WITH_LOGPROBS)
 
 
+HALVES: dict[str, Any] = {"tp_size": 2, "enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("drafter", "model"), [(drafter, model) for drafter, (_, models) in DRAFTERS.items() for model in models]
+)
+def test_drafts_change_nothing_of_prompts_as_halves(drafter: str, model: str, tmp_path: Path) -> None:
+    """Drafts read hidden states of both halves, and attend to the prompts of the whole step."""
+    target = tmp_path / model
+    options = DRAFTERS[drafter][0](model, target, tmp_path / "draft")
+    plain = outcome(server_args(target, {}))
+    for result in on_ranks(server_args(target, options | HALVES), tmp_path):
+        assert result.verified > 0
+        same(result, plain)
+
+
 def test_every_drafter_model_and_layout_is_in_a_quick_case() -> None:
     quick = [case.values for case in cases() if not case.marks]
     for i, names in enumerate((DRAFTERS, MODELS, LAYOUTS)):

@@ -13,21 +13,31 @@ from sglang.srt.layers.triton_ops import hyper_connection
 OPS = ("hyper_connection", "shared_kv_norm_rope_store", "tail_rotation", "kv_compressor")
 
 STREAMS = 4
+PLACES = STREAMS + STREAMS * STREAMS
 HIDDEN_SIZES = (4096, 7168)
 """Hidden sizes of DeepSeek-V4-Flash and V4-Pro."""
+LAGGED_SIZE = 5120
+"""That of DeepSeek-V4.1-Flash."""
 LONGEST_STEP = 1 << 20
 HEAD_DIM, INDEX_DIM, ROTARY_DIM = 512, 128, 64
-RUNS = ((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM), (4, 1, INDEX_DIM))
-"""(rate, runs that an entry is made of, dims of an entry); the last one is of Qwen3.8's indexer, whose norm has a
-weight in fp32, and of GLM-5.3-Flash's, whose entries have no norm."""
+RUNS = (
+    *((4, 2, HEAD_DIM), (4, 2, INDEX_DIM), (128, 1, HEAD_DIM), (4, 1, INDEX_DIM)),
+    *((2, 1, HEAD_DIM), (1, 1, HEAD_DIM), (1, 1, INDEX_DIM)),
+)
+"""(rate, runs that an entry is made of, dims of an entry). That of 4 tokens in one run is of Qwen3.8's indexer, whose
+norm has a weight in fp32, and of GLM-5.3-Flash's, whose entries have no norm; those of 2 and 1 are of DeepSeek-V4.1,
+which also pools two tokens without a norm."""
+NOT_NORMED = ((4, 1), (2, 1))
 
 FORM_RULES = {
-    "hyper_connection.mix_streams_kernel": FormRule(at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens"})),
+    "hyper_connection.mix_streams_kernel": FormRule(
+        free=frozenset({"PLACES"}), at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens"})
+    ),
     "hyper_connection.mix_all_streams_kernel": FormRule(
-        at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens", "steps"})
+        free=frozenset({"PLACES"}), at_most=frozenset({"HAS_OUT"}), counts=frozenset({"num_tokens", "steps"})
     ),
     "hyper_connection.join_streams_kernel": FormRule(
-        at_most=frozenset({"MIX"}),
+        at_most=frozenset({"MIX", "HAS_BEFORE"}),
         counts=frozenset({"num_tokens", "num_splits", "rounds"}),
         absent={"MIX": ("placement", "rounds")},
     ),
@@ -46,7 +56,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 def _connections() -> Iterator[Variant]:
     """Yields the variants of hyper-connections between blocks, and behind the last one."""
     pointers = dict.fromkeys(("streams", "out", "mixed", "weight", "x"), "*bf16")
-    pointers |= dict.fromkeys(("placement", "matrix", "sums", "base", "scale"), "*fp32")
+    pointers |= dict.fromkeys(("placement", "before", "matrix", "sums", "base", "scale"), "*fp32")
     types = pointers | dict.fromkeys(("num_tokens", "size", "steps", "num_splits", "rounds"), "i32")
     types |= {"eps": "fp32", "mix_eps": "fp32"}
     for name, outputs in (("between", STREAMS * (2 + STREAMS)), ("last", STREAMS)):
@@ -55,13 +65,18 @@ def _connections() -> Iterator[Variant]:
             few = tokens <= hyper_connection.FEW_TOKENS
             kernel = hyper_connection.mix_streams_kernel if few else hyper_connection.mix_all_streams_kernel
             key, tile = f"mix/{name}/{'few' if few else 'many'}", hyper_connection.mix_tile(tokens)
-            yield _of("hyper_connection", key, kernel, types, shape | {"HAS_OUT": True}, tile, ("size",))
-        for size in HIDDEN_SIZES:
+            yield _of(
+                "hyper_connection", key, kernel, types, shape | {"HAS_OUT": True, "PLACES": PLACES}, tile, ("size",)
+            )
+        for size in (*HIDDEN_SIZES, *([LAGGED_SIZE] if name == "between" else [])):
+            lagged = size == LAGGED_SIZE
             for tokens in (1, *(most for most, _ in hyper_connection.SPLITS_UP_TO)):
                 splits, _ = hyper_connection.split_counts(tokens, STREAMS, size)
+                flags = {"MIX": name == "between", "LAGGED": lagged, "HAS_BEFORE": lagged}
                 yield _of(
-                    "hyper_connection", f"join/{name}/{splits}", hyper_connection.join_streams_kernel, types,
-                    shape | {"MIX": name == "between"}, hyper_connection.join_launch(splits, size), ("size",),
+                    "hyper_connection", f"join/{'lagged' if lagged else name}/{splits}",
+                    hyper_connection.join_streams_kernel, types, shape | flags,
+                    hyper_connection.join_launch(splits, size), ("size",),
                 )  # fmt: skip
 
 
@@ -98,7 +113,7 @@ def _compressors() -> Iterator[Variant]:
         key = f"{rate}x{runs}/{dim}r{ROTARY_DIM}"
         typed = types | ({"weight": "*fp32"} if (rate, runs) == (4, 1) else {})
         yield _of("kv_compressor", key, compressor.compress_kernel, typed, constants, launch, strides)
-        if (rate, runs) == (4, 1):
+        if (rate, runs) in NOT_NORMED:
             plain = constants | {"ROT": 0, "weight": None, "cos_sin": None}
             typed = {name: kind for name, kind in types.items() if name not in plain}
             key = f"{rate}x{runs}/{dim}"

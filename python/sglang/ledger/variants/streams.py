@@ -16,8 +16,11 @@ from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_ker
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
 from sglang.srt.layers.triton_ops import gated_streams
 from sglang.srt.layers.triton_ops.norm import row_launch
+from sglang.srt.plan.engram import SCALE_GROUP
 
 OPS = ("gated_streams", "ngram_embedding", "selected_block_attention")
+ENGRAM_DIM, ENGRAM_HIDDEN = 256, 5120
+"""Columns of a row of DeepSeek-V4.1's tables, and its hidden size."""
 
 STREAMS, HIDDEN, RANK = 4, 2560, 320
 LONGEST, ROW_DIM, TAPS = 3, 160, 4
@@ -30,7 +33,7 @@ FORM_RULES = {
     "gated_streams.place_and_norm_kernel": FormRule(at_most=frozenset({"HAS_OUT"})),
     "gated_streams.bend_kernel": FormRule(counts=frozenset({"placed", "product_stride", "rank"})),
     "ngram_embedding.ngram_rows_kernel": FormRule(
-        counts=frozenset({"heads", "first_head", "per_ngram", "end_token", "sizes", "offsets"}),
+        counts=frozenset({"heads", "first_head", "per_ngram", "end_token", "fill", "sizes", "offsets"}),
         absent={"SCALED": ("scale",)},
     ),
     "selected_blocks.selected_block_kernel": FormRule(counts=_PLACES | _SELECTED),
@@ -81,9 +84,17 @@ def _ngrams() -> Iterator[Variant]:
     for table in ("*bf16", "*fp8e4nv"):
         yield _of(
             op, f"rows/{table.removeprefix('*')}", module.ngram_rows_kernel,
-            {"LONGEST": LONGEST, "SCALED": table == "*fp8e4nv"}, module.rows_launch(ROW_DIM), ("dim",), table=table,
-            kept="*i32",
+            {"LONGEST": LONGEST, "SCALED": table == "*fp8e4nv", "GROUP": 0}, module.rows_launch(ROW_DIM), ("dim",),
+            table=table, kept="*i32",
         )  # fmt: skip
+    yield _of(
+        op, "rows/grouped", module.ngram_rows_kernel, {"LONGEST": 4, "SCALED": True, "GROUP": SCALE_GROUP},
+        module.rows_launch(ENGRAM_DIM), ("dim",), table="*fp8e4nv", scale="*u8", kept="*i32",
+    )  # fmt: skip
+    yield _of(
+        op, f"gate/{ENGRAM_HIDDEN}", module.gate_values_kernel, {"STREAMS": STREAMS}, row_launch(ENGRAM_HIDDEN),
+        ("product_stride", "size"),
+    )  # fmt: skip
     yield _of(
         op, "gate", module.gate_values_kernel, {"STREAMS": STREAMS}, row_launch(HIDDEN), ("product_stride", "size")
     )

@@ -24,7 +24,7 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
-FP8_KV = "fp8_e4m3"
+FP8_KV, FP4_KV = "fp8_e4m3", "fp4_e2m1"
 
 
 def unsupported(source: str, what: str) -> UserError:
@@ -50,8 +50,10 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
         quant = ModuleQuant("fp8_block", "fp8")
     elif block == [1, 32]:
         quant = ModuleQuant("mxfp8", "mxfp8")
+    elif block == [32, 32]:
+        quant = ModuleQuant("mxfp8", "deepseek_v41")
     else:
-        raise unsupported(source, f"weight_block_size {block!r} (has [128, 128] and [1, 32])")
+        raise unsupported(source, f"weight_block_size {block!r} (has [128, 128], [32, 32] and [1, 32])")
     return QuantConfig("fp8", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
 
 
@@ -317,9 +319,10 @@ def modelopt_cache(config: Config, source: str) -> str | None:
         algorithm = algorithm or scheme
     if not algorithm:
         return _kv_of_compressed_tensors(scheme, source)
-    if str(algorithm).upper() != "FP8":
+    known = {"FP8": FP8_KV, "NVFP4": FP4_KV}.get(str(algorithm).upper())
+    if known is None:
         raise unsupported(source, f"kv_cache_quant_algo {algorithm!r}")
-    return FP8_KV
+    return known
 
 
 # --- int4 of gptq and awq ---------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from sglang.srt.errors import UserError
 @dataclass(frozen=True, slots=True)
 class ModuleQuant:
     """The form in which the weight of one linear module is stored. `storage` says under which tensor names, types and
-    packing: "fp8", "deepseek_v4", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", "awq", or "online" for
-    16-bit weights that are quantized while they are loaded. With `static_input` the checkpoint holds the scale (or the
-    global factor) of activations; with `zero_points` the code of int4 that stands for 0 is each group's own, not 8."""
+    packing: "fp8", "deepseek_v4", "deepseek_v41", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", "awq", or
+    "online" for 16-bit weights that are quantized while they are loaded. With `static_input` the checkpoint holds the
+    scale (or the global factor) of activations; with `zero_points` the code of int4 that stands for 0 is each group's
+    own, not 8."""
 
     scheme: str
     storage: str

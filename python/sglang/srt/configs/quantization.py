@@ -93,7 +93,8 @@ def detect(config: Config, directory: Path) -> QuantConfig | None:
         return result
     if text.get("model_type") in DEEPSEEK_V4_TYPES:
         result = as_deepseek_v4(result)
-    return with_fp4_experts(result, values) if text.get("expert_dtype") == "fp4" else result
+    stated_type = text.get("expert_dtype") or values.get("expert_dtype")
+    return with_fp4_experts(result, values) if stated_type == "fp4" else result
 
 
 DEEPSEEK_V4_TYPES = ("deepseek_v4", "deepseek_ref")

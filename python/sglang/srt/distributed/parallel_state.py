@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
+from sglang.srt.distributed.turns import Turns
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -69,6 +70,7 @@ class Group:
         self._quantized: QuantizedSums | None = None
         self.peers: PeerSums | None = None
         """What can add up quantized values in peers' memory."""
+        self._turns: Turns | None = None
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         """Sends of this rank that have not been waited for; the oldest first."""
 
@@ -83,14 +85,26 @@ class Group:
         """Use this before anything else for what it covers, from now on; before the first graph is captured."""
         self._quantized = sums
 
+    def give_way_in(self, turns: Turns) -> None:
+        """Let collectives between its halves travel beside what is computed, from now on."""
+        self._turns = turns
+
+    def _travel(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The collective's result. what, x: tell it from others; the halves of a step differ in rows alone."""
+        if self._turns is None or not self._turns.under_way:
+            return collective()
+        width = x.shape[-1] if x.dim() > 1 else 1
+        return self._turns.travel((what, self.size, x.dtype, width), collective)
+
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
         sums = self._quantized
         return sums if sums is not None and not exact and sums.covers(x) else None
 
     def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Sum over the ranks. May reuse the storage of `x`; use the result only. exact: never quantized."""
-        if self.size == 1:
-            return x
+        return x if self.size == 1 else self._travel("sum", x, lambda: self._summed(x, exact))
+
+    def _summed(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
         if (quantized := self._quantized_for(x, exact)) is not None:
             return quantized.all_reduce(x)
         if self._reducer is not None and self._reducer.can_serve_tensor(x):
@@ -101,10 +115,11 @@ class Group:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Reduces and normalizes in one kernel, if a Reducer is there that serves `x`; returns None if nothing was
-        done."""
+        done: also where the sum is to travel while another half of the step computes."""
         reducer = self._reducer
         if (
-            self._quantized_for(x) is not None
+            (self._turns is not None and self._turns.under_way)
+            or self._quantized_for(x) is not None
             or reducer is None
             or not reducer.can_norm(x)
             or not (residual is None or residual.is_contiguous())
@@ -124,9 +139,9 @@ class Group:
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors, which have one shape, along `dim` in the order of the ranks."""
-        if self.size == 1:
-            return x
-        dim %= x.dim()
+        return x if self.size == 1 else self._travel("gather", x, lambda: self._gathered(x, dim % x.dim()))
+
+    def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.communicator())
         if dim == 0:
@@ -138,12 +153,15 @@ class Group:
         """Rows [T, ...] of each rank -> [ranks * T, ...], as `all_gather` along dim 0; unless `exact` quantized where a
         sum of as many is: then also this rank's own."""
         quantized = self._quantized_for(x, exact)
-        return self.all_gather(x, dim=0) if quantized is None else quantized.all_gather(x)
+        if quantized is None or self.size == 1:
+            return self.all_gather(x, dim=0)
+        return self._travel("gather", x, lambda: quantized.all_gather(x))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
-        if self.size == 1:
-            return x
+        return x if self.size == 1 else self._travel("exchange", x, lambda: self._exchanged(x))
+
+    def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, x.contiguous(), group=self.communicator())
         return received
@@ -151,8 +169,9 @@ class Group:
     def reduce_scatter(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one. exact: never
         quantized."""
-        if self.size == 1:
-            return x[0]
+        return x[0] if self.size == 1 else self._travel("scatter", x, lambda: self._scattered(x, exact))
+
+    def _scattered(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
         if (quantized := self._quantized_for(x[0], exact)) is not None:
             return quantized.reduce_scatter(x)
         total = torch.empty_like(x[0], memory_format=torch.contiguous_format)
@@ -236,6 +255,12 @@ class Groups:
         shared = self.attention
         dims = Group(shared.rank, shared.size)
         return replace(self, tp=shared, vocabulary=shared, experts=shared, ep=ALONE, expert_tp=dims, dp=ALONE)
+
+    @property
+    def of_layers(self) -> tuple[Group, ...]:
+        """The groups over which layers exchange something, each once."""
+        groups = (self.tp, self.vocabulary, self.attention, self.experts, self.dp, self.context)
+        return tuple({id(group): group for group in groups if group.size > 1}.values())
 
     def quantize_with(self, create: Callable[[Group], QuantizedSums]) -> None:
         """Quantize large sums of hidden states over `tp`, `attention` and `dp`, where they have several ranks; `create`

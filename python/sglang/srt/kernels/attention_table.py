@@ -13,10 +13,12 @@ from sglang.srt.kernels.conditions import (
     e4m3_or_16_bits,
     flashinfer_head_dims,
     flashinfer_latents,
+    flashinfer_prompts_are_faster,
     hybrid_choice,
     lacks,
     no_e4m3_conversion,
     no_fp4_cache,
+    no_fp8_cache,
     not_for_hybrids,
     only_16_bit_cache,
     only_equal_head_dims,
@@ -29,14 +31,17 @@ from sglang.srt.kernels.spec import KernelSpec
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_COMPRESSED = "sglang.srt.layers.compressed"
 _NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 
 
+_FLASHINFER_REFUSES = all_of(
+    only_full_heads, flashinfer_head_dims, HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
+    lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer"),
+)  # fmt: skip
+
+
 def _attention(op: str) -> tuple[KernelSpec, ...]:
-    flashinfer_refuses = all_of(
-        only_full_heads, flashinfer_head_dims, HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
-        lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer"),
-    )  # fmt: skip
     return (
         KernelSpec(
             "triton",
@@ -54,7 +59,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
             CP_ASYNC,
             "flashinfer",
-            refuse=flashinfer_refuses,
+            refuse=_FLASHINFER_REFUSES,
             remark=hybrid_choice,
         ),
         KernelSpec(
@@ -93,6 +98,17 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
 
 EXTEND_ATTENTION = _attention("extend_attention")
 DECODE_ATTENTION = _attention("decode_attention")
+# In place of Triton's kernel, which all steps in graphs have, if it was not asked for.
+LONG_PROMPT_ATTENTION = (
+    KernelSpec(
+        "flashinfer",
+        f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
+        CP_ASYNC,
+        "flashinfer",
+        refuse=all_of(_FLASHINFER_REFUSES, flashinfer_prompts_are_faster),
+        graph_safe=False,
+    ),
+)
 # Graphs hold absorbed attention: how many chunks a prefix has is known to the host only.
 LATENT_PROMPT_ATTENTION = (
     KernelSpec(
@@ -131,6 +147,13 @@ SPARSE_INDEXER = (
     KernelSpec("torch_native", f"{_NATIVE_SPARSE}:sparse_indexer", graph_safe=False),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
 )
+CANDIDATE_BLOCKS = (
+    KernelSpec(
+        "triton", f"{_COMPRESSED}.triton_candidates:TritonCandidateBlocks", CP_ASYNC, "triton",
+        refuse=all_of(HALF, no_fp8_cache),
+    ),
+    KernelSpec("torch_native", f"{_COMPRESSED}.candidates:candidate_blocks", graph_safe=False),
+)  # fmt: skip
 SPARSE_ATTENTION = (
     KernelSpec(
         "triton",

@@ -61,6 +61,7 @@ class GQAttention:
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
         self.value_scale, self.interleaved = spec.value_scale, spec.interleaved
+        self.growth = (spec.query_growth, spec.query_length)
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
@@ -108,7 +109,9 @@ class GQAttention:
         if spec.head_gate:
             gate = scope.sub("head_gate")
             self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
-            self.gate_heads: HeadGateOp = scope.plan.entry("attention_head_gate")
+            self.gate_heads: HeadGateOp = (
+                softplus_gates if spec.softplus_gates else scope.plan.entry("attention_head_gate")
+            )
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
         self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
@@ -152,6 +155,8 @@ class GQAttention:
             self.whole_norm(qkv)
         if self.value_norm is not None:
             qkv = self.value_norm(qkv)
+        if self.growth[0]:  # a rotation keeps factors
+            qkv[:, : self.num_heads * self.head_dim] *= growth_of_queries(batch, *self.growth).to(qkv.dtype)
         if self.output_gate is not None:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
             qkv, gates = qkv[:, :width], qkv[:, width:]
@@ -181,6 +186,23 @@ class GQAttention:
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
+
+
+def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, heads * D], in place: each head times the softplus of its gate [T, heads]."""
+    heads = x.unflatten(-1, (gate.shape[-1], -1))
+    heads *= torch.nn.functional.softplus(gate.float()).to(x.dtype)[..., None]
+    return x
+
+
+def growth_of_queries(batch: ForwardBatch, growth: float, length: int) -> torch.Tensor:
+    """Returns the factors [T, 1] fp32 of a step's queries by their positions; the first layer makes them. Source:
+    Llama 4's attention temperature (arXiv 2501.19399), as Ministral 3 has it."""
+    name = f"query_growth.{growth}.{length}"
+    if name not in batch.handed_on:
+        runs = torch.div(batch.positions, length, rounding_mode="floor")
+        batch.handed_on[name] = (1.0 + growth * torch.log1p(runs.float()))[:, None]
+    return batch.handed_on[name]
 
 
 class BlockAttention(GQAttention):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.layers.input_rows import InputRows
+from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, StateRecord, TokenSlots
 
@@ -23,16 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layer_loads import LayerWaits
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.layer_spec import AttentionSite
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRows:
-    """Inputs that are no tokens: rows [N, H] in place of the embeddings of the tokens `index` [N] of T, and what is
-    added to the stream of these tokens behind the first layers, [N, H] for each of them."""
-
-    index: torch.Tensor
-    rows: torch.Tensor
-    behind_layers: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,11 +46,11 @@ class ForwardBatch:
     exchange: RowExchange | None = None
     """Of the tokens of all attention groups, where each has requests of its own."""
 
-    embedding_rows: EmbeddingRows | None = None
+    embedding_rows: InputRows | None = None
 
-    turned_by: torch.Tensor | None = None
-    """[T] int64, or [sections, T] where the frequencies of rotary embeddings have sections: positions that turn heads,
-    where images make them others than `positions`."""
+    turned_by: torch.Tensor | SectionPositions | None = None
+    """Positions that turn heads, where images make them others than `positions`: [T] int64, or one for each section
+    where the frequencies of rotary embeddings have sections."""
 
     state_records: list[StateRecord] | None = None
     """Records of a step whose tokens may be taken back, otherwise None. Layers with recurrent states then leave these
@@ -86,7 +78,7 @@ class ForwardBatch:
         return 0 if self.decode is None else len(self.decode)
 
     @property
-    def rotary_positions(self) -> torch.Tensor:
+    def rotary_positions(self) -> torch.Tensor | SectionPositions:
         return self.positions if self.turned_by is None else self.turned_by
 
     def slots_of(self, cache: CacheStore) -> TokenSlots:

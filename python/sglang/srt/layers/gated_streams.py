@@ -112,7 +112,7 @@ class GatedResidual:
         """Every stream begins as the embedding."""
         return GatedStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
 
-    def add_rows(self, stream: Any, index: torch.Tensor, rows: torch.Tensor) -> None:
+    def summand(self, stream: Any) -> torch.Tensor:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 

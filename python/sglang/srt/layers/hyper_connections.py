@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.hyper_native import placed
+from sglang.srt.layers.hyper_native import placed, weights_behind
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.ops import HyperConnectionOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
-from sglang.srt.layers.residual import FFN, MIXER, Block
+from sglang.srt.layers.residual import FFN, MIXER, NGRAMS, Block, Join
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -28,7 +28,8 @@ HEAD = ("head_mix", "hc_head")
 
 
 class HyperStream:
-    """`streams` [T, N, H], into which `out` [T, H] of the last block goes by `placement` (None: there is none)."""
+    """`streams` [T, N, H], into which `out` [T, H] of the last block goes by `placement` (None: there is none). A
+    lagged placement stays until the next one is made: the next block's weights of the streams lie in it."""
 
     __slots__ = ("out", "placement", "streams")
 
@@ -80,6 +81,7 @@ class HyperJoin:
             self.eps,
             spec.eps,
             spec.rounds,
+            spec.lagged,
         )
         stream.out = None
         return x
@@ -88,18 +90,55 @@ class HyperJoin:
         stream.out = out
 
 
+class WholeJoin:
+    """Gives a block the streams as they are, [T, N, H], and adds what it makes of them, which is as large."""
+
+    def attach(self, block: Block) -> None:
+        """The block takes 16 bits and sums over the ranks itself."""
+
+    def before(self, stream: HyperStream) -> Rows:
+        stream.streams, stream.out = _whole(stream), None
+        return stream.streams
+
+    def after(self, stream: HyperStream, out: torch.Tensor) -> None:
+        stream.streams = stream.streams + out
+
+
+class LaggedEnd:
+    """Behind the last block: the streams become one by that block's weights of them, which a norm follows."""
+
+    def __init__(self, scope: Scope, model: ModelDescription) -> None:
+        self.eps = model.norm_eps
+        self.weight = norm_weight(scope.sub("norm"), model.hidden_size, model.zero_centred_norms)
+        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
+
+    def before(self, stream: HyperStream) -> torch.Tensor:
+        streams = stream.streams = _whole(stream)
+        stream.out = None
+        weights = weights_behind(stream.placement, streams)
+        joined = (weights[..., None] * streams).sum(1).to(streams.dtype)
+        return self.norm(joined, self.weight, self.eps)
+
+
+def end_of(scope: Scope, model: ModelDescription, spec: HyperConnections) -> HyperJoin | LaggedEnd:
+    """Builds what makes normed rows [T, H] of the streams behind the last layer."""
+    return LaggedEnd(scope, model) if spec.lagged else HyperJoin(scope, HEAD, "norm", model, spec, (spec.streams,))
+
+
 class HyperResidual:
     def __init__(self, scope: Scope, model: ModelDescription, spec: HyperConnections) -> None:
         self.model, self.spec = model, spec
-        self.end: HyperJoin | None = None
+        self.end: HyperJoin | LaggedEnd | None = None
         self.weight: torch.Tensor | None = None
         if model.last_stage and spec.mean_head:
             self.weight = norm_weight(scope.sub("norm"), model.hidden_size, model.zero_centred_norms)
             self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
         elif model.last_stage:
-            self.end = HyperJoin(scope, HEAD, "norm", model, spec, (spec.streams,))
+            self.end = end_of(scope, model, spec)
 
-    def join(self, scope: Scope, block: str) -> HyperJoin:
+    def join(self, scope: Scope, block: str) -> Join:
+        if block == NGRAMS:
+            return WholeJoin()
         num = self.spec.streams
         return HyperJoin(scope, PLACES[block], block, self.model, self.spec, (num, num, num * num))
 
@@ -107,7 +146,7 @@ class HyperResidual:
         """Every stream begins as the embedding."""
         return HyperStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
 
-    def add_rows(self, stream: HyperStream, index: torch.Tensor, rows: torch.Tensor) -> None:
+    def summand(self, stream: HyperStream) -> torch.Tensor:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 
@@ -116,10 +155,20 @@ class HyperResidual:
         return stream.streams.mean(dim=1)
 
     def hand_on(self, stream: HyperStream) -> torch.Tensor:
-        return _whole(stream).flatten(1)
+        rows = _whole(stream).flatten(1)
+        if not self.spec.lagged:
+            return rows
+        weights = weights_behind(stream.placement, stream.streams)
+        return torch.cat((rows, weights.contiguous().view(rows.dtype)), dim=1)
 
     def resume(self, received: torch.Tensor) -> HyperStream:
-        return HyperStream(received.unflatten(1, (self.spec.streams, -1)))
+        num, size = self.spec.streams, self.model.hidden_size
+        stream = HyperStream(received[:, : num * size].unflatten(1, (num, size)).contiguous())
+        if self.spec.lagged:
+            places = torch.zeros((len(received), num * (num + 2)), dtype=torch.float32, device=received.device)
+            places[:, num * (num + 1) :] = received[:, num * size :].contiguous().view(torch.float32)
+            stream.placement = places
+        return stream
 
     def finish(self, stream: HyperStream) -> torch.Tensor:
         if self.weight is not None:

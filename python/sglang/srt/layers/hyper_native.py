@@ -18,6 +18,7 @@ def hyper_connection(
     eps: float,
     mix_eps: float,
     rounds: int,
+    lagged: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Leads from one block of a model with N streams to the next one: adds the output of the block before to a token's
     streams, and makes the input of the next block.
@@ -32,6 +33,9 @@ def hyper_connection(
     streams in the input (a sigmoid), weights of the output in the streams (twice a sigmoid), and a matrix that is
     `rounds` times normalized so that its columns and rows sum to 1 (Sinkhorn). Source: DeepSeek-V4's report, section
     2.2.
+
+    With `lagged` the weights of the streams in the input are those that the call before this one made, and a placement
+    is [T, N + N * N + N]: this call's lie behind it. Without a placement the input is the first stream.
     """
     num, wide = streams.shape[1], _wide(streams)
     if out is not None:
@@ -45,19 +49,31 @@ def hyper_connection(
         part * factor + bias
         for part, factor, bias in zip(logits.split(pieces, 1), scale.to(wide), base.to(wide).split(pieces), strict=True)
     ]
-    from_streams = parts[0].sigmoid() + mix_eps
+    from_streams = weights = parts[0].sigmoid() + mix_eps
+    if lagged:
+        from_streams = weights_behind(placement, streams).to(wide)
     x = (from_streams[..., None] * values).sum(1).to(streams.dtype)
     if len(parts) == 1:
         return streams, rmsnorm(x, weight, eps), streams.new_empty((len(streams), 0), dtype=torch.float32)
     mix = doubly_stochastic(parts[2].unflatten(1, (num, num)), mix_eps, rounds)
-    following = torch.cat((2 * parts[1].sigmoid(), mix.flatten(1)), dim=1)
+    following = torch.cat((2 * parts[1].sigmoid(), mix.flatten(1), *([weights] if lagged else [])), dim=1)
     return streams, rmsnorm(x, weight, eps), following.float() if wide is torch.float32 else following
+
+
+def weights_behind(placement: torch.Tensor | None, streams: torch.Tensor) -> torch.Tensor:
+    """Weights [T, N] of streams [T, N, H] in the input of the next block, which lie behind a lagged placement."""
+    num = streams.shape[1]
+    if placement is not None:
+        return placement[:, num + num * num :]
+    first = torch.zeros((len(streams), num), dtype=torch.float32, device=streams.device)
+    first[:, 0] = 1.0
+    return first
 
 
 def placed(streams: torch.Tensor, out: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
     """The streams [T, N, H] with what the block before made of the tokens: the first step of `hyper_connection`."""
     num, wide = streams.shape[1], _wide(streams)
-    to_streams, mix = placement.to(wide).split((num, num * num), dim=1)
+    to_streams, mix = placement[:, : num + num * num].to(wide).split((num, num * num), dim=1)
     values = torch.einsum("tjk,tjh->tkh", mix.unflatten(1, (num, num)), streams.to(wide))
     return (to_streams[..., None] * out[:, None].to(wide) + values).to(streams.dtype)
 

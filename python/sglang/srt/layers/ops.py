@@ -341,6 +341,7 @@ class HyperConnectionOp(Protocol):
         eps: float,
         mix_eps: float,
         rounds: int,
+        lagged: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 

@@ -56,8 +56,8 @@ class ResidualStream(Protocol):
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
 
-    def add_rows(self, stream: Any, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Adds rows [N, H] to the stream of the tokens `index` [N] behind a layer."""
+    def summand(self, stream: Any) -> torch.Tensor:
+        """[T, H], a part of the stream behind a layer: what is added to it in place is added to the stream."""
 
     def captured(self, stream: Any) -> torch.Tensor:
         """A copy of the stream [T, H], or of the mean of several, where a layer has just taken its input, or behind
@@ -147,11 +147,9 @@ class SumResidual:
     def begin(self, embedded: torch.Tensor) -> SumStream:
         return SumStream(embedded)
 
-    def add_rows(self, stream: SumStream, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Adds rows to the stream. The last block's output may still be a summand of each rank; the sum before it is
-        the same on all."""
-        target = stream.added if stream.total is None else stream.total
-        target.index_add_(0, index, rows)
+    def summand(self, stream: SumStream) -> torch.Tensor:
+        """The last block's output may still be a summand of each rank; the sum before it is the same on all."""
+        return stream.added if stream.total is None else stream.total
 
     def captured(self, stream: SumStream) -> torch.Tensor:
         assert stream.total is not None, "a norm has added up"

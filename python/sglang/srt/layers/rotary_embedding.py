@@ -123,27 +123,41 @@ class RotaryTables:
         return RotaryTable(self._tables[spec], spec)
 
 
+class SectionPositions:
+    """Positions `values` [sections, T] int64 of the tokens of a step, and the angles that they come to, which all
+    layers of one rotation share: gathering them takes five launches."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self._angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def angles(self, table: RotaryTable) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the row of each token [T], and the rows [T, rot_dim] fp32: of each frequency at its section's
+        position."""
+        if table.spec not in self._angles:
+            assert table.section is not None
+            at_all = table.cos_sin[self.values].unflatten(-1, (2, -1))  # [sections, T, 2, rot_dim / 2]
+            index = table.section.expand(at_all.shape[1:])[None]
+            rows = at_all.gather(0, index)[0].flatten(-2)
+            self._angles[table.spec] = torch.arange(len(rows), device=rows.device), rows
+        return self._angles[table.spec]
+
+
 class RotaryTable:
     """`cos_sin` [num_positions, rot_dim] fp32, as kernels read it."""
 
     def __init__(self, cos_sin: torch.Tensor, spec: RopeSpec) -> None:
-        self.cos_sin = cos_sin
+        self.cos_sin, self.spec = cos_sin, spec
         self.one_row = spec.kind == UNROTATED
         self.section = _section_of_frequency(spec).to(cos_sin.device) if spec.sections else None
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] or, of a model whose frequencies have sections, [sections, T] -> (row of each token [T], the
-        table that the rows are of)."""
-        if self.one_row:
-            return torch.zeros_like(positions), self.cos_sin
-        if positions.ndim == 1:
-            return positions, self.cos_sin
-        if self.section is None:  # a draft of a model whose frequencies have sections
-            return positions[0], self.cos_sin
-        angles = self.cos_sin[positions].unflatten(-1, (2, -1))  # [sections, T, 2, rot_dim / 2]
-        index = self.section.expand(angles.shape[1:])[None]
-        rows = angles.gather(0, index)[0].flatten(-2)
-        return torch.arange(len(rows), device=positions.device), rows
+    def at(self, positions: torch.Tensor | SectionPositions) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T], or of sections -> (row of each token [T], the table that the rows are of)."""
+        if isinstance(positions, SectionPositions):
+            if self.section is not None:
+                return positions.angles(self)
+            positions = positions.values[0]  # a draft of a model whose frequencies have sections
+        return torch.zeros_like(positions) if self.one_row else positions, self.cos_sin
 
 
 def _section_of_frequency(spec: RopeSpec) -> torch.Tensor:

@@ -2,8 +2,10 @@
 without.
 
 Short prompts are computed whole and without graphs, which is the reference. They are computed in every other kind of
-step, each without graphs and, where such steps have graphs, in one: whole, with the last token decoded, with the last
-tokens verified as guesses, and with one request decoding beside the prompts of the others. Logits of the last tokens
+step, each without graphs and, where such steps have graphs, in one: whole, as two halves where some steps run so, with
+the last token decoded, with the last tokens verified as guesses, and with one request decoding beside the prompts of
+the others. Prompts with images, whose features are random numbers, are computed without graphs and in those of prompts.
+Logits of the last tokens
 must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong is named: the graph, or
 the first block whose output differs, with its ops and what computes them.
 """
@@ -35,6 +37,11 @@ LEAST_AGREEMENT = 0.5
 layers of GLM-4.7-FP8) of it: roundings differ, and routers near a tie choose other experts. A wrong cache slot,
 position or scale leaves about 0."""
 KERNELS = "the attention backend or the cache's type may be at fault"
+REMEDIES = {
+    "graph": "--disable-cuda-graph serves without graphs",
+    "halves": "--disable-two-batch-overlap serves without halves",
+}
+"""By a word in the name of what is wrong."""
 REDUCED = (1 << 9, 1 << 20)
 """Elements of the all-reduces: of a small and of a large message, which other kernels may serve."""
 
@@ -83,10 +90,11 @@ class _Canary:
 
     def _agreements(self) -> Iterator[float]:
         runner, steps = self.runner, self.steps
-        with runner.without_graphs():
+        with runner.without_graphs(), runner.in_halves_from(None):
             reference = self._logits(steps.prompts(steps.length))
             if not bool(reference.isfinite().all()):
                 raise _failure(self._first_without_numbers() + " is not finite", "check the checkpoint's files")
+        yield from self._in_halves(reference)
         yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
         if steps.length < 2:
             return
@@ -96,6 +104,17 @@ class _Canary:
             yield from self._decoded(reference)
         if steps.count > 1:
             yield from self._mixed(reference)
+        if steps.images is not None:
+            with steps.images.there():
+                yield from self._seen(reference)
+
+    def _in_halves(self, reference: torch.Tensor) -> Iterator[float]:
+        """Nothing where no step runs as two halves."""
+        if self.runner.halves is None or self.steps.length * self.steps.count < 2:
+            return
+        with self.runner.in_halves_from(1):
+            logits = self._logits(self.steps.prompts(self.steps.length))
+        yield self._compared("a step as two halves", logits, reference)
 
     def _decoded(self, reference: torch.Tensor) -> Iterator[float]:
         steps = self.steps
@@ -122,6 +141,20 @@ class _Canary:
             self._compute_all_but(1)
             yield self._compared(f"a step of {what}", self._logits(self.steps.mixed()), reference)
         yield from self._in_graph(f"the graph of {what}", self.steps.mixed, reference, 1)
+
+    def _seen(self, of_text: torch.Tensor) -> Iterator[float]:
+        """Prompts with images, which the request that decodes beside them has none of."""
+        steps, graphs = self.steps, self.runner.graphs
+        if graphs is None or graphs.shape_of(steps.seen()) is None:
+            return
+        with self.runner.without_graphs():
+            steps.start()
+            reference = self._logits(steps.seen())
+        yield from self._in_graph("the graph of prompts with images", steps.seen, reference)
+        if steps.count > 1:
+            beside, order = "the graph of prompts with images beside a request that decodes", steps.mixed_order
+            reference = torch.cat((of_text[order[:1]], reference[order[1:]]))
+            yield from self._in_graph(beside, steps.seen_beside, reference, 1)
 
     def _in_graph(
         self,
@@ -157,7 +190,7 @@ class _Canary:
         agreement = _cosine(logits, reference) if bool(logits.isfinite().all()) else float("nan")
         if not agreement >= LEAST_AGREEMENT:
             what = f"{name} gives other logits than the prompts computed whole (cosine {agreement:.3f})"
-            remedy = "--disable-cuda-graph serves without graphs" if "graph" in name else KERNELS
+            remedy = next((text for kind, text in REMEDIES.items() if kind in name), KERNELS)
             raise _failure(what, remedy)
         return agreement
 
@@ -192,7 +225,7 @@ class _Canary:
     def _outputs(self, step: StepInput) -> list[tuple[str, torch.Tensor]]:
         """Returns the name and output [T, H] of every block, in order."""
         outputs: list[tuple[str, torch.Tensor]] = []
-        with _recorded(self.runner.model, outputs):
+        with self.runner.in_halves_from(None), _recorded(self.runner.model, outputs):
             self._logits(step)
         return outputs
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.kv_table import NO_ROWS, TableUpdate
+from sglang.srt.model_executor.canary_images import COUNT, CanaryImages
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import PromptTokens, StepInput
 from sglang.srt.plan.layer_spec import PER_REQUEST
@@ -36,6 +37,11 @@ class CanarySteps:
         self.unset = unused if unused < tokens + plan.page_size else 0
         """The slot of positions that have none yet; without room for one more the padding's."""
         self._fill_unset(float("nan"))
+        self.images: CanaryImages | None = None
+        """None: the model reads text only, or nothing of images is in graphs."""
+        features = self.state.features
+        if features is not None and not features.description.both_ways and self.length > COUNT:
+            self.images = CanaryImages(features, self.length, self.state.position_deltas is not None)
 
     def _fill_unset(self, value: float) -> None:
         if not self.unset:
@@ -76,6 +82,16 @@ class CanarySteps:
         """The last token of one prompt, which decodes, and all other prompts whole."""
         decodes, prompts = np.split(self.mixed_order, [1])
         return self._step(decodes, prompts, self.length)
+
+    def seen(self) -> StepInput:
+        """All prompts with images."""
+        assert self.images is not None
+        return self.images.put(self.prompts(self.length))
+
+    def seen_beside(self) -> StepInput:
+        """As `mixed`, with images in the prompts."""
+        assert self.images is not None
+        return self.images.put(self.mixed())
 
     @property
     def width(self) -> int:

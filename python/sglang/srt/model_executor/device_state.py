@@ -13,9 +13,11 @@ from sglang.srt.distributed.parallel_state import ALONE, Group
 from sglang.srt.layers import native_guesses, native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
-from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.layers.native_guesses import DraftInputs
 from sglang.srt.layers.ops import DecodeInputsOp, DraftInputsOp, SettleGuessesOp, VerifyInputsOp
+from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses, ImageRuns, TokenSlots, requests_of_tokens
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
@@ -131,10 +133,11 @@ class DeviceState:
         shape: StepShape,
         step: StepInput | None = None,
         num_valid_tokens: torch.Tensor | None = None,
+        attends: bool = True,
     ) -> ForwardBatch:
         """Ready for the model, of `step_arrays`. Without a `step` all comes from device tensors, so that it can be
         captured: arrays beyond the step's own entries are padding, of which `num_valid_tokens` [1] says where it
-        begins."""
+        begins. attends False: no layer will take the batch, which has no metadata of attention then."""
         if shape.has_prompts:
             batch = self._extend_batch(arrays, shape, step)
         elif shape.width > 1:
@@ -144,7 +147,8 @@ class DeviceState:
         if step is not None and step.prompts is not None and step.prompts.media is not None:
             self._add_media(batch, arrays, step.prompts.media, shape.num_decodes)
         batch.num_valid_tokens = num_valid_tokens
-        batch.metadata = self.attention.metadata(batch, in_graph=step is None)
+        if attends:
+            batch.metadata = self.attention.metadata(batch, in_graph=step is None)
         return batch
 
     def _turned_by(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -155,19 +159,13 @@ class DeviceState:
         """Puts the positions of prompts with images, which come from the host, behind those of requests that decode,
         and the features in place of the placeholders."""
         if media.positions is not None:
-            assert batch.turned_by is not None
+            assert isinstance(batch.turned_by, torch.Tensor)
             decodes = batch.turned_by[:num_decodes].expand(len(media.positions), -1)
-            batch.turned_by = torch.cat((decodes, arrays["sections"]), dim=1)
+            batch.turned_by = SectionPositions(torch.cat((decodes, arrays["sections"]), dim=1))
         if media.runs is not None and batch.extend is not None:
             batch.extend.images = _image_runs(batch.extend, arrays, media.runs, num_decodes)
         if media.sources and self.features is not None and self.features.encoder is not None:
-            ends = np.cumsum([len(rows) for _, rows in media.sources]).tolist()
-            parts = [
-                self.features.rows(item, arrays["feature_rows"][end - len(rows) : end])
-                for (item, rows), end in zip(media.sources, ends, strict=True)
-            ]
-            size = self.model.description.hidden_size
-            rows, *added = torch.cat(parts).split(size, dim=1)
+            rows, *added = self.features.split(self.features.of_step(media.sources, arrays["feature_rows"]))
             batch.embedding_rows = EmbeddingRows(arrays["media_tokens"] + num_decodes, rows, tuple(added))
 
     def _token_slots(

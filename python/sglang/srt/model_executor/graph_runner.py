@@ -7,8 +7,9 @@ Three kinds of steps have graphs, each with arrays of its own at fixed addresses
     decode      one token of each request; the graph also writes the new cache slots into the tables
     verify      2 to k tokens of each request, where steps bring guesses
     prompts     a short prompt computes faster than the host can launch a model's kernels one by one; with and without
-                requests that decode in the same step. Chunks up to the end of a prompt's last image have no graph, nor
-                have prompts behind a prefix so long that several programs share it
+                requests that decode in the same step, and with and without images (`graph_media`). Images that see
+                themselves both ways attend once more, each as a request of its own, and have no graph, nor have prompts
+                behind a prefix so long that several programs share it
 
 With a drafter each of them has a second graph, which follows the sampling: what stands of the step, and new guesses.
 
@@ -35,7 +36,10 @@ from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
+from sglang.srt.model_executor.graph_media import GraphMedia
 from sglang.srt.model_executor.step import GroupSteps, ModelOutput, Settled, StepInput, step_arrays
+from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.plan import Plan
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
 MAX_PROMPTS = 16
@@ -61,6 +65,22 @@ class GraphSizes:
         return bool(self.batch_sizes or self.prompt_tokens)
 
 
+def graph_sizes(plan: Plan, state: DeviceState, widths: tuple[int, ...]) -> GraphSizes:
+    """Returns the sizes of the graphs that the attention of this model can be in. widths: tokens of each request in
+    steps without prompts that may have graphs."""
+    attention, guesses = state.attention, state.guesses
+    if not plan.cuda_graph_bs or not attention.decode_in_graphs:
+        return GraphSizes()
+    prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
+    mixed = mixed_decode_sizes(plan.cuda_graph_bs)
+    if guesses and attention.decode_plans_on_host:
+        mixed = (0,)  # the lengths of requests that decode are known to the device alone
+    verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
+    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not guesses else ()
+    widths = tuple(width for width in widths if width > 1 or not (guesses and attention.decode_plans_on_host))
+    return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
+
+
 class GraphRunner:
     """Owns the captured graphs, and the arrays and results at fixed addresses."""
 
@@ -72,6 +92,7 @@ class GraphRunner:
         self.num_windows = state.num_tables - 1
         self.groups = parallel_state.groups()
         shapes = list(self._shapes())
+        self.media = GraphMedia(state, max(sizes.prompt_tokens, default=0))
         self._arrays: dict[bool, DeviceArrays] = {}
         """Input arrays of steps with (True) and without (False) prompts."""
         for has_prompts, fields in ((True, self._prompt_fields()), (False, self._token_fields())):
@@ -119,7 +140,7 @@ class GraphRunner:
                 return None
             return StepShape(size * step.width, size, step.width)
         decodes = _at_least(self.sizes.mixed_decodes, num_decodes)
-        if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.prompts.media is not None:
+        if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.has_runs:
             return None
         tokens = _at_least(self.sizes.prompt_tokens, max(len(step.out_cache_loc), decodes))
         lens = step.prompts.extend_lens.tolist(), step.prompts.prefix_lens.tolist()
@@ -134,7 +155,7 @@ class GraphRunner:
             if size is None or steps.width not in self.sizes.widths:
                 return None
             return StepShape(size * steps.width, size, steps.width)
-        if steps.verify_beside_prompts or steps.has_media:
+        if steps.verify_beside_prompts or steps.has_runs:
             return None
         decodes = _at_least(self.sizes.mixed_decodes, steps.num_decodes)
         if decodes is None or steps.num_prompts > MAX_PROMPTS:
@@ -188,6 +209,7 @@ class GraphRunner:
         fields = {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.guesses else {}
         return {
             **fields,
+            **self.media.fields(),
             **self._exchange_fields(tokens[0]),
             "input_ids": Field(tokens, np.int64),
             "positions": Field(tokens, np.int64),
@@ -212,10 +234,8 @@ class GraphRunner:
         values: dict[str, np.ndarray] = {}
         if self.groups.dp.size > 1:
             values["row_order"] = np.arange(self.groups.dp.size * shape.num_tokens)
-        if shape.has_prompts:  # all tokens are of one prompt, which is padding
-            ends = np.full(MAX_PROMPTS + 2, shape.num_tokens, np.int32)
-            ends[0] = 0
-            values |= {"start_loc": ends, "seq_lens": np.array([shape.num_tokens], np.int32)}
+        if shape.has_prompts:
+            values |= _one_prompt(shape)
         if values:
             arrays.load(**values)
         # What builders share between graphs is then this one's.
@@ -229,6 +249,8 @@ class GraphRunner:
             most = self.num_windows * shape.num_tokens
             self.state.req_to_token.view(-1)[arrays["table_index"][:most]] = arrays["table_value"][:most]
         batch = self.state.batch(arrays, shape, num_valid_tokens=arrays["num_tokens"])
+        if shape.has_prompts:
+            self.media.add_to(batch, arrays)
         sampled_rows = None
         if self.groups.dp.size > 1:
             order = arrays["row_order"][: self.groups.dp.size * shape.num_tokens]
@@ -290,15 +312,26 @@ class GraphRunner:
         """(requests, tokens of each) -> milliseconds of the graphs of steps without prompts, over rows of padding: what
         it takes to read weights and to launch, without the caches. Of every power of two and the largest size."""
         sizes = [size for size in self.sizes.batch_sizes if not size & (size - 1) or size == self.sizes.batch_sizes[-1]]
-        if not sizes:
-            return {}
-        self._arrays[False].load()
         times = {}
         for size in sizes:
             for width in self.sizes.widths:
                 shape = StepShape(size * width, size, width)
+                self._arrays[False].load(num_tokens=np.array([shape.num_tokens], np.int32))
                 self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
                 times[size, width] = self._milliseconds(shape)
+        return times
+
+    @torch.inference_mode()
+    def prompt_times(self) -> dict[int, float]:
+        """Tokens -> milliseconds of the graphs with prompts, with as many requests that decode as they have: of one
+        prompt of padding without a cached prefix, whose tokens differ, as experts are chosen by them."""
+        vocabulary, times = self.state.model.description.vocab_size, {}
+        for shape in (shape for shape in self.graphs if shape.has_prompts):
+            if shape.num_tokens not in times:  # the shape with the most requests comes first
+                ids = np.arange(shape.num_tokens, dtype=np.int64) % vocabulary
+                self._arrays[True].load(**_one_prompt(shape), input_ids=ids)
+                self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
+                times[shape.num_tokens] = self._milliseconds(shape)
         return times
 
     def _milliseconds(self, shape: StepShape) -> float:
@@ -324,6 +357,7 @@ class GraphRunner:
             start_loc[: len(values["start_loc"])] = values["start_loc"]
             start_loc[-1] = shape.num_tokens
             values |= {"start_loc": start_loc, "is_decode": np.ones(step.num_decodes, np.bool_)}
+            values |= self.media.load(step)
         elif step.table_update is not None and self.writes_tables(step):
             values |= {"table_index": step.table_update.index, "table_value": step.table_update.value}
         if step.groups is not None:
@@ -333,6 +367,14 @@ class GraphRunner:
                 "num_rows": np.array([sum(counts)], np.int32),
             }
         arrays.load(**values, num_tokens=np.array([num_tokens], np.int32))
+
+
+def _one_prompt(shape: StepShape) -> dict[str, np.ndarray]:
+    """Returns the arrays of a step all tokens of which are of one prompt of the padding slot."""
+    ends = np.full(MAX_PROMPTS + 2, shape.num_tokens, np.int32)
+    ends[0] = 0
+    count = np.array([shape.num_tokens], np.int32)
+    return {"start_loc": ends, "seq_lens": count, "num_tokens": count}
 
 
 def _at_least(ascending: tuple[int, ...], number: int) -> int | None:

@@ -133,6 +133,11 @@ class MediaFeatures:
         self._under_way = None
         self.used = 0
 
+    def enter(self, item: MediaItem, features: torch.Tensor) -> None:
+        """features [tokens, hidden * (1 + deepstack levels)] of an item that is not there, and that no step encodes."""
+        self._entries[item.digest] = _Entry(self.size_of(item), features)
+        self.used += self.size_of(item)
+
     @property
     def under_way(self) -> bool:
         """Whether an encoder step has begun and not ended."""
@@ -173,6 +178,20 @@ class MediaFeatures:
         if entry.features is None:  # the request has ended everywhere else: nobody reads what comes of it
             return torch.zeros((len(index), self.width), dtype=self.dtype, device=self.device)
         return entry.features[index]
+
+    def of_step(self, sources: Sequence[tuple[MediaItem, np.ndarray]], index: torch.Tensor) -> torch.Tensor:
+        """sources: items that are there, and which of their rows a step takes, in `index` [M] on the device. Returns
+        [M, hidden * (1 + deepstack levels)]."""
+        begin, parts = 0, []
+        for item, rows in sources:
+            parts.append(self.rows(item, index[begin : begin + len(rows)]))
+            begin += len(rows)
+        return torch.cat(parts)
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """rows [N, hidden * (1 + deepstack levels)] -> [N, hidden] that stand for tokens, and as many for each
+        level."""
+        return rows.split(self.width // (1 + self.description.deepstack_levels), dim=1)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 An encoder's slice of s ms behind a decode step of d ms makes the time between two tokens d + s. The 99th percentile
 beside images is to stay within 1.5 times that without, so s is at most SHARE of d, and so is what a prompt adds to a
-step: the rest of the half is left for longer contexts, and for the launches of the host. A slice is a run of pieces
+step, which has one of the two: the rest of the half is left for longer contexts, and for the launches of the host. A
+slice is a run of pieces
 (`models.vision.pieces`); where a layer takes longer than a slice, it is cut, too. All times are measured at
 the start, so that the ranks, which agree on them, cut alike. On a stream of its own the encoder would
 cost more: a decode step is some 300 kernels, one behind the other, and each would wait for blocks of the encoder's
@@ -73,11 +74,13 @@ WHOLE = Slices((1,))
 @dataclass(frozen=True, slots=True)
 class MediaPace:
     """`decode_ms`: requests -> milliseconds of a decode step. `prompt_ms`: tokens -> milliseconds of a step with a
-    prompt that is launched kernel by kernel. What is not measured does not limit; slices have a constant size then."""
+    prompt, `in_graphs`, which have these sizes, or launched kernel by kernel. What is not measured does not limit;
+    slices have a constant size then."""
 
     layer: LayerTimes | None = None
     decode_ms: Mapping[int, float] = field(default_factory=dict)
     prompt_ms: Mapping[int, float] = field(default_factory=dict)
+    in_graphs: bool = False
 
     def slices(self, tower: Tower, grids: Sequence[Grid], num_decodes: int) -> Slices:
         """Returns the slices of an encoder step beside so many requests that decode: none is longer than its share of
@@ -98,8 +101,19 @@ class MediaPace:
         many as there are."""
         if not self.prompt_ms or not self.decode_ms:
             return None
-        longest = max((1 + SHARE) * self._decode_ms(num_decodes), FLAT * min(self.prompt_ms.values()))
+        limit = (1 + SHARE) * self._decode_ms(num_decodes)
+        if self.in_graphs:
+            return self._graph_tokens(num_decodes, limit)
+        longest = max(limit, FLAT * min(self.prompt_ms.values()))
         return max(LEAST_TOKENS, _crossing(self.prompt_ms, longest) - num_decodes)
+
+    def _graph_tokens(self, num_decodes: int, limit: float) -> int:
+        """Returns the tokens that fill the largest graph within the limit, or if these are too few the next larger one:
+        a step takes the time of its graph, whether its tokens fill it or not."""
+        least = num_decodes + LEAST_TOKENS
+        sizes = [size for size in sorted(self.prompt_ms) if size >= least]
+        fitting = [size for size in sizes if self.prompt_ms[size] <= limit]
+        return (fitting[-1] if fitting else sizes[0] if sizes else least) - num_decodes
 
     def _decode_ms(self, num_decodes: int) -> float:
         sizes = sorted(self.decode_ms)

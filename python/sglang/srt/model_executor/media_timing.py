@@ -29,6 +29,9 @@ class Runner(Protocol):
     def step_times(self) -> dict[tuple[int, int], float]:
         """Returns (requests, tokens of each) -> milliseconds of a step in a graph."""
 
+    def media_prompt_times(self) -> dict[int, float]:
+        """Returns tokens -> milliseconds of a step with images in a graph; nothing if they have none."""
+
     def run_padding(self, num: int, prefix: int = 0) -> None:
         """Computes a prompt of so many tokens of padding."""
 
@@ -42,15 +45,16 @@ def measured_pace(runner: Runner) -> MediaPace:
         decode[size] = min(ms, decode.get(size, ms))
     if not decode:
         return MediaPace()
-    sizes = [tokens for tokens in PROMPT_TOKENS if tokens <= runner.longest_prompt]
-    prompt = [_milliseconds(partial(runner.run_padding, tokens)) for tokens in sizes]
+    in_graphs = runner.media_prompt_times()
+    sizes = sorted(in_graphs) or [tokens for tokens in PROMPT_TOKENS if tokens <= runner.longest_prompt]
+    prompt = [in_graphs.get(size) or _milliseconds(partial(runner.run_padding, size)) for size in sizes]
     encoder = runner.media.encoder
     layer = layer_times(encoder) if isinstance(encoder, VisionEncoder) else None  # others are not cut into slices
     measured = [*prompt, *(() if layer is None else (layer.patch, layer.pair, layer.least))]
     agreed = _longest_each(measured)
     if layer is not None:
         layer = LayerTimes(*agreed[len(sizes) :])
-    return MediaPace(layer, decode, dict(zip(sizes, agreed, strict=False)))
+    return MediaPace(layer, decode, dict(zip(sizes, agreed, strict=False)), in_graphs=bool(in_graphs))
 
 
 def layer_times(encoder: VisionEncoder[Any]) -> LayerTimes:

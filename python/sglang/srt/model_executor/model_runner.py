@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
-from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.model_executor.graph_runner import GraphRunner, graph_sizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.host_copies import create_copies
 from sglang.srt.model_executor.media_setup import CreateEncoder, create_features
@@ -37,11 +37,11 @@ from sglang.srt.model_executor.step import (
     padding_step,
     step_arrays,
 )
+from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.model_executor.step_output import StepOutput
 from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter
@@ -102,34 +102,23 @@ class ModelRunner:
         of_groups = None
         if groups.dp.size > 1:
             of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups)
+        self.halves = StepHalves.of_plan(plan, self.state, groups)
+        """Steps that run as two halves; they have no graph."""
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
         self.token_receiver = None if self.samples else TokenReceiver(groups, self.state)
         self.graphs: GraphRunner | None = None
-        sizes = self._graph_sizes()
+        sizes = graph_sizes(plan, self.state, self.widths)
         if sizes.any:
             with torch.inference_mode():
                 in_graphs = None if attention.decode_plans_on_host else drafts
                 self.graphs = GraphRunner(self.state, sizes, keeps_hidden or drafts is not None, in_graphs)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
-            self._warm_up_prompts()
+            for prefix in (0, 1):  # compiles what prompts too long for a graph need
+                self.run_padding(16, prefix)
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
-
-    def _graph_sizes(self) -> GraphSizes:
-        """Returns the sizes of the graphs that the attention of this model can be in."""
-        plan, attention, guesses = self.plan, self.state.attention, self.state.guesses
-        if not plan.cuda_graph_bs or not attention.decode_in_graphs:
-            return GraphSizes()
-        prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
-        mixed = mixed_decode_sizes(plan.cuda_graph_bs)
-        if guesses and attention.decode_plans_on_host:
-            mixed = (0,)  # the lengths of requests that decode are known to the device alone
-        verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
-        batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not guesses else ()
-        widths = tuple(width for width in self.widths if width > 1 or not (guesses and attention.decode_plans_on_host))
-        return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
     @property
     def tokens_per_step(self) -> int:
@@ -155,6 +144,14 @@ class ModelRunner:
         microseconds = parallel_state.least_each([int(1000 * ms) for ms in times.values()])
         return {size: us / 1000 for size, us in zip(times, microseconds, strict=True)}
 
+    def media_prompt_times(self) -> dict[int, float]:
+        """Tokens -> milliseconds of a step with images in a graph; nothing where such steps have none, or where stages
+        compute one behind the other."""
+        media = self.plan.description.media
+        if self.graphs is None or media is None or media.both_ways or self.plan.ranks.pp_size > 1:
+            return {}
+        return self.graphs.prompt_times()
+
     def begin(self, slot: int, tokens: Sequence[int], position_delta: int = 0) -> None:
         """A request with these tokens has taken a request slot. position_delta: as in `DeviceState.position_deltas`."""
         self.state.set_position_delta(slot, position_delta)
@@ -173,10 +170,12 @@ class ModelRunner:
         finally:
             self.graphs = graphs
 
-    def _warm_up_prompts(self) -> None:
-        """Compile what prompts too long for a graph need, with and without a cached prefix, on the padding slots."""
-        for prefix in (0, 1):
-            self.run_padding(16, prefix)
+    @contextmanager
+    def in_halves_from(self, least: int | None) -> Iterator[None]:
+        """Inside the block steps with prompts of so many tokens run as two halves, where the plan lets any; None: no
+        step does."""
+        with nullcontext() if self.halves is None else self.halves.from_tokens(least):
+            yield
 
     @property
     def longest_prompt(self) -> int:
@@ -205,7 +204,8 @@ class ModelRunner:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
         if self.token_receiver is not None:
             self.token_receiver.take_before(step)
-        shape = None if graphs is None else graphs.shape_of(step)
+        halves = None if self.halves is None else self.halves.halves_of(step)
+        shape = None if graphs is None or halves is not None else graphs.shape_of(step)
         if shape is not None and shape.has_prompts and step.prompts is None:  # other attention groups have some
             assert step.groups is not None
             idle = step.groups.idle[self.groups.dp.rank]
@@ -215,14 +215,17 @@ class ModelRunner:
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(arrays, shape_of(step), step)
+        batch = self.state.batch(arrays, shape_of(step), step, attends=halves is None or self.drafter is not None)
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = RowExchange.of_step(self.groups, step.groups.num_tokens, self.device)
             padded = step.groups.padded_sampled(self.groups.attention.size)
             sampled_rows = RowExchange(self.groups, padded, exact=True)
         batch.loads = loads
-        hidden = self.model(batch)
+        if self.halves is None or halves is None:
+            hidden = self.model(batch)
+        else:
+            hidden = self.halves.compute(batch, halves, loads)
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

@@ -92,6 +92,11 @@ class StepInput:
         return len(self.slots) - (0 if self.prompts is None else len(self.prompts.extend_lens))
 
     @property
+    def has_runs(self) -> bool:
+        """True if images in it see themselves both ways."""
+        return self.prompts is not None and self.prompts.media is not None and self.prompts.media.runs is not None
+
+    @property
     def sampled_slots(self) -> np.ndarray:
         return self.slots if self.prompts is None else self.slots[self.prompts.sample_rows]
 
@@ -139,6 +144,11 @@ class GroupSteps:
     @property
     def has_media(self) -> bool:
         return any(step.prompts is not None and step.prompts.media is not None for step in self.steps)
+
+    @property
+    def has_runs(self) -> bool:
+        """True if a group has images that see themselves both ways."""
+        return any(step.has_runs for step in self.steps)
 
     @property
     def verify_beside_prompts(self) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.turns import Turns
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
+from sglang.srt.layers.compressed.shared import SharedSparseAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.gated_streams import GatedResidual
 from sglang.srt.layers.hyper_connections import HyperResidual
@@ -22,6 +25,7 @@ from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ngrams.block import NgramBlock
+from sglang.srt.layers.ngrams.engram import EngramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
 from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
@@ -37,6 +41,7 @@ from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, LayerSpec, Sum
@@ -46,6 +51,7 @@ from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.shared_sparse import SharedSparse
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -85,6 +91,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", _grouped_queries),
     MLA: BlockKind("attn", LatentAttention),
     CompressedSparse: BlockKind("attn", _compressed),
+    SharedSparse: BlockKind("attn", SharedSparseAttention),
     PooledSparse: BlockKind("attn", PooledSparseAttention),
     PooledLatent: BlockKind("attn", PooledLatentAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
@@ -94,6 +101,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     MoE: BlockKind("moe", _experts),
     PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
     NgramEmbedding: BlockKind("ngrams", NgramBlock),
+    Engram: BlockKind("ngrams", EngramBlock),
 }
 """Kinds of blocks, by the type of a LayerSpec's mixer, ffn, inputs or ngrams."""
 RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {
@@ -259,13 +267,31 @@ class CausalLM:
             self.pp.send_to_next(hidden)
         return hidden
 
+    def in_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch], turns: Turns) -> torch.Tensor:
+        """Returns what a call gives for `batch`, whose tokens are those of the halves one behind the other: computed
+        in turns, the sums of one half on their way while the other computes. What the second half has beyond them is
+        padding, where an attention group has no work in it."""
+        num_tokens, first = len(batch.input_ids), len(halves[0].input_ids)
+        received = self.input_buffer(num_tokens)
+        if received is not None:
+            self.pp.receive_from_previous(received)
+        parts = (None, None) if received is None else (received[:first], received[first:])
+        computed = turns.run(*(partial(self.compute, *half) for half in zip(halves, parts, strict=True)))
+        hidden = torch.cat(computed)[:num_tokens]
+        captured = zip(*(half.captured for half in halves), strict=True)
+        batch.captured = [torch.cat(of_layer)[:num_tokens] for of_layer in captured]
+        if not self.description.last_stage:
+            self.pp.send_to_next(hidden)
+        return hidden
+
     def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
         """Returns a buffer [T, streams * H], and H more for each layer that was captured there, for what the stage
         before this one hands on; None in the first stage."""
         if self.description.first_stage:
             return None
-        streams = self.description.layers[0].residual.streams
-        width = (streams + len(self.captures.received)) * self.description.hidden_size
+        residual = self.description.layers[0].residual
+        width = (residual.streams + len(self.captures.received)) * self.description.hidden_size
+        width += residual.handed_elements(self.dtype.itemsize)
         return torch.empty((num_tokens, width), dtype=self.dtype, device=self.device)
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
@@ -275,18 +301,18 @@ class CausalLM:
             received = self._take_captured(received, batch)
         residual = self.residual
         stream = residual.begin(self._embedded(batch)) if received is None else residual.resume(received)
-        added = () if batch.embedding_rows is None else batch.embedding_rows.behind_layers
+        rows = batch.embedding_rows
+        num_levels = 0 if rows is None else rows.num_levels
         for number, layer in enumerate(self.layers):
             if batch.loads is not None:
                 batch.loads.before(number)
             layer(stream, batch)
-            if number < len(added) and layer.blocks:
-                assert batch.embedding_rows is not None
-                residual.add_rows(stream, batch.embedding_rows.index, added[number])
+            if rows is not None and number < num_levels and layer.blocks:
+                rows.add_behind(number, residual.summand(stream))
         if not self.description.last_stage:
             captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.handed_on]
-            rows = self.residual.hand_on(stream)
-            return torch.cat((rows, *captured), dim=-1) if captured else rows
+            handed_on = self.residual.hand_on(stream)
+            return torch.cat((handed_on, *captured), dim=-1) if captured else handed_on
         hidden = self.residual.finish(stream)
         if len(self.layers) - 1 in self.captures.taken:
             of_last = residual.hand_on if self.capture_streams else residual.captured
@@ -327,10 +353,10 @@ class CausalLM:
         exchange = None if self.vocabulary_of_group else batch.exchange
         embedded = self.embed(ids, exchange)
         if rows is not None:
-            embedded[rows.index] = rows.rows
+            embedded = rows.put(embedded)
         if self.layer_inputs is not None:
             if rows is not None and self.description.media is not None:
-                ids = ids.index_fill(0, rows.index, self.description.media.plain_token)
+                ids = rows.put_ids(ids, self.description.media.plain_token)
             batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded, exchange)
         return embedded
 

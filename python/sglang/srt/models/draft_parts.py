@@ -11,7 +11,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.hyper_connections import HEAD, HyperJoin
+from sglang.srt.layers.hyper_connections import end_of
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.ops import LinearOp
@@ -88,11 +88,7 @@ class DraftParts:
         draft reads what the target reads (`speculative.draft_chain.following_rows`). A draft of another width, and the
         last of several stages, which has no features, read the placeholder's embedding."""
         embedded, rows = self.embedding(batch.input_ids), batch.embedding_rows
-        if rows is None or rows.rows.shape[1] != embedded.shape[1]:
-            return embedded
-        longer = torch.cat((embedded, embedded[:1]))
-        longer[rows.index] = rows.rows.to(longer.dtype)
-        return longer[:-1]
+        return embedded if rows is None or rows.width != embedded.shape[1] else rows.put(embedded)
 
     def _head(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.draft.head_size:
@@ -124,7 +120,7 @@ class DraftParts:
         """Returns the function that makes normed rows [T, H] of the stream behind the last layer."""
         spec = self.model.layers[0].residual
         if isinstance(spec, HyperConnections):
-            join = HyperJoin(self.scope, HEAD, "norm", self.model, spec, (spec.streams,))
+            join = end_of(self.scope, self.model, spec)
             return lambda stream: values_of(join.before(stream))
         norm = self.norm("norm")
         return lambda stream: values_of(stream.normed(norm))

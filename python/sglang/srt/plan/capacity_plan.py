@@ -35,6 +35,9 @@ from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, cut_stages, fu
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
 
+NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention")
+"""Ops that graphs of decode steps do not hold."""
+
 
 def plan_capacity(
     args: ServerArgs,
@@ -172,7 +175,8 @@ def _sizes(
     graphs: tuple[int, ...] = ()
     if arch.device != "cpu":
         graphs = defaults.cuda_graph_batch_sizes(args, largest_graph, running)
-        unsafe = sorted({c.name for op, c in choices.items() if op != "extend_attention" and not c.spec.graph_safe})
+        kernels = [choice for op, choice in choices.items() if op.partition("/")[0] not in NOT_OF_GRAPHS]
+        unsafe = sorted({choice.name for choice in kernels if not choice.spec.graph_safe})
         if graphs and unsafe:
             notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
             graphs = ()

@@ -44,6 +44,7 @@ class CompressedSparse:
     rate: int = 0
     indexer: Indexer | None = None
     block: int = 1
+    head_norm: bool = True  # each query head is normed, without a weight
 
     @property
     def value_dim(self) -> int:

@@ -22,9 +22,11 @@ from sglang.srt.plan.config_blocks import (
 )
 from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
+from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
     Override,
     enumerated,
+    growing_queries,
     layer_overrides,
     per_layer_embedding,
     widened,
@@ -32,12 +34,15 @@ from sglang.srt.plan.config_sharing import (
     with_shared_caches,
 )
 from sglang.srt.plan.config_streams import ngram_embeddings, residual_streams
+from sglang.srt.plan.engram import engrams
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Mixer, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.pooled_sparse import PooledSparse
 
+_DENSE_KEYS = ("mlp_layer_types", "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
+"""Keys that say which layers have no experts."""
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
@@ -50,6 +55,8 @@ def read_layers(
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = _num_experts(keys, family)
+    if family.first_dense and not any(keys.values.get(key) for key in _DENSE_KEYS):
+        keys = ConfigReader({**keys.values, "first_k_dense_replace": family.first_dense}, keys.source)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
     residual = residual_streams(keys, family.residual)
     dense = None if all(sparse) else _dense(keys, family)
@@ -57,7 +64,7 @@ def read_layers(
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
     inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
-    ngrams = ngram_embeddings(keys, num_layers, quantized)
+    ngrams: dict[int, Any] = {**ngram_embeddings(keys, num_layers, quantized), **engrams(keys, num_layers, quantized)}
     layers = []
     ffns: list[Dense | MoE] = []
     for has_experts in sparse:
@@ -125,6 +132,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
         if keys.values.get("compress_ratios") is None:
             raise UserError(f"{keys.source}: the key 'compress_ratios' is missing.")
         rates = _by_layer(keys, "compress_ratios", num_layers, 0)
+        if family.shared_entries:
+            plain, rotated = (_compressed(keys, rate, rotation, indexed_rate=0) for rate in (0, 2))
+            return [*shared_sparse_mixers(keys, rates, plain, rotated)]
         return [_compressed(keys, rate, rotation) for rate in rates]
     if keys.count("kv_lora_rank") and family.pooled_index:
         indexed = indexed_layers(keys, num_layers)
@@ -254,6 +264,10 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     bias = keys.default("attention_bias", bool, False)
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
     changes = _of_windows(keys, window)
+    growth: dict[str, Any] = {}
+    if family.growing_queries:
+        growth, without = growing_queries(keys)
+        changes = {**changes, **without}
     rotates = family.positions and (window > 0 or not family.positions_in_windows or layer_type != "")
     return GQA(
         num_heads=heads,
@@ -270,11 +284,13 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
         gate_projection=family.gate_projection,
         head_gate=family.head_gate,
+        softplus_gates=family.softplus_gates,
         sinks=_sinks(keys, family, window),
         value_scale=keys.default("attention_value_scale", float, 1.0),
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
         value_norm=family.value_norm,
+        **growth,
         values_from_keys=values_from_keys,
         interleaved=family.interleaved_rotary,
     )
@@ -373,7 +389,9 @@ INDEXED_RATE = 4
 """DeepSeek-V4's layers of this compression rate have an indexer; those of a higher one attend to every entry."""
 
 
-def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> CompressedSparse:
+def _compressed(
+    keys: ConfigReader, rate: Any, rotation: _Rotation, indexed_rate: int = INDEXED_RATE
+) -> CompressedSparse:
     if isinstance(rate, bool) or not isinstance(rate, int) or rate == 1:
         raise UserError(f"{keys.source}: 'compress_ratios' must be 0 or whole numbers above 1; got {rate!r}.")
     rope_dim, groups = keys.positive("qk_rope_head_dim"), keys.positive("o_groups")
@@ -390,7 +408,8 @@ def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> Compresse
         window=keys.positive("sliding_window"),
         rope=rotation.of(rope_dim, **_of_compression(keys, rate)),
         rate=bounded("compress_ratios", rate, keys.source),
-        indexer=_indexer(keys) if rate == INDEXED_RATE else None,
+        indexer=_indexer(keys) if rate == indexed_rate != 0 else None,
+        head_norm=keys.default("q_head_norm", bool, indexed_rate != 0),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.srt.configs.activation import LEAST_RESULT_LIMIT, Activation
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.rope import rope_parameters
 from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec, Mixer
@@ -26,6 +27,11 @@ def layer_overrides(keys: ConfigReader, num_layers: int) -> list[Override]:
     512}}. Raises UserError."""
     written = keys.default("per_layer_config", dict, {})
     overrides: list[Override] = [()] * num_layers
+    heads = keys.default("num_attention_heads_per_layer", list, [])
+    if heads and (len(heads) < num_layers or any(type(count) is not int or count < 1 for count in heads)):
+        raise UserError(f"{keys.source}: 'num_attention_heads_per_layer' must be {num_layers} numbers; got {heads!r}.")
+    for layer, count in enumerate(heads[:num_layers]):
+        overrides[layer] = (("num_attention_heads", count),)
     for layer, values in written.items():
         if not str(layer).isdigit() or int(layer) >= num_layers or not isinstance(values, Mapping):
             raise UserError(f"{keys.source}: 'per_layer_config' has {layer!r}: {values!r} for {num_layers} layers.")
@@ -53,6 +59,25 @@ def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: Conf
         result[source] = replace(shared, cache_shared=True)
         result[i] = replace(sharing, cache_layer=source, values_from_keys=False)
     return result
+
+
+_GROWTH = "llama_4_scaling_beta"
+
+
+def growing_queries(keys: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns fields of GQA for queries that grow with their position, as the rotary parameters say, and these
+    parameters without the keys that say it. Raises UserError."""
+    written = rope_parameters(keys.values)
+    growth, length = written.get(_GROWTH) or 0.0, written.get("original_max_position_embeddings")
+    if isinstance(growth, bool) or not isinstance(growth, (int, float)) or growth < 0:
+        raise UserError(f"{keys.source}: the rotary {_GROWTH!r} must be a number; got {growth!r}.")
+    others = {key: value for key, value in written.items() if key not in (_GROWTH, "max_position_embeddings")}
+    changes = {"rope_parameters": others, "rope_scaling": None}
+    if not growth:
+        return {}, changes
+    if type(length) is not int or length < 1:
+        raise UserError(f"{keys.source}: {_GROWTH!r} needs 'original_max_position_embeddings'; got {length!r}.")
+    return {"query_growth": float(growth), "query_length": length}, changes
 
 
 def enumerated(listed: Any, num_layers: int, source: str) -> list[str]:

@@ -19,7 +19,9 @@ def residual_streams(keys: ConfigReader, usual: Residual) -> Residual:
     if keys.count("hc_mult") > 1:
         rounds, eps = keys.positive("hc_sinkhorn_iters", 20), keys.default("hc_eps", float, 1e-6)
         mean_head = isinstance(usual, HyperConnections) and usual.mean_head
-        return HyperConnections(keys.positive("hc_mult"), rounds, eps, mean_head)
+        lagged = isinstance(usual, HyperConnections) and usual.lagged
+        lagged = keys.default("hc_pre_from_prev_sublayer", bool, lagged)
+        return HyperConnections(keys.positive("hc_mult"), rounds, eps, mean_head, lagged)
     if keys.count("hc_lowrank"):
         return GatedStreams(keys.positive("hc_count"), keys.positive("hc_lowrank"))
     if isinstance(usual, Sum):

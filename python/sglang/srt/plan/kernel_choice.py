@@ -6,8 +6,8 @@ note says so. With --strict-backends it is an error instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from sglang.srt.environ import envs
 from sglang.srt.flag_checks import ONE_SAMPLER, OUR_SAMPLING
@@ -80,6 +80,7 @@ def choose_kernels(
     if any(need.op == "sparse_attention" for need in needs):
         asked |= {need: None for need, named in asked.items() if named is not None and named.kernel in SPARSE_NAMES}
     outcomes = {need: outcome(need, asked[need]) for need in needs}
+    outcomes |= _of_long_prompts(outcomes, asked, outcome)
     if args.strict_backends:
         return KernelChoices(tuple(outcomes.values()), ())
     refusals: dict[Need, NoKernel] = {}
@@ -90,6 +91,22 @@ def choose_kernels(
             refusals |= {other: refusal for other in needs if other.op == need.op and asked[other] == asked[need]}
     outcomes |= {need: outcome(need, None) for need in refusals}
     return KernelChoices(tuple(outcomes.values()), tuple(_notes(args, asked, outcomes, refusals)))
+
+
+def _of_long_prompts(
+    outcomes: Mapping[Need, Choice | NoKernel],
+    asked: Mapping[Need, Asked | None],
+    outcome: Callable[[Need, Asked | None], Choice | NoKernel],
+) -> dict[Need, Choice | NoKernel]:
+    """Returns the kernels that take the place of those which graphs hold where prompts are long, as far as there are
+    any and no flag names a kernel."""
+    in_graphs = {
+        need: replace(need, op="long_prompt_attention")
+        for need, chosen in outcomes.items()
+        if need.op == "extend_attention" and isinstance(chosen, Choice) and chosen.spec.graph_prefill
+    }
+    of_long = {long: outcome(long, None) for need, long in in_graphs.items() if asked[need] is None}
+    return {long: chosen for long, chosen in of_long.items() if isinstance(chosen, Choice)}
 
 
 def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:

@@ -196,6 +196,7 @@ class Serving:
     attn_dp_size: int = 1
     dp_lm_head: bool = False
     quantized_sums: str = "off"  # as --enable-quantized-all-reduce
+    two_batch: str = "off"  # whether steps with prompts run as two halves: auto (where that is predicted to gain), on
 
     @property
     def ranks(self) -> RankLayout:
@@ -306,6 +307,9 @@ class Sum:
     def streams(self) -> int:
         return 1
 
+    def handed_elements(self, itemsize: int) -> int:
+        return 0
+
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need("fused_add_rmsnorm", q_dtype=serving.dtype)
 
@@ -329,6 +333,14 @@ class HyperConnections:
     """Number added to what is normalized, and to its sums."""
     mean_head: bool = False
     """Behind the last layer the streams become their mean (GLM-5.3-Flash), and not what a learned matrix makes."""
+    lagged: bool = False
+    """A block's input is weighed by what the matrix before the block before it made (DeepSeek-V4.1): the first block's
+    is the first stream, and behind the last layer the last block's weights make one of the streams."""
+
+    def handed_elements(self, itemsize: int) -> int:
+        """Returns the elements of a token, of so many bytes, that a stage hands on beside the streams: weights in fp32
+        of the streams in the next block's input."""
+        return self.streams * max(1, 4 // itemsize) if self.lagged else 0
 
     @property
     def outputs(self) -> int:
@@ -344,7 +356,7 @@ class HyperConnections:
 
     def head_weights(self, hidden_size: int) -> Weights:
         """Returns the weights before the final norm, where the streams become one."""
-        if self.mean_head:
+        if self.mean_head or self.lagged:
             return ()
         return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
 
@@ -357,6 +369,9 @@ class GatedStreams:
 
     streams: int
     rank: int
+
+    def handed_elements(self, itemsize: int) -> int:
+        return 0
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need("gated_streams", q_dtype=serving.dtype)
@@ -382,6 +397,9 @@ class Residual(Protocol):
     @property
     def streams(self) -> int:
         """Number of vectors a token."""
+
+    def handed_elements(self, itemsize: int) -> int:
+        """Returns the elements of a token, of so many bytes, that a stage of a pipeline hands on beside the streams."""
 
     def needs(self, serving: Serving) -> Iterator[Need]: ...
 

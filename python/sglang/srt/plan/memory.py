@@ -221,7 +221,7 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
 
     Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
     of the last tokens of some prompts; each once in the graphs' memory and once where results are read. Stages of a
-    pipeline have what they take and what they give besides.
+    pipeline have what they take and what they give besides, and models that see the features of images.
     """
     decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
     if not decode:
@@ -235,7 +235,16 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     rows *= sizes.ranks.attn_dp_size if sizes.ranks.dp_lm_head is False else 1
     results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * item)
     results += 2 * (decode[-1] + tokens) * _stream_width(model) * item if sizes.ranks.pp_size > 1 else 0
+    results += feature_row_bytes(model, dtype, tokens)
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
+
+
+def feature_row_bytes(model: ModelDescription, dtype: str, num_tokens: int) -> int:
+    """Returns the bytes of the rows in which graphs with prompts of up to `num_tokens` have the features of images."""
+    media = model.media
+    if media is None or media.both_ways or not model.encodes_media:
+        return 0
+    return num_tokens * model.hidden_size * (1 + media.deepstack_levels) * KV_DTYPE_BYTES[dtype]
 
 
 def draft_graph_bytes(layers: int, num_tokens: int, sizes: Sizes) -> int:

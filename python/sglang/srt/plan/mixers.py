@@ -52,13 +52,14 @@ class GQA:
     weights, "whole" for one over all of q and one over all of k; `value_norm`: over each head of v too, without
     weights; `value_scale` multiplies v. With `values_from_keys` k_proj makes both: v is k before its norm.
     With `output_gate` q_proj makes a gate for every element of a head beside it; with `gate_projection` a projection of
-    its own makes them. With `head_gate` one makes a gate for each head.
+    its own makes them. With `head_gate` one makes a gate for each head, a sigmoid, or with `softplus_gates` a softplus.
     `cache_layer` >= 0: the layer makes no keys and values and attends to those of that layer, which says
     `cache_shared`.
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
-    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint.
+    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `query_growth`:
+    queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / query_length)).
     """
 
     num_heads: int
@@ -76,6 +77,7 @@ class GQA:
     output_gate: bool = False
     gate_projection: bool = False
     head_gate: bool = False
+    softplus_gates: bool = False
     sinks: bool = False
     logit_cap: float = 0.0
     among_recurrent: str = (
@@ -91,6 +93,8 @@ class GQA:
     indexer: BlockIndexer | None = None
     interleaved: bool = False
     scale_rows: int = 1
+    query_growth: float = 0.0
+    query_length: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -182,7 +186,7 @@ class GQA:
             yield serving.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
         if self.output_gate:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
-        if self.head_gate:
+        if self.head_gate and not self.softplus_gates:
             yield Need("attention_head_gate", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:

@@ -26,6 +26,7 @@ from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
+from sglang.srt.plan.halves import HalvesRule, halves_rule
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
@@ -95,6 +96,7 @@ class Plan:
     capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
     quantized_sums: QuantizedSumRule | None = None  # over ranks
+    halves: HalvesRule | None = None  # which steps run as two
     shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
@@ -203,6 +205,7 @@ class Plan:
             **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
             **({"draft": self.draft.describe()} if self.draft is not None else {}),
             **({"quantized_sums": str(self.quantized_sums)} if self.quantized_sums is not None else {}),
+            **({"two_halves": str(self.halves)} if self.halves is not None else {}),
             "page_size": self.page_size,
             **({"selection": self.selection} if self.selection else {}),
             **self._sizes(),
@@ -256,6 +259,8 @@ class Plan:
             logger.info("Stage %d: %s", number, stage)
         if self.quantized_sums is not None:
             logger.info("Sums over ranks: %s", self.quantized_sums)
+        if self.halves is not None:
+            logger.info("Steps with prompts as two halves: %s", self.halves)
         logger.info(self.memory.log_line())
         if self.host_cache is not None:
             logger.info("Prefixes in main memory: %s", self.host_cache)
@@ -347,6 +352,7 @@ def make_plan(
             stage.model.hidden_size,
             sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
         ),
+        halves=halves_rule(args, None if links is None else links.topology, trial.description, trial.chosen.by_key()),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
@@ -500,8 +506,8 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
     description = describe_model(model.hf_config, model.quantization, apart, source)
     media = None if args.language_model_only else describe_media(model.media_config)
-    alike = args.pp_size == 1 and args.attn_dp_size == 1  # all ranks have the same images at the same time
-    if media is not None and alike and not args.mm_enable_dp_encoder:
+    together = args.pp_size == args.attn_dp_size == 1  # attention groups and stages encode at times of their own
+    if media is not None and together and not args.mm_enable_dp_encoder:
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     return replace(description, media=media)
 
@@ -546,4 +552,5 @@ def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving
         ranks.attn_dp_size,
         ranks.dp_lm_head,
         args.enable_quantized_all_reduce,
+        "off" if args.disable_two_batch_overlap else "on" if args.enable_two_batch_overlap else "auto",
     )

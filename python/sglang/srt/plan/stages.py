@@ -15,6 +15,7 @@ from sglang.srt.plan.layer_spec import ABSENT
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
+from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.weights import rank_weight_bytes
 
 
@@ -74,9 +75,13 @@ def cut_stages(
 
 
 def uncut_runs(model: ModelDescription) -> list[range]:
-    """Returns the runs of layers between which stages may be cut: a layer that takes the selection of an earlier layer
-    stays with it."""
-    takes = [isinstance(layer.mixer, MLA) and layer.mixer.takes_selection for layer in model.layers]
+    """Returns the runs of layers between which stages may be cut: a layer that takes the selection of an earlier layer,
+    or reads entries that it made, stays with it."""
+    takes = [
+        (isinstance(layer.mixer, MLA) and layer.mixer.takes_selection)
+        or (isinstance(layer.mixer, SharedSparse) and not layer.mixer.makes)
+        for layer in model.layers
+    ]
     starts = [i for i, taken in enumerate(takes) if not taken]
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(takes)])]
 

@@ -16,22 +16,17 @@ from dataclasses import replace
 import torch
 
 from sglang.srt.layers.attention.shared_selection import SharedSelection
-from sglang.srt.layers.forward_batch import EmbeddingRows, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.input_rows import InputRows
 from sglang.srt.models.draft_model import DraftModel
 from sglang.srt.speculative.drafter import DraftStep
 
 
-def following_rows(batch: ForwardBatch) -> EmbeddingRows | None:
-    """Returns the features of images that stand for the tokens behind those of a step's prompts: those of token i + 1
-    for row i. A prompt's first token is behind none of its rows; its features go to row T, which is no token's.
-    Behind the last row of a chunk only the token id is known."""
+def following_rows(batch: ForwardBatch) -> InputRows | None:
+    """Returns the features of images that stand for the tokens behind those of a step's prompts. A prompt's first token
+    is behind none of its rows. Behind the last row of a chunk only the token id is known."""
     rows, extend = batch.embedding_rows, batch.extend
-    if rows is None or extend is None:
-        return None
-    count = len(batch.input_ids)
-    is_first = torch.zeros(count + 1, dtype=torch.bool, device=rows.index.device)
-    is_first[extend.start_loc[:-1].long()] = True
-    return EmbeddingRows(torch.where(is_first[rows.index], count, rows.index - 1), rows.rows)
+    return None if rows is None or extend is None else rows.following(extend.start_loc[:-1], len(batch.input_ids))
 
 
 def _keep_states(batch: ForwardBatch, last_rows: torch.Tensor) -> None:

@@ -51,15 +51,20 @@ class DeviceArrays:
         return name in self._arrays
 
     def load(self, **values: npt.NDArray[Any]) -> None:
-        """Write the leading entries of each array; asynchronous on the current stream."""
+        """Write the leading entries of each array, along every dimension; asynchronous on the current stream."""
         # The pinned block returns to torch's host allocator, which reuses it only after this copy has run.
         host = torch.empty_like(self._block, device="cpu", pin_memory=True) if self._block.is_cuda else self._block
         memory = host.numpy()
         for name, (shape, dtype, rest) in self._fields.items():
             view = memory[self._spans[name]].view(dtype)
+            given = values.get(name)
             if len(shape) > 1:
                 view = view.reshape(shape)
-            given = values.get(name)
+                if given is None or given.shape != shape:
+                    view[...] = rest
+                if given is not None:
+                    view[tuple(map(slice, given.shape))] = given
+                continue
             count = 0 if given is None else len(given)
             if count:
                 view[:count] = given

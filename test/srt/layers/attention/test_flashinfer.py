@@ -181,6 +181,38 @@ def test_a_plan_made_ahead_leaves_the_last_one_alone(fake_backend: ModuleType) -
     assert inner.outputs == steps
 
 
+def test_two_steps_of_prompts_are_planned_before_either_attends(fake_backend: ModuleType) -> None:
+    first, second = (Problem(lens, new, 4, 2, 64, 64, page_size=4) for lens, new in (([0, 9], [7, 3]), ([5], [6])))
+    share_cache(first, second)
+    sites = sites_of(plan_of(second), fake_backend.FlashInferAttnBackend(plan_of(second), "cpu"))
+    for p in (first, second):
+        store_new_tokens(p)
+    batches = [batch_of(p, Mode.EXTEND, sites) for p in (first, second)]
+    for p, batch in zip((first, second), batches, strict=True):
+        layer = layer_of(p)
+        assert relative_error(layer(p.q, p.k, p.v, batch), native(p, Mode.EXTEND, layer)) < BOUND
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_a_builder_of_long_prompts_is_checked(
+    fake_backend: ModuleType, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = Problem([0], [5], 8, 2, 128, 128, page_size=page_size)
+    plan = plan_of(p)
+    (site,) = plan.attention_sites
+    backend = fake_backend.FlashInferAttnBackend(plan, "cpu")
+    assert backend.long_prompt_builder(site) is not None
+    right = fake_backend.PlannedWrapper.run
+
+    def run(self: Any, *args: Any, out: torch.Tensor, **options: Any) -> None:
+        right(self, *args, out=out, **options)
+        out[-1] = out[0]
+
+    monkeypatch.setattr(fake_backend.PlannedWrapper, "run", run)
+    with pytest.raises(RuntimeError, match="its attention is wrong by 0"):
+        backend.long_prompt_builder(site)
+
+
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FLASHINFER, reason="needs a GPU and FlashInfer")]
 
 
@@ -216,6 +248,23 @@ class TestOnGpu:
         plan = plan_of(p)
         batch = batch_of(p, mode, sites_of(plan, backend_class(plan, "cuda")))
         assert relative_error(layer(p.q, p.k, p.v, batch), native(p, mode, layer)) < BOUND
+
+    @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+    @pytest.mark.parametrize("head_dim", [128, 256])
+    @pytest.mark.parametrize("page_size", [1, 64])
+    def test_long_prompts(self, backend_class: Any, page_size: int, head_dim: int, kv_dtype: torch.dtype) -> None:
+        p = Problem(
+            [0, 700], [900, 300], 8, 2, head_dim, head_dim, page_size=page_size, device="cuda", kv_dtype=kv_dtype
+        )
+        store_new_tokens(p)
+        layer, plan = layer_of(p), plan_of(p)
+        (site,) = plan.attention_sites
+        backend = backend_class(plan, "cuda")
+        attention = sites_of(plan, TorchNativeAttnBackend(None, p.device))  # type: ignore[arg-type]
+        attention.long_prompts[site] = backend.long_prompt_builder(site)
+        batch = batch_of(p, Mode.EXTEND, attention)
+        assert type(batch.metadata[site].extend).__name__ == "FlashInferExtendMetadata"
+        assert relative_error(layer(p.q, p.k, p.v, batch), native(p, Mode.EXTEND, layer)) < BOUND
 
     @pytest.mark.parametrize("heads", HEADS)
     def test_prompts_behind_decoding_requests(self, backend_class: Any, heads: tuple[int, int]) -> None:

@@ -7,6 +7,7 @@ entries are dequantized for the reference, so that theirs is the same. Choices a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import interpreter
@@ -18,9 +19,12 @@ from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers import native_sparse_ops as native
 from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.attention.sparse import TritonSparseIndexer
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.compressed import candidates
+from sglang.srt.layers.compressed.triton_candidates import TritonCandidateBlocks
 from sglang.srt.layers.triton_ops import index_store
 from srt.layers.attention.reference import relative_error
 
@@ -239,6 +243,41 @@ def test_short_contexts_need_no_logits() -> None:
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
+
+
+class _Plan:
+    """What the indexer's kernels ask a plan for."""
+
+    arch = replace(arch_by_name("sm_120"), num_sms=NUM_SMS)
+
+    def ladder(self, op: str) -> _Plan:
+        return self
+
+    def run(self, launch: Callable[[dict[str, int]], None]) -> None:
+        launch(tiles_of("sparse_indexer", (128, 128), "bfloat16")[0])
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("rate", [1, 2])
+@pytest.mark.parametrize("top", [1, 4])
+def test_runs_by_their_best_entry_and_the_choice_in_them(rate: int, top: int) -> None:
+    """Of few entries all runs, of more those with the best ones and the token's own, which may be unfinished."""
+    torch.manual_seed(top)
+    block, heads, top_k = 8, 32, 6
+    counts, requests = [0, 3, 8, 9, 31, 70, 100, 101], [0, 1, 1, 1, 2, 2, 3, 3]
+    whole = entry_rows([1] * 8, requests, rate * block)
+    rows = EntryRows(whole.req_to_token, whole.req_pool_indices, torch.tensor(counts, device=DEVICE).int(), CONTEXT // rate, rate)  # noqa: E501  # fmt: skip
+    q = torch.randn(len(counts), heads, 128, device=DEVICE).bfloat16()
+    weights = torch.randn(len(counts), heads, device=DEVICE)
+    keys = torch.randn(SLOTS // rate, 1, 128, device=DEVICE).bfloat16()
+    want = candidates.candidate_blocks(None)(q, weights, keys, rows, block, top)
+    got = TritonCandidateBlocks(_Plan())(q, weights, keys, rows, block, top)  # type: ignore[arg-type]
+    assert torch.equal(got.counts, want.counts) and torch.equal(got.slots, want.slots)
+    select = native.sparse_indexer(None)
+    theirs = candidates.choose_within(select, q, weights, keys, rows, want, block, top_k)
+    ours = candidates.choose_within(TritonSparseIndexer(_Plan()), q, weights, keys, rows, got, block, top_k)  # type: ignore[arg-type]
+    assert torch.equal(ours.counts, theirs.counts)
+    assert torch.equal(ours.slots[:, :top_k], theirs.slots)
 
 
 def random_selection(counts: list[int], width: int, holes: bool) -> Selection:

@@ -8,6 +8,7 @@ that the new tokens see and no others. Layers must have neither logit caps nor s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 256 << 20
 PLAN_BYTES = 8 << 20
 """Size in bytes of the lists that a planner makes; each wrapper has as much pinned memory."""
+CHECKED_TOKENS = 200
+CHECK_BOUND = 0.02
+"""Of a right result: probabilities are rounded to the queries' type, or in some kernels to float8."""
 TENSOR_CORE_GROUP = 4
 """Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
 
@@ -69,6 +73,12 @@ class FlashInferAttnBackend:
     def extend_builder(self, site: AttentionSite) -> FlashInferExtend:
         return FlashInferExtend(_SiteOptions(self._plan, site), self._workspace)
 
+    def long_prompt_builder(self, site: AttentionSite) -> FlashInferExtend:
+        """Implements LongPromptBackend."""
+        builder = self.extend_builder(site)
+        builder.check()
+        return builder
+
 
 class _SiteOptions:
     """Options that the wrappers of one site are planned with."""
@@ -78,9 +88,10 @@ class _SiteOptions:
         self.table, self.window = row_tables(plan.caches).index(site.lifetime), site.window
         self.page_size, self.head_dim = plan.page_size, shape.head_dim
         self.shape = (shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.page_size)
+        self.cache_dtype = storage_dtype(plan.kv_cache_dtype)
         self.options = {
             "q_data_type": getattr(torch, plan.dtype),
-            "kv_data_type": storage_dtype(plan.kv_cache_dtype),
+            "kv_data_type": self.cache_dtype,
             "window_left": site.window - 1,  # -1: all tokens
         }
         most_tokens = min(plan.context_len, site.window + plan.page_size - 1) if site.window else plan.context_len
@@ -114,21 +125,26 @@ def _plan_lists(device: torch.device) -> torch.Tensor:
 
 
 class FlashInferExtend:
-    """Implements ExtendBuilder."""
+    """Implements ExtendBuilder. Two wrappers take turns: both halves of a step that runs as two (`plan.halves`) are
+    planned before either attends."""
 
     plans_on_host = True
     in_graphs = False
 
     def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
-        self.site = site
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        self.wrapper = _planned(wrapper, workspace, _plan_lists(workspace.device))
+        self.site, self.device = site, workspace.device
+        wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(2)]
+        self._wrappers = itertools.cycle([_planned(each, workspace, _plan_lists(self.device)) for each in wrappers])
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferExtendMetadata:
         assert causal, "plan.needs asks for no other"
-        pages = self.site.pages(rows)
-        qo_indptr = np.concatenate(([0], np.cumsum(rows.new_lens_cpu))).astype(np.int32)
-        self.wrapper.plan(
+        wrapper = self._plan_next(rows.new_lens_cpu, self.site.pages(rows))
+        return FlashInferExtendMetadata(self.site, wrapper, sum(rows.new_lens_cpu))
+
+    def _plan_next(self, new_lens: Sequence[int], pages: Pages) -> PlannedWrapper:
+        wrapper = next(self._wrappers)
+        qo_indptr = np.concatenate(([0], np.cumsum(new_lens))).astype(np.int32)
+        wrapper.plan(
             torch.from_numpy(qo_indptr),
             pages.indptr,
             pages.indices,
@@ -137,7 +153,31 @@ class FlashInferExtend:
             causal=True,
             **self.site.options,
         )
-        return FlashInferExtendMetadata(self, int(qo_indptr[-1]))
+        return wrapper
+
+    def check(self) -> None:
+        """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
+        RuntimeError if the result is not that of plain torch."""
+        num_heads, num_kv_heads, head_dim, page_size = self.site.shape
+        dtype, device = self.site.options["q_data_type"], self.device
+        new, num_pages = 24, 1 + -(-CHECKED_TOKENS // page_size)
+        count = num_pages * page_size - page_size + 1  # one on the last page
+        last, ends = torch.ones(1, dtype=torch.int32), torch.tensor([0, num_pages], dtype=torch.int32)
+        wrapper = self._plan_next([new], Pages(ends, last, torch.arange(num_pages, dtype=torch.int32, device=device)))
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        k, v = (torch.randn(shape, generator=generator, device=device).to(self.site.cache_dtype) for _ in range(2))
+        q = torch.randn((new, num_heads, head_dim), generator=generator, device=device).to(dtype)
+        out = torch.empty_like(q)
+        wrapper.run(q, (k, v), k_scale=1.0, v_scale=1.0, out=out)
+        group = num_heads // num_kv_heads
+        keys, values = (x.flatten(0, 1)[:count].float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("thd,shd->hts", q.float(), keys) * head_dim**-0.5
+        unseen = torch.arange(count, device=device) > torch.arange(count - new, count, device=device)[:, None]
+        wanted = torch.einsum("hts,shd->thd", scores.masked_fill(unseen, -torch.inf).softmax(-1), values)
+        error = float((out.float() - wanted).norm() / wanted.norm())
+        if not error < CHECK_BOUND:
+            raise RuntimeError(f"its attention is wrong by {error:.3f} of the result")
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
         return 1
@@ -145,14 +185,15 @@ class FlashInferExtend:
 
 @dataclass(slots=True)
 class FlashInferExtendMetadata:
-    builder: FlashInferExtend
+    site: _SiteOptions
+    wrapper: PlannedWrapper
     num_tokens: int
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
         first = len(q) - self.num_tokens
-        self.builder.site.run(self.builder.wrapper, q[first:], layer, out[first:])
+        self.site.run(self.wrapper, q[first:], layer, out[first:])
 
 
 class FlashInferDecode:

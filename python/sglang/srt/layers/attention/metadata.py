@@ -96,6 +96,13 @@ class AttentionBackend(Protocol):
     def extend_builder(self, site: AttentionSite) -> ExtendBuilder: ...
 
 
+class LongPromptBackend(Protocol):
+    """Built as an AttentionBackend."""
+
+    def long_prompt_builder(self, site: AttentionSite) -> ExtendBuilder:
+        """Returns one that has attended. Raises whatever goes wrong where it is tried."""
+
+
 @dataclass(slots=True)
 class WithImages:
     """Implements ExtendMetadata for a site with a window, where images see themselves both ways: they attend once more,

@@ -66,11 +66,11 @@ class CompressedAttention:
         self.rotary = site.rotary.of(spec.rope)
         self.compressor: Compressor | None = None
         self.indexer: CompressedIndexer | None = None
-        if spec.rate:
+        if spec.rate and type(spec) is CompressedSparse:
             cache = scope.cache(site.layer_id, "compressed")
             state = scope.cache(site.layer_id, "pending")
             self.compressor = Compressor(scope.sub("compressor"), spec, spec.head_dim, self.eps, cache, state)
-        if spec.indexer is not None:
+        if spec.indexer is not None and type(spec) is CompressedSparse:
             self.indexer = CompressedIndexer(scope, spec, spec.indexer, site)
         self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
         self.store: SharedKVStoreOp = scope.plan.entry("shared_kv_norm_rope_store")
@@ -91,11 +91,7 @@ class CompressedAttention:
         positions, cos_sin = self.rotary.at(batch.positions)
         latent = self.norm(self.q_a(x), self.q_norm, self.eps)
         q = self._stored(self.q_b(latent).unflatten(-1, (self.num_heads, spec.head_dim)), x, batch)
-        sources = [(self.window.k, self._in_window(batch, step))]
-        if self.compressor is not None:
-            self.compressor(x, batch, step, cos_sin)
-            entries = self.compressor.cache
-            sources.append((entries.k, self._selected(x, latent, batch, step, cos_sin)))
+        sources = [(self.window.k, self._in_window(batch, step)), *self._entries(x, latent, batch, step, cos_sin)]
         out = torch.empty_like(q)
         self.attend(q, sources, out, scale=spec.head_dim**-0.5, sinks=self.sinks)
         self.rotate(out, positions, cos_sin, inverse=True)
@@ -107,10 +103,23 @@ class CompressedAttention:
         """Stores what x [T, H] is to later queries, and returns q [T, heads, D] normed and rotated."""
         positions, cos_sin = self.rotary.at(batch.positions)
         loc = batch.slots_of(self.window).out_cache_loc
-        return self.store(q, self.kv(x), positions, cos_sin, self.kv_norm, self.eps, self.window.k, loc)
+        heads = q if self.spec.head_norm else q[:, :0]  # the op norms the heads that it rotates
+        self.store(heads, self.kv(x), positions, cos_sin, self.kv_norm, self.eps, self.window.k, loc)
+        if not self.spec.head_norm and q.shape[1]:
+            self.rotate(q, positions, cos_sin)
+        return q
 
     def _in_window(self, batch: ForwardBatch, step: CompressedStep) -> Selection:
         return step.window(batch, self.window, self.spec.window)
+
+    def _entries(
+        self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor
+    ) -> list[tuple[torch.Tensor, Selection]]:
+        """Makes the entries of the runs that end in the new tokens; returns those that are attended to."""
+        if self.compressor is None:
+            return []
+        self.compressor(x, batch, step, cos_sin)
+        return [(self.compressor.cache.k, self._selected(x, latent, batch, step, cos_sin))]
 
     def _selected(
         self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor

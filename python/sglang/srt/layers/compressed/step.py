@@ -79,6 +79,10 @@ class CompressedStep:
     requests: TokenRequests
     longest: int
     """No request has more tokens, the new ones among them."""
+    chosen: dict[int, Selection] = field(default_factory=dict)
+    """What the indexers of layers chose that others take over, by the number of the layer."""
+    candidates: dict[int, Selection] = field(default_factory=dict)
+    """The runs of entries that layers chose, in which later indexers choose, likewise."""
     _counts: dict[int, torch.Tensor] = field(default_factory=dict)
     _windows: dict[int, Selection] = field(default_factory=dict)
     _all: dict[int, Selection] = field(default_factory=dict)

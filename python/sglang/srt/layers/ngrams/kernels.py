@@ -15,7 +15,8 @@ from sglang.srt.layers.compressed.step import TokenRequests
 class NgramHash:
     """The numbers by which n-grams find their rows: multipliers [longest] of token ids, the last token's first; sizes
     and offsets [heads] of the heads' parts of the table, those of this rank; all int64. Head h is of n-grams of
-    2 + (first_head + h) // per_ngram tokens."""
+    2 + (first_head + h) // per_ngram tokens. `end_token`: behind which no n-gram reaches, -1: there is none; `fill`:
+    what stands for tokens that an n-gram does not reach (None: the end token)."""
 
     multipliers: torch.Tensor
     sizes: torch.Tensor
@@ -23,6 +24,11 @@ class NgramHash:
     first_head: int
     per_ngram: int
     end_token: int
+    fill: int | None = None
+
+    @property
+    def filling(self) -> int:
+        return self.end_token if self.fill is None else self.fill
 
 
 class NgramRows(Protocol):

@@ -32,12 +32,12 @@ def _before(
 
 def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, hashed: NgramHash) -> torch.Tensor:
     """Returns the rows [T, heads] int64 of `ngram_rows`, before offsets are added to them."""
-    end = ids.new_full((), hashed.end_token)
+    fill = ids.new_full((), hashed.filling)
     mixed, mixes, ended = ids * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
     for place in range(1, len(hashed.multipliers)):
-        earlier = _before(ids, kept, requests, place, end)
-        mixed = mixed ^ (torch.where(ended, end, earlier) * hashed.multipliers[place])
-        ended = ended | (earlier == end)
+        earlier = _before(ids, kept, requests, place, fill)
+        mixed = mixed ^ (torch.where(ended, fill, earlier) * hashed.multipliers[place])
+        ended = ended | (earlier == hashed.end_token)
         mixes.append(mixed)
     heads = torch.arange(len(hashed.sizes), device=ids.device) + hashed.first_head
     return torch.stack(mixes, dim=1)[:, heads // hashed.per_ngram] % hashed.sizes
@@ -55,7 +55,8 @@ def ngram_rows(
     """Looks up the rows of the n-grams that end with each token.
 
     ids [T] int64; kept [requests, longest - 1] int32: ids of the last tokens before the step of each request, of
-    position p at p % (longest - 1); table [rows, D], in e4m3 with scale [1] fp32 -> out [T, heads * D].
+    position p at p % (longest - 1); table [rows, D], in e4m3 with scale [1] fp32, or [rows, D / G] of bytes: a power of
+    two for every G columns, as e8m0 -> out [T, heads * D].
 
     The n-gram of a token is it and those before it, each id times its multiplier, joined by exclusive or; modulo a
     head's size that is its row. Tokens before the request's first one, and those up to an end token before the last
@@ -63,7 +64,12 @@ def ngram_rows(
     """
     places = ngram_places(ids, kept, requests, hashed) + hashed.offsets
     rows = table[places.to(table.device)].to(ids.device)
-    values = rows.float() * scale if scale is not None else rows
+    values = rows.float() if scale is not None else rows
+    if scale is not None and scale.ndim == 1:
+        values = values * scale
+    elif scale is not None:
+        exponents = scale[places.to(scale.device)].to(ids.device).int() - 127
+        values = torch.ldexp(values.unflatten(-1, (exponents.shape[-1], -1)), exponents[..., None]).flatten(2)
     out.copy_(values.flatten(1))
 
 

@@ -62,6 +62,15 @@ def row_shifts(words: torch.Tensor) -> torch.Tensor:
     return 8 - codes_of_rows(words.T, range(8)).T.to(torch.int8)
 
 
+TILE_ROWS = 32
+"""Rows that share the scales of DeepSeek-V4.1's tiles."""
+
+
+def rows_of_tiles(exponents: torch.Tensor) -> torch.Tensor:
+    """Scales of tiles of 32 x 32, [N / 32, K / 32] -> bytes [N, K / 32], each row with its own."""
+    return as_bytes(exponents).repeat_interleave(TILE_ROWS, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One tensor of a matrix: the last piece of its name, the types it may be stored in, and what makes ours of it.
@@ -124,6 +133,8 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("fp8", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
     ("fp8", "fp8_block"): Layout(_E4M3, _BLOCKS),
     ("deepseek_v4", "fp8_block"): Layout(_E4M3, replace(_BLOCKS, name="scale")),
+    # Powers of two for tiles of 32 x 32 are repeated for the rows of a tile: MXFP8.
+    ("deepseek_v41", "mxfp8"): Layout(_E4M3, Leaf("scale", _E8M0, rows_of_tiles, rows=TILE_ROWS)),
     # DeepSeek-V4's experts.
     ("fp8", "mxfp4"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),
     ("fp8", "mxfp4_mxfp8"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),

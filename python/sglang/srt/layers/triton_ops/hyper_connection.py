@@ -64,6 +64,7 @@ def mix_streams_kernel(
     num_tokens,
     size,
     HAS_OUT: tl.constexpr,  # False: the streams stay as they are
+    PLACES: tl.constexpr,  # columns of the placement
     STREAMS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLS: tl.constexpr,
@@ -86,7 +87,7 @@ def mix_streams_kernel(
     mask = is_token[:, None] & (h < size)[None, :]
     source = streams + token[:, None] * (STREAMS * size) + h[None, :]
     if HAS_OUT:
-        place = placement + token * (STREAMS + STREAMS * STREAMS)
+        place = placement + token * PLACES
         share = tl.load(place + stream, mask=is_token, other=0.0)
         output = tl.load(out + token[:, None] * size + h[None, :], mask=mask, other=0.0).to(tl.float32)
         total = share[:, None] * output
@@ -104,8 +105,9 @@ def mix_streams_kernel(
 
 @triton.jit
 def mix_all_streams_kernel(
-    streams, out, placement, matrix, mixed, sums, num_tokens, size, steps, HAS_OUT: tl.constexpr, STREAMS: tl.constexpr,
-    OUTPUTS: tl.constexpr, COLS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    streams, out, placement, matrix, mixed, sums, num_tokens, size, steps, HAS_OUT: tl.constexpr, PLACES: tl.constexpr,
+    STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """As `mix_streams_kernel`, for many tokens: program (tokens, split) walks over `steps` blocks of columns, with all
     streams of a block at once, so that each number is read once."""
@@ -120,7 +122,7 @@ def mix_all_streams_kernel(
     squares = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
     shares = ()
     if HAS_OUT:
-        place = placement + token * (STREAMS + STREAMS * STREAMS)
+        place = placement + token * PLACES
         for at in tl.static_range(STREAMS + STREAMS * STREAMS):
             shares = shares + (tl.load(place + at, mask=is_token, other=0.0),)  # type: ignore[assignment]
     for step in range(steps):
@@ -150,9 +152,9 @@ def mix_all_streams_kernel(
 
 @triton.jit
 def _input_of_token(
-    streams, sums, base, scale, weight, x, token, size, num_splits, eps, mix_eps,
-    STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    streams, before, sums, base, scale, weight, x, token, size, num_splits, eps, mix_eps, LAGGED: tl.constexpr,
+    HAS_BEFORE: tl.constexpr, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of a token's streams by their weights, normed."""
     split = tl.arange(0, SPLITS)
@@ -168,11 +170,17 @@ def _input_of_token(
         tl.extra.cuda.gdc_launch_dependents()
     rows = streams + token * (STREAMS * size)
     values = tl.load(rows + stream[:, None] * size + cols[None, :], mask=inside[None, :], other=0.0)
-    part = sums + (token * num_splits + split) * COLS
-    logits = tl.sum(tl.load(part[:, None] + stream[None, :], mask=is_split[:, None], other=0.0), axis=0)
-    square = tl.sum(tl.load(part + OUTPUTS, mask=is_split, other=0.0), axis=0)
-    logits = logits * tl.rsqrt(square / (STREAMS * size) + eps)
-    shares = tl.sigmoid(logits * factor + bias) + mix_eps
+    if LAGGED:
+        BEHIND: tl.constexpr = STREAMS + STREAMS * STREAMS
+        shares = tl.where(stream == 0, 1.0, 0.0)
+        if HAS_BEFORE:
+            shares = tl.load(before + token * (BEHIND + STREAMS) + BEHIND + stream)
+    else:
+        part = sums + (token * num_splits + split) * COLS
+        logits = tl.sum(tl.load(part[:, None] + stream[None, :], mask=is_split[:, None], other=0.0), axis=0)
+        square = tl.sum(tl.load(part + OUTPUTS, mask=is_split, other=0.0), axis=0)
+        logits = logits * tl.rsqrt(square / (STREAMS * size) + eps)
+        shares = tl.sigmoid(logits * factor + bias) + mix_eps
     dtype: tl.constexpr = x.dtype.element_ty
     # The norm sees the sum in the model's type.
     joined = tl.sum(shares[:, None] * values.to(tl.float32), axis=0).to(dtype).to(tl.float32)
@@ -182,7 +190,7 @@ def _input_of_token(
 
 @triton.jit
 def _placement_of_tokens(
-    sums, base, scale, placement, token, num_tokens, size, num_splits, eps, mix_eps, rounds,
+    sums, base, scale, placement, token, num_tokens, size, num_splits, eps, mix_eps, rounds, LAGGED: tl.constexpr,
     STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """How the next block's output and the streams of the tokens [TOKENS] mix."""
@@ -203,7 +211,8 @@ def _placement_of_tokens(
     inverse = tl.rsqrt(square / (STREAMS * size) + eps)
     products = tl.load(part[:, :, None] + STREAMS + stream[None, None, :], mask=mask[:, :, None], other=0.0)
     to_streams = tl.sum(products, axis=0) * inverse[:, None] * factor + bias[None, :]
-    row = placement + token * (STREAMS + STREAMS * STREAMS)
+    PLACES: tl.constexpr = STREAMS + STREAMS * STREAMS + (STREAMS if LAGGED else 0)
+    row = placement + token * PLACES
     tl.store(row[:, None] + stream[None, :], 2.0 * tl.sigmoid(to_streams), mask=is_token[:, None])
     at = part[:, :, None, None] + 2 * STREAMS + cell[None, None, :, :]
     mix = tl.sum(tl.load(at, mask=mask[:, :, None, None], other=0.0), axis=0)
@@ -215,17 +224,23 @@ def _placement_of_tokens(
         mix = mix / (tl.sum(mix, axis=2, keep_dims=True) + mix_eps)
         mix = mix / (tl.sum(mix, axis=1, keep_dims=True) + mix_eps)
     tl.store(row[:, None, None] + STREAMS + cell[None, :, :], mix, mask=is_token[:, None, None])
+    if LAGGED:
+        products = tl.load(part[:, :, None] + stream[None, None, :], mask=mask[:, :, None], other=0.0)
+        of_input = tl.sum(products, axis=0) * inverse[:, None] * tl.load(scale) + tl.load(base + stream)[None, :]
+        at_end = row[:, None] + STREAMS + STREAMS * STREAMS + stream[None, :]
+        tl.store(at_end, tl.sigmoid(of_input) + mix_eps, mask=is_token[:, None])
 
 
 @triton.jit
 def join_streams_kernel(
     streams,  # [T, STREAMS, size]
+    before,  # LAGGED and HAS_BEFORE: [T, STREAMS + STREAMS * STREAMS + STREAMS] fp32, the placement before
     sums,  # [T, num_splits, COLS] fp32
     base,  # [OUTPUTS] fp32
     scale,  # [3] fp32, or [1] without MIX
     weight,  # [size]
     x,  # [T, size]
-    placement,  # MIX: [T, STREAMS + STREAMS * STREAMS] fp32
+    placement,  # MIX: [T, STREAMS + STREAMS * STREAMS] fp32, and STREAMS more of LAGGED
     num_tokens,
     size,
     num_splits,
@@ -233,6 +248,8 @@ def join_streams_kernel(
     mix_eps,
     rounds,
     MIX: tl.constexpr,
+    LAGGED: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
     STREAMS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLS: tl.constexpr,
@@ -248,13 +265,13 @@ def join_streams_kernel(
         num_mixing = tl.cdiv(num_tokens, TOKENS)
     if program >= num_mixing:
         _input_of_token(
-            streams, sums, base, scale, weight, x, program - num_mixing, size, num_splits, eps, mix_eps,
-            STREAMS, OUTPUTS, COLS, BLOCK, SPLITS, PDL,
+            streams, before, sums, base, scale, weight, x, program - num_mixing, size, num_splits, eps, mix_eps,
+            LAGGED, HAS_BEFORE, STREAMS, OUTPUTS, COLS, BLOCK, SPLITS, PDL,
         )  # fmt: skip
     elif MIX:
         _placement_of_tokens(
             sums, base, scale, placement, program * TOKENS + tl.arange(0, TOKENS), num_tokens, size, num_splits, eps,
-            mix_eps, rounds, STREAMS, OUTPUTS, COLS, SPLITS, PDL,
+            mix_eps, rounds, LAGGED, STREAMS, OUTPUTS, COLS, SPLITS, PDL,
         )  # fmt: skip
 
 
@@ -296,6 +313,7 @@ def hyper_connection(
     eps: float,
     mix_eps: float,
     rounds: int,
+    lagged: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference, for streams [T, N, H] in bfloat16, contiguous, N a power of two."""
     num_tokens, num, size = streams.shape
@@ -303,7 +321,7 @@ def hyper_connection(
     mix = outputs > num
     mixed = streams if out is None else torch.empty_like(streams)
     x = torch.empty((num_tokens, size), dtype=streams.dtype, device=streams.device)
-    width = num + num * num if mix else 0
+    width = num + num * num + (num if lagged else 0) if mix else 0
     following = torch.empty((num_tokens, width), dtype=torch.float32, device=streams.device)
     if num_tokens == 0:
         return mixed, x, following
@@ -314,7 +332,12 @@ def hyper_connection(
         streams, streams if out is None else out, sums if placement is None else placement, matrix, mixed, sums,
         num_tokens, size,
     )  # fmt: skip
-    constants = {"HAS_OUT": out is not None, "STREAMS": num, "OUTPUTS": outputs, "COLS": cols} | tile | pdl.options()
+    places = 1 if placement is None else placement.shape[1]
+    constants = (
+        {"HAS_OUT": out is not None, "PLACES": places, "STREAMS": num, "OUTPUTS": outputs, "COLS": cols}
+        | tile
+        | pdl.options()
+    )
     grid = (triton.cdiv(num_tokens, tile["BLOCK_T"]), splits)
     if num_tokens <= FEW_TOKENS:
         mix_streams_kernel[grid](*args, **constants)
@@ -323,7 +346,8 @@ def hyper_connection(
     launch = join_launch(splits, size)
     num_mixing = triton.cdiv(num_tokens, launch["TOKENS"]) if mix else 0
     join_streams_kernel[(num_mixing + num_tokens,)](
-        mixed, sums, base, scale, weight, x, following if mix else sums, num_tokens, size, splits, eps, mix_eps,
-        rounds, MIX=mix, STREAMS=num, OUTPUTS=outputs, COLS=cols, **launch, **pdl.options(),
+        mixed, sums if placement is None else placement, sums, base, scale, weight, x, following if mix else sums,
+        num_tokens, size, splits, eps, mix_eps, rounds, MIX=mix, LAGGED=lagged,
+        HAS_BEFORE=lagged and placement is not None, STREAMS=num, OUTPUTS=outputs, COLS=cols, **launch, **pdl.options(),
     )  # fmt: skip
     return mixed, x, following

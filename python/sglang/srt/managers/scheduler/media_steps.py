@@ -3,8 +3,8 @@
 One request at a time has its images encoded, a budget of patches in a step. While requests decode, a step is computed
 in slices, the first of them behind the decode step during which its patches travel to the device; a decode step comes
 behind each slice, and between the last one and the chunk. Chunks with images are so short, too, that requests that
-decode do not wait for a large image (`model_executor.media_pace`). A step that has begun is ended before another,
-whoever waits for it.
+decode do not wait for a large image (`model_executor.media_pace`), and no slice comes before a step that has such a
+chunk, nor a chunk into a step behind a slice. A step that has begun is ended before another, whoever waits for it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class MediaSteps:
         self._tokens_left: int | None = None
         self._was_busy = False
         """True if an encoder step comes before the step that is chosen, and requests wait for it."""
+        self._has_chunk = False
+        """True if the step that is chosen takes features."""
         self._in_step: dict[bytes, int] = {}
         """Bytes of the items that the step which is chosen takes features of, by digest."""
 
@@ -69,7 +71,7 @@ class MediaSteps:
 
     def begin(self, num_decodes: int) -> None:
         """A step is chosen, for which so many requests that decode would wait."""
-        self._was_busy = False
+        self._was_busy = self._has_chunk = False
         self._in_step = {}
         self._num_decodes = num_decodes
         if self.features is not None:
@@ -88,6 +90,8 @@ class MediaSteps:
         end = req.media.first_token(further[0], begin) if further else begin + count
         self.features.pin(items, req.rid)
         missing = list({item.digest: item for item in items if item not in self.features}.values())
+        if decoding and (self._was_busy if items and not missing else missing and self._has_chunk):
+            return 0
         waits = bool(missing) and decoding
         while missing:
             if self._was_busy:
@@ -103,6 +107,7 @@ class MediaSteps:
         if waits:
             return 0
         count = req.media.whole_end(begin, end) - begin
+        self._has_chunk = self._has_chunk or bool(items)
         if self._tokens_left is not None:
             self._tokens_left -= count
         return count

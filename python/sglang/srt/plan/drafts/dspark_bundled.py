@@ -2,9 +2,10 @@
 
 Sources: DeepSeek's inference code beside the checkpoints of V4-Flash-DSpark and -0731 (as others describe it) and arXiv
 2607.05147. A stage is a layer of the model with window attention alone. The mean of the target's residual streams
-behind each of `dspark_target_layer_ids`, side by side, projected and normed, is what the stages make keys of for the
-tokens before a block; every row of the block sees the last `sliding_window` of these and the whole block. The last
-stage ends with a connection of its own that makes one row of the streams, a norm, and the model's output head.
+behind each of `dspark_target_layer_ids` (of V4.1: before each), side by side, projected and normed, is what the stages
+make keys of for the tokens before a block; every row of the block sees the last `sliding_window` of these and the whole
+block. The last stage ends with a connection of its own that makes one row of the streams (V4.1's with the last block's
+weights), a norm, and the model's output head.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -27,6 +29,15 @@ from sglang.srt.plan.weight_names import WeightMap
 
 CONFIDENCE = "confidence_head.proj"
 """Module of the head that predicts whether a guess stands."""
+_EXPERTS = ("n_routed_experts", "num_experts_per_tok")
+"""Keys that the stages may have values of their own for, under "dspark_" and the name."""
+_OF_STAGES: Mapping[str, Any] = {
+    "kv_source_layer_ids": [],
+    "index_source_layer_ids": [],
+    "candidate_source_layer_id": None,
+    "engram_layer_ids": [],
+    "engram_num_embeddings": [],
+}
 _AT = "mtp."
 _STAGE = re.compile(r"mtp\.(\d+)\.")
 _KEYS = frozenset(
@@ -44,11 +55,13 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
             f"{keys.source}: a draft that {architecture_of(keys)} brings (its {BUNDLED_SIZE}) is not served for"
             f" {target.architecture}. Give another with --speculative-draft-model-path."
         )
-    _check(keys)
-    captures = check_captures(keys.require("dspark_target_layer_ids", list), len(target.layers), keys.source)
+    _check(keys, family.shared_entries)
+    captures = _captures(keys, len(target.layers), family.shared_entries)
     stages = _stages(config, len(captures))
     names = _names(family.names, stages)
-    of_stages = {"num_hidden_layers": stages, "compress_ratios": [0] * stages, "num_hash_layers": 0}
+    of_stages = {"num_hidden_layers": stages, "compress_ratios": [0] * stages, "num_hash_layers": 0, **_OF_STAGES}
+    experts = {key: keys.values.get(f"dspark_{key}") for key in _EXPERTS}
+    of_stages |= {key: count for key, count in experts.items() if count is not None}
     quantization = stored_wide(config.quantization, config.stored(names, _AT))
     reader = ConfigReader({**keys.values, **of_stages}, keys.source)
     model = describe_as(replace(family, names=names), reader, quantization, config.keep_shared_apart)
@@ -91,8 +104,18 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
     )
 
 
-def _check(keys: ConfigReader) -> None:
-    unknown = sorted(key for key in keys.values if key.startswith("dspark_") and key not in _KEYS)
+def _captures(keys: ConfigReader, num_layers: int, before: bool) -> tuple[int, ...]:
+    """Returns the layers behind which the draft reads the streams. before: it reads them before the named layers, as
+    V4.1's does. Raises UserError."""
+    named = check_captures(keys.require("dspark_target_layer_ids", list), num_layers, keys.source)
+    if before and 0 in named:
+        raise UserError(f"{keys.source}: dspark_target_layer_ids {list(named)} name the layer 0, before which is none.")
+    return tuple(layer - 1 for layer in named) if before else named
+
+
+def _check(keys: ConfigReader, own_experts: bool) -> None:
+    known = {*_KEYS, *(f"dspark_{key}" for key in _EXPERTS if own_experts)}
+    unknown = sorted(key for key in keys.values if key.startswith("dspark_") and key not in known)
     if unknown:
         raise UserError(f"{keys.source}: the keys {', '.join(unknown)} of its DSpark draft are not known here.")
     kind = keys.default("dspark_markov_head_type", str, "vanilla")

@@ -13,6 +13,7 @@ from sglang.srt.plan.families.deepseek import (
     KIMI_K25,
 )
 from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4
+from sglang.srt.plan.families.deepseek_v41 import DEEPSEEK_V41
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from sglang.srt.plan.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -22,11 +23,12 @@ from sglang.srt.plan.families.glm5_next import GLM5_NEXT
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.hy_v3 import HY_V3
 from sglang.srt.plan.families.kimi_linear import KIMI_LINEAR
+from sglang.srt.plan.families.laguna import LAGUNA
 from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.mimo_v2 import MIMO_V2
 from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.minimax_m3 import MINIMAX_M3
-from sglang.srt.plan.families.mistral import MISTRAL, MIXTRAL
+from sglang.srt.plan.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
 from sglang.srt.plan.families.muse_glimmer import MUSE_GLIMMER
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_MOE
@@ -36,7 +38,21 @@ from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_
 from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
 
 FAMILIES: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN2_5_VL, MIMO, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE),
+    *(
+        LLAMA,
+        MISTRAL,
+        MINISTRAL3,
+        MISTRAL3,
+        MIXTRAL,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN2_5_VL,
+        MIMO,
+        QWEN3,
+        QWEN3_MOE,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
+    ),
     *(
         GLM4,
         GLM4V,
@@ -50,11 +66,12 @@ FAMILIES: tuple[Family, ...] = (
         STEP3P5,
         STEP3P7,
         MUSE_GLIMMER,
+        LAGUNA,
     ),
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
-    *(NEMOTRON_H, KIMI_LINEAR, GLM5_NEXT, DEEPSEEK_V4, QWEN4_EXP, QWEN4_EXP_TEXT),
+    *(NEMOTRON_H, KIMI_LINEAR, GLM5_NEXT, DEEPSEEK_V4, DEEPSEEK_V41, QWEN4_EXP, QWEN4_EXP_TEXT),
 )
 
 _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

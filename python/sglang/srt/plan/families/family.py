@@ -44,6 +44,7 @@ class Family:
     num_kv_heads: int = 0
     attention_scale: float = 0.0  # of the products of q and k; 0: head_dim ** -0.5
     value_norm: bool = False  # as GQA.value_norm
+    growing_queries: bool = False  # `llama_4_scaling_beta` of the rotary parameters is GQA.query_growth
     qk_norm: str = ""  # as GQA.qk_norm
     optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
@@ -51,11 +52,13 @@ class Family:
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
     pooled_index: bool = False  # attention without a window is as PooledSparse, or as PooledLatent
     compressed: bool = False  # `compress_ratios` says of each layer how many tokens an entry stands for
+    shared_entries: bool = False  # entries of few layers, `kv_source_layer_ids`, are read by those behind them too
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     output_gate: bool = False
     gate_projection: bool = False  # as GQA.gate_projection
     head_gate: bool = False  # as GQA.head_gate
+    softplus_gates: bool = False  # as GQA.softplus_gates
     sinks: bool = False
     window_sinks: bool = False  # sinks in layers with a window; `add_full_attention_sink_bias` says of the others
     window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
@@ -71,6 +74,7 @@ class Family:
     # feed-forward
     joined_gate_up: bool = False  # as Dense.joined
     has_experts: bool = False
+    first_dense: int = 0  # layers without experts before the others, unless the config says which
     router: Router = Router(0)  # noqa: RUF009 - frozen
     activation: Activation = SILU
     expert_bias: bool = False

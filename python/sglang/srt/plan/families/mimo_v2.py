@@ -15,8 +15,9 @@ from sglang.srt.plan.weight_names import (
 )
 
 MIMO_V2 = Family(
-    model_types=("mimo_v2_flash",),
-    architectures=("MiMoV2FlashForCausalLM",),
+    # The second is what later checkpoints of the same layers say, of V2.5 and V2.5-Pro among them.
+    model_types=("mimo_v2_flash", "mimo_v2"),
+    architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
     names=WeightMap(
         MODEL_NAMES,
         {**ATTENTION_NAMES, **MLP_NAMES, **EXPERT_NAMES},
@@ -24,7 +25,7 @@ MIMO_V2 = Family(
         unread=("model.mtp.",),
     ),
     # A fused projection is stored shard by shard in some checkpoints and in order in others: neither is read.
-    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "attention_projection_layout": ()},
+    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "attention_projection_layout": ("split",)},
     spellings={"layernorm_epsilon": "rms_norm_eps"},
     window_sinks=True,
     window_kv_factor=2,

@@ -34,15 +34,17 @@ def ngram_rows_kernel(
     sizes,  # [heads] int64
     offsets,  # [heads] int64
     table,  # [rows, dim]
-    scale,  # [1] fp32
+    scale,  # [1] fp32, or with GROUP [rows, dim / GROUP] bytes of e8m0
     out,  # [T, heads * dim]
     heads,
     first_head,
     per_ngram,
     end_token,
+    fill,
     dim,
     LONGEST: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale; 0: all do
     COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -62,8 +64,8 @@ def ngram_rows_kernel(
         is_new = at >= first
         new = tl.load(ids + token - place, mask=is_new, other=0)
         past = tl.load(state + at % (LONGEST - 1), mask=(at >= 0) & (at < first), other=0).to(tl.int64)
-        earlier = tl.where(at < 0, end_token, tl.where(is_new, new, past))
-        earlier = tl.where(ended, end_token, earlier)
+        earlier = tl.where(at < 0, fill, tl.where(is_new, new, past))
+        earlier = tl.where(ended, fill, earlier)
         if place <= longest:
             mixed = mixed ^ (earlier * tl.load(multipliers + place))
         ended = ended | (earlier == end_token)
@@ -71,7 +73,11 @@ def ngram_rows_kernel(
     cols = tl.arange(0, COLS)
     values = tl.load(table + row * dim + cols, mask=cols < dim, other=0.0).to(tl.float32)
     if SCALED:
-        values *= tl.load(scale)
+        if GROUP > 0:
+            exponents = tl.load(scale + row * (dim // GROUP) + cols // GROUP, mask=cols < dim, other=0)
+            values *= (exponents.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        else:
+            values *= tl.load(scale)
     tl.store(out + (token * heads + head) * dim + cols, values.to(out.dtype.element_ty), mask=cols < dim)
 
 
@@ -213,8 +219,8 @@ def ngram_rows(
         ngram_rows_kernel[(num_tokens, heads)](
             ids, kept, requests.slots, requests.positions, requests.firsts, hashed.multipliers, hashed.sizes,
             hashed.offsets, table, out if scale is None else scale, out, heads, hashed.first_head, hashed.per_ngram,
-            hashed.end_token, dim, LONGEST=len(hashed.multipliers), SCALED=scale is not None, **rows_launch(dim),
-            **pdl.options(),
+            hashed.end_token, hashed.filling, dim, LONGEST=len(hashed.multipliers), SCALED=scale is not None,
+            GROUP=0 if scale is None or scale.ndim == 1 else dim // scale.shape[1], **rows_launch(dim), **pdl.options(),
         )  # fmt: skip
 
 

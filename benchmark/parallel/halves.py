@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""Prompts as two halves and sums in eight bits, each without and with the other, on two GPUs; about four minutes.
+
+    python benchmark/parallel/halves.py [--shapes glm,dense] [--tokens 8192] [--device cuda] [--links host,peers]
+
+For each way between the GPUs (host: NCCL without peer-to-peer copies, as a stand-in for PCIe cards that have none):
+the embedded model's greedy tokens in all four settings, then the time of a prompt of a few layers of GLM-4.7-FP8 and of
+a dense FP8 model of Qwen3-32B's shapes with random weights. Beside it stands what the time of the same prompt without
+sums and the time of a sum predict (`sglang.tuning.halves.in_turns`). Ends with status 1 if halves change more answers
+of the embedded model than roundings explain. `--device cpu` shows over gloo that it runs, with small shapes and times
+that do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "python"))
+
+from sglang.bench.direct import DirectBatch, direct_table  # noqa: E402
+from sglang.embedded import DEFAULT_MODEL_PATH  # noqa: E402
+from sglang.srt.distributed import parallel_state  # noqa: E402
+from sglang.srt.environ import adopt_environment  # noqa: E402
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner  # noqa: E402
+from sglang.srt.mem_cache.kv_table import KVTable  # noqa: E402
+from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.utils.log import configure_logging  # noqa: E402
+from sglang.tuning.halves import SLOWDOWN, Stretch, in_turns  # noqa: E402
+
+CONFIGS = ROOT / "test" / "srt" / "kernels" / "configs"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm": ("glm47", {"num_hidden_layers": 7, "num_nextn_predict_layers": 0}),
+    "dense": ("qwen3", {
+        "num_hidden_layers": 16, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "quantization_config": FP8,
+    }),
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 8, "vocab_size": 1024,
+}  # fmt: skip
+"""Of each on CPUs."""
+LINKS = {
+    "host": ({"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}, {"disable_custom_all_reduce": True}),
+    "peers": ({}, {}),
+}
+LEAST, TIMES, NEW_TOKENS, LIMIT_S = 1024, 5, 24, 280
+SAME_ANSWERS = 0.6
+"""In bf16: a prompt that is cut attends to its first part in the cache, so that sums of another order decide ties."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    halves: bool
+    eight_bits: bool
+
+    def __str__(self) -> str:
+        return {(False, False): "neither", (False, True): "eight bits", (True, False): "halves"}.get(
+            (self.halves, self.eight_bits), "both"
+        )
+
+
+SETTINGS = [Setting(halves, eight_bits) for eight_bits in (False, True) for halves in (False, True)]
+
+
+@contextmanager
+def applied(runner: ModelRunner, setting: Setting, least: int) -> Iterator[None]:
+    groups = parallel_state.groups().of_layers
+    quantized = [group._quantized for group in groups]
+    for group in groups if not setting.eight_bits else ():
+        group._quantized = None
+    try:
+        with runner.in_halves_from(least if setting.halves else None):
+            yield
+    finally:
+        for group, sums in zip(groups, quantized, strict=True):
+            group._quantized = sums
+
+
+@contextmanager
+def without_sums() -> Iterator[None]:
+    """Inside the block ranks keep their summands, so that only what each of them computes takes time."""
+    group = parallel_state.groups().tp
+    group._summed = lambda x, exact: x  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del group._summed  # type: ignore[attr-defined]
+
+
+def tokens_of(runner: ModelRunner, kv: KVTable, prompts: list[list[int]], chunk: int) -> list[list[int]]:
+    batch = DirectBatch(runner, kv, prompts, NEW_TOKENS)
+    rows = [batch.prefill(chunk)]
+    rows += [batch.decode() for _ in range(NEW_TOKENS - 1)]
+    batch.close()
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    """Of TIMES runs behind one that does not count; a run ends when the device is through."""
+    found = []
+    for _ in range(TIMES + 1):
+        synchronize()
+        started = time.perf_counter()
+        run()
+        synchronize()
+        found.append(1e3 * (time.perf_counter() - started))
+    return float(np.median(found[1:]))
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def compare_tokens(runner: ModelRunner, vocab: int) -> dict[str, Any]:
+    kv, rng = direct_table(runner), np.random.default_rng(0)
+    prompts = [rng.integers(1, vocab, size).tolist() for size in (700, 130, 64, 9, 300, 41)]
+    found = {}
+    for setting in SETTINGS:
+        with applied(runner, setting, 2):
+            found[str(setting)] = tokens_of(runner, kv, prompts, 512)
+    return {"tokens": found}
+
+
+def time_prompt(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
+    group, hidden = parallel_state.groups().tp, runner.plan.description.hidden_size
+    found: dict[str, Any] = {"measured": {}, "sums": {}, "blocks": 2 * len(runner.model.layers)}
+    for setting in SETTINGS:
+        with applied(runner, setting, LEAST):
+            found["measured"][str(setting)] = median_ms(lambda: runner.run_padding(num_tokens))
+            rows = num_tokens // 2 if setting.halves else num_tokens
+            x = torch.zeros((rows, hidden), dtype=runner.model.dtype, device=runner.device)
+            found["sums"][str(setting)] = median_ms(lambda x=x: group.all_reduce(x))
+    for setting in SETTINGS[:2]:
+        with applied(runner, setting, LEAST), without_sums():
+            found["sums"][f"{setting} without"] = median_ms(lambda: runner.run_padding(num_tokens))
+    return found
+
+
+def predicted_ms(found: dict[str, Any], setting: Setting) -> float:
+    """Of the times without sums, in as many equal stretches as there are blocks, and of a sum."""
+    blocks, sums = found["blocks"], found["sums"]
+    alone = sums[f"{replace(setting, eight_bits=False)} without"]
+    if not setting.halves:
+        return float(alone + blocks * sums[str(setting)])
+    half = [Stretch(alone / 2 / blocks, sums[str(setting)])] * blocks + [Stretch(0.0, 0.0)]
+    return in_turns(half, half, SLOWDOWN)
+
+
+def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, output: Path) -> None:
+    configure_logging("warning", f"TP{rank}")
+    with torch.inference_mode():
+        runner = create_runner(args, rank, meeting)
+        found = time_prompt(runner, num_tokens) if num_tokens else compare_tokens(runner, runner.plan.model.vocab_size)
+    if rank == 0:
+        output.write_text(json.dumps(found))
+    parallel_state.meet()
+    parallel_state.shutdown()
+
+
+def run(folder: Path, config: Path, num_tokens: int, links: str, device: str) -> dict[str, Any] | None:
+    """What rank 0 has seen; None if a rank failed or time was over."""
+    environment, flags = LINKS[links]
+    small: dict[str, Any] = {"max_total_tokens": 4096} if device == "cpu" else {"mem_fraction_static": 0.8}
+    args = ServerArgs.from_kwargs(
+        model_path=str(config), load_format="dummy" if num_tokens else "auto", tp_size=2, skip_tokenizer_init=True,
+        skip_server_warmup=True, chunked_prefill_size=max(num_tokens, 512), max_running_requests=8,
+        context_length=num_tokens + 64 if num_tokens else None,
+        attention_backend="torch_native" if device == "cpu" else "triton", disable_cuda_graph=True,
+        enable_two_batch_overlap=True, two_batch_overlap_min_tokens=LEAST, enable_quantized_all_reduce="prefill",
+        quantized_all_reduce_min_bytes=0, device=device, random_seed=1, **flags, **small,
+    )  # fmt: skip
+    output = folder / f"{config.name}.{links}.json"
+    os.environ.update(environment)
+    context = multiprocessing.get_context("spawn")
+    meeting = f"file://{folder}/{config.name}.{links}"
+    ranks = [context.Process(target=rank_process, args=(r, args, num_tokens, meeting, output)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + LIMIT_S
+    for process in ranks:
+        process.join(max(1.0, deadline - time.monotonic()))
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+    for name in environment:
+        del os.environ[name]
+    return json.loads(output.read_text()) if output.exists() else None
+
+
+def write_config(name: str, device: str, folder: Path) -> Path:
+    file, changes = SHAPES[name]
+    config = json.loads((CONFIGS / f"{file}.json").read_text()) | changes
+    if device == "cpu":
+        config |= {key: value for key, value in SMALL.items() if key in config}
+        config.pop("quantization_config", None)
+    target = folder / name
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def show_tokens(found: dict[str, Any], links: str, least: float) -> bool:
+    """Whether halves leave so much of the answers as they are, beside exact sums and beside those in eight bits."""
+    tokens, right = found["tokens"], True
+    for one, other in (("neither", "halves"), ("eight bits", "both"), ("neither", "eight bits")):
+        pairs = list(zip(tokens[one], tokens[other], strict=True))
+        alike = sum(a == b for a, b in pairs)
+        right &= other == "eight bits" or alike >= least * len(pairs)
+        print(f"{links}, embedded model, {other}: {alike} of {len(pairs)} answers as with {one}", flush=True)
+    return right
+
+
+def show_times(found: dict[str, Any], name: str, links: str) -> None:
+    print(f"\n{links}, {name}, ms of a prompt | measured | predicted | times as fast | a sum", flush=True)
+    for setting in SETTINGS:
+        measured, neither = found["measured"][str(setting)], found["measured"]["neither"]
+        print(
+            f"{setting!s:>12} | {measured:9.2f} | {predicted_ms(found, setting):9.2f} | {neither / measured:5.2f}"
+            f" | {found['sums'][str(setting)]:7.3f}",
+            flush=True,
+        )
+    whole, halves = (found["sums"][f"{setting} without"] for setting in SETTINGS[:2])
+    print(f"without sums | {whole:9.2f} whole, {halves:9.2f} in halves", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="glm,dense")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--links", default="host,peers")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    adopt_environment()
+    right = True
+    num_tokens = min(options.tokens, 2048) if options.device == "cpu" else options.tokens
+    with tempfile.TemporaryDirectory(prefix="halves-") as directory:
+        folder = Path(directory)
+        for links in options.links.split(","):
+            found = run(folder, Path(DEFAULT_MODEL_PATH), 0, links, options.device)
+            least = 1.0 if options.device == "cpu" else SAME_ANSWERS
+            right &= found is not None and show_tokens(found, links, least)
+            for name in options.shapes.split(","):
+                found = run(folder, write_config(name, options.device, folder), num_tokens, links, options.device)
+                if found is None:
+                    print(f"{links}, {name}: no result", flush=True)
+                    right = False
+                else:
+                    show_times(found, name, links)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Two halves of a step that take turns: while a collective of one is on its way, the other computes.
+
+    first    A1 ~~sum~~ A2 ~~sum~~ A3 ...        Ai: what the half computes up to its i-th collective
+    second      B1 ~~sum~~ B2 ~~sum~~ B3 ...     launched in the order A1, B1, A2, B2, ...
+
+Each half is a call that runs in a thread of its own, of which only one runs at a time: a collective is where it gives
+way to the other. So layers need not know of it, whatever they exchange and wherever. Everything that is computed goes
+to one stream in the order of the turns, so that what the first half stores (keys, states) is there when the second half
+comes to the same place. Collectives go to a lane of their own, one behind the other, on all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Collective = Callable[[], torch.Tensor]
+
+
+class Lane(Protocol):
+    """Where collectives travel, beside what is computed."""
+
+    def send(self, collective: Collective) -> Collective:
+        """Launches it behind everything that is launched so far. Returns what gives its result to launches from then
+        on."""
+
+    def here(self) -> Callable[[], AbstractContextManager[object]]:
+        """What makes a thread launch where the caller does."""
+
+    def clear(self) -> None:
+        """Forget what nobody waits for: a half has failed."""
+
+
+class StreamLane:
+    """A stream of its own, whose kernels go first where the GPU has room for some."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._stream = torch.cuda.Stream(torch.device(device), priority=-1)
+
+    def send(self, collective: Collective) -> Collective:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = collective()
+            arrived = self._stream.record_event()
+
+        def receive(_operands: Collective = collective) -> torch.Tensor:  # they stay until the stream has waited
+            current = torch.cuda.current_stream()
+            current.wait_event(arrived)
+            result.record_stream(current)  # it may be memory of the lane's
+            return result
+
+        return receive
+
+    def here(self) -> Callable[[], AbstractContextManager[object]]:
+        stream = torch.cuda.current_stream()
+
+        @contextmanager
+        def same_stream() -> Iterator[None]:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                yield
+
+        return same_stream
+
+    def clear(self) -> None:
+        pass
+
+
+class LateLane:
+    """For CPUs, where a launch is the computation: a collective takes place when it is waited for, as late as one may
+    arrive, and behind those that were sent before it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def send(self, collective: Collective) -> Collective:
+        arrived: list[torch.Tensor] = []
+        self._waiting.append(lambda: arrived.append(collective()))
+
+        def receive() -> torch.Tensor:
+            while not arrived:
+                self._waiting.popleft()()
+            return arrived[0]
+
+        return receive
+
+    def here(self) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+
+class HalvesDiffer(RuntimeError):
+    """The halves do not exchange the same things in the same order, so that one might overtake the other."""
+
+
+class OtherHalfFailed(RuntimeError):
+    """Ends a half whose other one has failed."""
+
+
+class Turns:
+    """Runs two calls in turns. One `run` at a time."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="second half")
+        self.under_way = False
+        """True inside `run`: collectives are to go through `travel`."""
+
+    def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
+        """The results of both, whose collectives go through `travel`. Raises what the first of them that fails
+        raises; the other ends at its next collective."""
+        self._turn, self._ended = 0, [False, False]
+        self._go = (threading.Semaphore(0), threading.Semaphore(0))
+        self._failure: BaseException | None = None
+        self._sent: tuple[list[object], list[object]] = ([], [])
+        self.under_way = True
+        other = self._thread.submit(self._second, second, self._lane.here())
+        try:
+            result = self._guarded(first)
+        finally:
+            self._end(0)
+            wait((other,))
+            self.under_way = False
+            self._lane.clear()
+        return result, other.result()
+
+    def travel(self, what: object, collective: Collective) -> torch.Tensor:
+        """The collective's result. what: names it, the same for both halves. Called by the half whose turn it is."""
+        turn = self._turn
+        mine, first = self._sent[turn], self._sent[0]
+        mine.append(what)
+        if turn == 1 and (len(mine) > len(first) or first[len(mine) - 1] != what):
+            raise HalvesDiffer(
+                f"the second half sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}"
+            )
+        receive = self._lane.send(collective)
+        other = 1 - turn
+        if not self._ended[other]:
+            self._turn = other
+            self._go[other].release()
+            self._go[turn].acquire()
+        if self._failure is not None:
+            raise OtherHalfFailed from self._failure
+        return receive()
+
+    def _second(self, half: Callable[[], T], here: Callable[[], AbstractContextManager[object]]) -> T:
+        self._go[1].acquire()
+        try:
+            if self._failure is not None:
+                raise OtherHalfFailed from self._failure
+            with here(), torch.inference_mode():
+                return self._guarded(half)
+        finally:
+            self._end(1)
+
+    def _guarded(self, half: Callable[[], T]) -> T:
+        try:
+            return half()
+        except OtherHalfFailed as error:
+            assert self._failure is not None
+            raise self._failure from error
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _end(self, half: int) -> None:
+        """The other one has all turns from now on."""
+        other = 1 - half
+        self._ended[half] = True
+        if not self._ended[other]:
+            self._turn = other
+            self._go[other].release()

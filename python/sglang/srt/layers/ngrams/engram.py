@@ -1,0 +1,151 @@
+"""DeepSeek-V4.1's Engram before a layer: from the residual streams and token ids to what is added to the streams.
+
+A token's n-grams find rows of a table by a hash of the texts of their tokens. A product of these rows gives a key for
+each stream and a value, which the streams gate. A request's state is the texts of its last tokens; a step that may be
+taken back leaves it as it is and records its tokens.
+
+Source: the inference code beside the checkpoint of V4.1-Flash, as others describe it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
+from sglang.srt.layers.ngrams.table import FP8_FILES
+from sglang.srt.layers.parameter import FLOATS, Init, Part, Scope, constant, random_codes
+from sglang.srt.layers.quantization.layout import as_bytes
+from sglang.srt.plan.engram import Engram
+from sglang.srt.plan.weight_names import PartKey
+from sglang.srt.utils.token_texts import read_text_numbers
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+_DUMMY_EXPONENT = 127 - 12
+
+
+def keep_texts(texts: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
+    """Leaves in `kept` [requests, R] int32, of position p at p % R, the texts [T] of each request's last tokens before
+    `requests.stops`; from there on they are taken back. Slot 0 is padding."""
+    size = kept.shape[1]
+    stays = (requests.positions >= requests.stops - size) & (requests.positions < requests.stops)
+    kept[torch.where(stays, requests.slots, 0), requests.positions % size] = texts.to(kept.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class EngramRecord:
+    """Implements StateRecord: k tokens of each of B requests, which the state does not have yet."""
+
+    kept: torch.Tensor
+    texts: torch.Tensor  # [B k]
+    requests: TokenRequests
+    width: int
+    """k."""
+
+    def commit(self, counts: torch.Tensor) -> None:
+        num = len(counts) * self.width
+        token = torch.arange(num, device=counts.device) % self.width
+        counts = counts.repeat_interleave(self.width, output_size=num)
+        firsts, slots = self.requests.firsts[:num], self.requests.slots[:num]
+        # Padding behind a request's own tokens says nothing of its position.
+        keep_texts(self.texts[:num], self.kept, TokenRequests(slots, firsts + token, firsts, firsts + counts))
+
+    def copy(self) -> EngramRecord:
+        requests = replace(self.requests, slots=self.requests.slots.clone(), firsts=self.requests.firsts.clone())
+        return replace(self, texts=self.texts.clone(), requests=requests)
+
+
+class EngramBlock:
+    """Streams [T, N, H] -> [T, N, H], to be added to them."""
+
+    def __init__(self, scope: Scope, spec: Engram, site: Site) -> None:
+        self.spec, self.eps = spec, site.model.norm_eps
+        self.group, self.dtype = scope.groups.attention, scope.dtype
+        self.table, self.scale, self.first_row = _table(scope, spec)
+        self.cache = scope.cache(site.layer_id, "ngrams")
+        self.project = ReplicatedLinear(scope.sub("project"))
+        shape = (spec.streams, spec.stream_size)
+        self.query_weight, self.key_weight = (
+            scope.param(leaf, shape, init=Init.ONES, dtype=torch.float32) for leaf in ("q_weight", "k_weight")
+        )
+        self.ones = scope.param("ones", shape, {}, Init.ONES, torch.float32)  # the kernel norms by a weight too
+        self.ones.fill_(1.0)
+        self.texts = scope.param("texts", (spec.vocab_size,), {}, Init.ZEROS, torch.int64)
+        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+        self.hashed: NgramHash | None = None
+        self.directory, self.device = scope.plan.model.model_path, scope.device
+        scope.finish.append(self.read_tokens)
+
+    def read_tokens(self) -> None:
+        """Raises UserError for a checkpoint without the tokenizer that its tables were made with."""
+        spec, device = self.spec, self.device
+        numbers = read_text_numbers(self.directory, spec.vocab_size, spec.num_texts)
+        num = spec.num_heads // self.group.size
+        first_head = self.group.rank * num
+        sizes = spec.head_rows[first_head : first_head + num]
+        offsets = [sum(sizes[:head]) for head in range(num)]
+        self.texts.copy_(torch.from_numpy(numbers))
+        self.hashed = NgramHash(
+            torch.tensor(spec.multipliers, device=device),
+            torch.tensor(sizes, device=device),
+            torch.tensor(offsets, device=device),
+            first_head,
+            spec.heads,
+            spec.end_token,
+            int(numbers[spec.pad_token]),
+        )
+
+    def defer_all_reduce(self) -> Group | None:
+        return None  # every rank computes all of it
+
+    def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        assert self.hashed is not None, "the weights are loaded"
+        requests, kept = compressed_step(batch).requests, self.cache["ids"]
+        texts = self.texts[batch.input_ids]
+        rows = torch.empty((len(texts), len(self.hashed.sizes) * self.spec.dim), dtype=self.dtype, device=texts.device)
+        self.kernels.rows(texts, kept, requests, self.hashed, self.table, self.scale, rows)
+        products = self.project(self.group.all_gather(rows))
+        gated, _ = self.kernels.gate(products, streams, self.key_weight, self.query_weight, self.ones, self.eps)
+        if batch.state_records is None:
+            keep_texts(texts, kept, requests)
+        else:
+            assert batch.extend is not None
+            width = len(texts) // len(batch.extend)
+            batch.state_records.append(EngramRecord(kept, texts, requests, width))
+        return gated
+
+
+def _table(scope: Scope, spec: Engram) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """This rank's rows of the table [room, D], their scales [room, D / 32] as bytes (None: it is not quantized), and
+    the number of the first row."""
+    num = spec.num_heads // scope.groups.attention.size
+    first_head = scope.groups.attention.rank * num
+    first = sum(spec.head_rows[:first_head])
+    count, room = (
+        sum(spec.head_rows[first_head : first_head + num]),
+        spec.rank_rows(scope.groups.attention.size),
+    )
+    into = scope.sub("table")
+
+    def parameter(leaf: str, columns: int, part: Part, init: object, dtype: torch.dtype | None) -> torch.Tensor:
+        rows = replace(part, source=(slice(first, first + count),), dest=(slice(0, count),))
+        tensor = into.param(leaf, (room, columns), {PartKey(): rows}, init, dtype, pinned=spec.on_host)  # type: ignore[arg-type]
+        if not tensor.is_meta:
+            tensor[count:].view(torch.uint8).zero_()
+        return tensor
+
+    if not spec.table_dtype:
+        return parameter("weight", spec.dim, Part((spec.rows, spec.dim), dtypes=FLOATS), Init.NORMAL, None), None, first
+    values = Part((spec.rows, spec.dim), dtypes=FP8_FILES)
+    exponents = Part((spec.rows, spec.scale_columns), dtypes=("F8_E8M0", "U8"), convert=as_bytes)
+    weight = parameter("weight", spec.dim, values, random_codes, torch.float8_e4m3fn)
+    scale = parameter("scale", spec.scale_columns, exponents, constant(_DUMMY_EXPONENT), torch.uint8)
+    return weight, scale, first

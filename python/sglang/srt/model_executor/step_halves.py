@@ -1,0 +1,160 @@
+"""Steps with many prompt tokens as two halves, whose collectives travel in turns (`distributed/turns`).
+
+A half is a step of its own: the second one goes on where the first one ends, as the next chunk of a prompt would, and
+requests that decode are in the first one. A prompt is cut only where none ends near the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.turns import Lane, LateLane, StreamLane, Turns
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.row_exchange import RowExchange
+from sglang.srt.mem_cache.layer_loads import LayerWaits
+from sglang.srt.model_executor.device_state import DeviceState, shape_of
+from sglang.srt.model_executor.step import GroupSteps, PromptTokens, StepInput, step_arrays
+from sglang.srt.plan.plan import Plan
+from sglang.srt.utils.device_arrays import send
+
+ALIGNMENT = 64
+"""Prompts are cut at multiples of so many positions, if they are long enough: tiles and groups of tokens stay whole."""
+OFF_MIDDLE = 8
+"""One of so many tokens of a step may lie between its middle and the end of a prompt at which it is cut."""
+
+
+Halves = tuple[StepInput, StepInput]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a step is cut: its first `prompts` prompts are in the first half, and `tokens` of the next one."""
+
+    prompts: int
+    tokens: int
+
+
+def cut_of(step: StepInput) -> Cut | None:
+    """Returns where the step is cut; None if it cannot be."""
+    prompts = step.prompts
+    if prompts is None or prompts.media is not None:
+        return None
+    total = len(step.out_cache_loc)
+    ends = step.num_decodes + np.cumsum(prompts.extend_lens)
+    if len(ends) == 0 or total - step.num_decodes < 2:
+        return None
+    middle = max(total // 2, step.num_decodes + 1)
+    nearest = int(np.argmin(np.abs(ends[:-1] - middle))) if len(ends) > 1 else -1
+    if nearest >= 0 and abs(int(ends[nearest]) - middle) * OFF_MIDDLE <= total:
+        return Cut(nearest + 1, 0)
+    cut = int(np.searchsorted(ends, middle, side="right"))
+    begin = int(ends[cut] - prompts.extend_lens[cut])
+    tokens = middle - begin
+    position = int(prompts.prefix_lens[cut]) + tokens
+    aligned = tokens - position % ALIGNMENT
+    tokens = aligned if aligned > 0 and begin + aligned > step.num_decodes else tokens
+    return Cut(cut, tokens)
+
+
+def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
+    """Returns the halves of the steps of all attention groups; None if they cannot be cut. A group whose step has no
+    place for a cut has all of it in the first half, and no work in the second one."""
+    if steps.has_media or any(step.widths is not None for step in steps.steps):
+        return None
+    first: list[StepInput | None] = []
+    second: list[StepInput | None] = []
+    for step, idle in zip(steps.steps, steps.idle, strict=True):
+        cut = None if idle else cut_of(step)
+        one, other = (None if idle else step, None) if cut is None else halves_of(step, cut)
+        first.append(one)
+        second.append(other)
+    return None if not any(second) else (GroupSteps.of(first), GroupSteps.of(second))
+
+
+def halves_of(step: StepInput, cut: Cut) -> Halves:
+    """Returns the two halves. What a step is sampled by is not theirs."""
+    prompts, count = step.prompts, step.num_decodes
+    assert prompts is not None
+    lens, prefixes = prompts.extend_lens, prompts.prefix_lens
+    through = cut.prompts + (cut.tokens > 0)
+    num_first = int(lens[: cut.prompts].sum()) + cut.tokens
+    first_lens, first_seq_lens = lens[:through].copy(), step.seq_lens[: count + through].copy()
+    second_lens, second_prefixes = lens[cut.prompts :].copy(), prefixes[cut.prompts :].copy()
+    if cut.tokens:
+        first_lens[-1] = cut.tokens
+        first_seq_lens[-1] = prefixes[cut.prompts] + cut.tokens
+        second_lens[0] -= cut.tokens
+        second_prefixes[0] += cut.tokens
+    none = np.empty(0, np.int64)
+    first = StepInput(
+        step.slots[: count + through],
+        first_seq_lens,
+        step.out_cache_loc[: count + num_first],
+        PromptTokens(prompts.input_ids[:num_first], prefixes[:through], first_lens, none),
+    )
+    second = StepInput(
+        step.slots[count + cut.prompts :],
+        step.seq_lens[count + cut.prompts :],
+        step.out_cache_loc[count + num_first :],
+        PromptTokens(prompts.input_ids[num_first:], second_prefixes, second_lens, none),
+    )
+    return first, second
+
+
+class StepHalves:
+    """Computes steps as two halves."""
+
+    def __init__(self, state: DeviceState, groups: Groups, least_tokens: int | None) -> None:
+        lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
+        self.state, self.groups, self.least_tokens = state, groups, least_tokens
+        """None: no step runs as two."""
+        self.turns = Turns(lane)
+        for group in groups.of_layers:
+            group.give_way_in(self.turns)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> StepHalves | None:
+        return None if plan.halves is None else cls(state, groups, plan.halves.least_tokens)
+
+    def halves_of(self, step: StepInput) -> Halves | None:
+        """Returns the halves of a step; None if it runs as one. All ranks answer alike."""
+        num_tokens = len(step.out_cache_loc) if step.groups is None else sum(step.groups.num_tokens)
+        if self.least_tokens is None or num_tokens < self.least_tokens:
+            return None
+        if step.groups is None:
+            cut = cut_of(step)
+            return None if cut is None else halves_of(step, cut)
+        groups = cut_groups(step.groups)
+        if groups is None:
+            return None
+        first, second = (replace(half.steps[self.groups.dp.rank], groups=half) for half in groups)
+        return first, second
+
+    @contextmanager
+    def from_tokens(self, least: int | None) -> Iterator[None]:
+        """Inside the block steps of so many tokens run as two; None: no step does."""
+        before, self.least_tokens = self.least_tokens, least
+        try:
+            yield
+        finally:
+            self.least_tokens = before
+
+    def compute(self, batch: ForwardBatch, halves: Halves, loads: LayerWaits | None) -> torch.Tensor:
+        """Final hidden states [T, H] of `batch`, as the model gives them. loads: of the whole step; the first half
+        comes to each layer first."""
+        first, second = (self._batch(half, loads) for half in halves)
+        return self.state.model.in_halves(batch, (first, second), self.turns)
+
+    def _batch(self, half: StepInput, loads: LayerWaits | None) -> ForwardBatch:
+        arrays = send(self.state.device, **step_arrays(half))
+        batch = self.state.batch(arrays, shape_of(half), half)
+        batch.loads = loads
+        if half.groups is not None:
+            batch.exchange = RowExchange.of_step(self.groups, half.groups.num_tokens, self.state.device)
+        return batch

@@ -1,0 +1,71 @@
+"""Decides which steps run as two halves that take turns (--enable-two-batch-overlap)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.halves_table import halves_from
+from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.feed_forward import MoE
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.server_args import ServerArgs
+
+FLAG = "--enable-two-batch-overlap"
+ATTENTION = ("decode_attention", "extend_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class HalvesRule:
+    """Steps with prompts of at least so many tokens run as two halves, unless they have images among their prompts."""
+
+    least_tokens: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"from {self.least_tokens:,} tokens on ({self.reason})"
+
+
+def halves_rule(
+    args: ServerArgs, topology: Topology | None, model: ModelDescription, choices: Mapping[str, Choice]
+) -> HalvesRule | None:
+    """Returns the rule; None where every step runs as one. `topology`: of the GPUs, None for CPUs or where nobody has
+    looked.
+
+    Raises UserError where the flag cannot be followed."""
+    if args.enable_two_batch_overlap and args.disable_two_batch_overlap:
+        raise UserError(f"{FLAG} and --disable-two-batch-overlap contradict each other")
+    if args.disable_two_batch_overlap:
+        return None
+    band = halves_from(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
+    if not args.enable_two_batch_overlap and not (band.unasked and args.attn_dp_size == 1):
+        return None  # of groups of requests nothing is predicted: their rows meet padded, more so in halves
+    problem = why_whole(args.tp_size, args.dcp_size) or _of_attention(choices)
+    if problem and args.enable_two_batch_overlap:
+        raise UserError(f"{FLAG}: {problem}")
+    if problem:
+        return None
+    if args.two_batch_overlap_min_tokens is not None:
+        return HalvesRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens")
+    return HalvesRule(band.least, band.reason)
+
+
+def has_experts(model: ModelDescription) -> bool:
+    return any(isinstance(layer.ffn, MoE) for layer in model.layers)
+
+
+def why_whole(tp_size: int, dcp_size: int) -> str:
+    """Returns why ranks laid out so compute every step as one; "" if they need not."""
+    if tp_size == 1:
+        return "sums travel over the ranks of --tp-size, of which there is one"
+    if dcp_size > 1:
+        return "with --dcp-size attention itself exchanges, for requests that decode alone, so that halves would differ"
+    return ""
+
+
+def _of_attention(choices: Mapping[str, Choice]) -> str:
+    """FlashInfer's wrappers have one plan at a time."""
+    named = [op for op in choices if op.startswith(ATTENTION) and choices[op].name.startswith("flashinfer")]
+    return f"{named[0]} by FlashInfer keeps the plan of one step; --attention-backend triton can" if named else ""

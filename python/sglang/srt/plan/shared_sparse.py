@@ -1,0 +1,108 @@
+"""DeepSeek-V4.1's attention: entries that a few layers make and those behind them read, as a mixer of `layer_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.layer_spec import (
+    PER_REQUEST,
+    CacheSpec,
+    CacheTensor,
+    Elements,
+    Matrix,
+    Serving,
+    Weights,
+    latent_cache,
+    uneven_sizes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateBlocks:
+    """The `top` runs of `block` entries with the best entry of all: later indexers choose among the entries of these.
+    The run that a token itself lies in is always one of them."""
+
+    top: int
+    block: int
+
+    @property
+    def entries(self) -> int:
+        return self.top * self.block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSparse(CompressedSparse):
+    """Attention to a window, and to entries of `rate` tokens each (1: one a token) that the layer `source` made.
+
+    An entry is made of its own run's tokens alone. Of layers with an `indexer` each chooses for itself and those behind
+    it, by keys that the layer `source` made of its entries; the others take the choice of the layer `chosen_by`. With
+    `candidates` the layer `bounded_by` chooses runs of entries, and the indexers of layers behind it choose in these.
+    """
+
+    layer: int
+    source: int
+    chosen_by: int
+    top_k: int
+    """Entries that a token attends to at most, whichever layer chose them."""
+    candidates: CandidateBlocks | None = None
+    bounded_by: int = -1
+    run: int = 1
+    """Entries that follow one another in memory, from a multiple of their number on."""
+
+    @property
+    def makes(self) -> bool:
+        return self.layer == self.source
+
+    @property
+    def overlap(self) -> int:
+        return 1
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield from CompressedSparse.needs(replace(self, rate=0, indexer=None), serving)
+        dims = (self.head_dim, self.head_dim)
+        if self.makes:
+            index_dim = self.indexer.head_dim if self.indexer is not None else self.head_dim
+            yield serving.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
+        if self.indexer is not None:
+            index_dims, heads = (self.indexer.head_dim, self.indexer.head_dim), (self.indexer.num_heads, 1)
+            yield Need("index_queries", q_dtype=serving.dtype)
+            yield serving.need("sparse_indexer", index_dims, heads=heads)
+            if self.candidates is not None:
+                yield serving.need("candidate_blocks", index_dims, heads=heads)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        caches = CompressedSparse.caches(replace(self, rate=0, indexer=None), serving)
+        if not self.makes or self.indexer is None:
+            return caches
+        rate, dim, dtype = Fraction(1, self.rate), self.head_dim, serving.kv_dtype
+        neighbours = self.rate * self.run
+        entries = latent_cache("compressed", dim, dim, dtype, rate)
+        keys = self.indexer.cache(serving, rate)
+        caches += (replace(entries, neighbours=neighbours), replace(keys, neighbours=neighbours))
+        if self.rate > 1:
+            rows = CacheTensor("rows", (self.rate, 2, dim), "float32")
+            caches += (CacheSpec("pending", (rows,), lifetime=PER_REQUEST),)
+        return caches
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        parts = list(CompressedSparse.weights(replace(self, rate=0, indexer=None), hidden_size, tp_size))
+        if self.indexer is None:
+            return tuple(parts)
+        dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
+        parts.append(Matrix("attn.index_q", ("",), index_heads * dim, self.q_lora_rank))
+        parts.append(Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False))
+        if self.makes:
+            names = ("wkv", "wgate") if self.rate > 1 else ("wkv",)
+            parts.append(Matrix("attn.compressor", names, len(names) * self.head_dim, hidden_size, quantized=False))
+            parts.append(Matrix("attn.index_k", ("",), dim, self.head_dim, quantized=False))
+            parts.append(Elements(self.head_dim + dim))
+        return tuple(parts)
+
+    def activation_elements(self, tp_size: int) -> int:
+        """Counts the slots of candidates, of 32 bits each, beside the activations."""
+        slots = 2 * self.candidates.top if self.candidates is not None and self.indexer is not None else 0
+        return CompressedSparse.activation_elements(self, tp_size) + 2 * self.head_dim + slots

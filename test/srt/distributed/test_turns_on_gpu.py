@@ -1,0 +1,71 @@
+"""The lane of a GPU: what travels there is whole when it arrives, whatever memory is reused meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.distributed.turns import StreamLane, Turns
+
+pytestmark = pytest.mark.gpu
+ROUNDS, BLOCKS, ROWS, COLUMNS = 20, 12, 512, 4096
+CYCLES = 2_000_000
+"""That each collective waits before it begins: about a millisecond, longer than what is computed beside it."""
+
+
+def _half(turns: Turns, seed: float, in_place: bool) -> torch.Tensor:
+    x = torch.full((ROWS, COLUMNS), seed, device="cuda")
+    for block in range(BLOCKS):
+        out = x * 0.5 + block
+
+        def collective(out: torch.Tensor = out) -> torch.Tensor:
+            torch.cuda._sleep(CYCLES)
+            return out.mul_(2.0) if in_place else out * 2.0
+
+        total = turns.travel(("sum", block), collective)
+        del out
+        x = x + total
+        del total
+        torch.full_like(x, float("nan"))  # into memory that is free by now
+    return x
+
+
+def _wanted(seed: float) -> float:
+    x = seed
+    for block in range(BLOCKS):
+        x += 2.0 * (x * 0.5 + block)
+    return x
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_results_of_both_halves_are_whole(in_place: bool) -> None:
+    turns = Turns(StreamLane("cuda"))
+    with torch.inference_mode():
+        for number in range(ROUNDS):
+            seeds = float(number), float(number) + 0.5
+            halves = turns.run(*(lambda seed=seed: _half(turns, seed, in_place) for seed in seeds))  # type: ignore[misc]
+            for seed, half in zip(seeds, halves, strict=True):
+                assert bool((half == _wanted(seed)).all()), (number, seed)
+
+
+def test_what_is_computed_does_not_wait_for_the_other_halfs_collective() -> None:
+    """By order of events, not by time: the second half's first stretch ends before the first half's collective."""
+    turns, events = Turns(StreamLane("cuda")), {}
+
+    def half(name: str) -> torch.Tensor:
+        x = torch.ones(1, device="cuda") + 1
+        events[name] = torch.cuda.Event(enable_timing=True)
+        events[name].record()
+
+        def collective() -> torch.Tensor:
+            torch.cuda._sleep(50 * CYCLES)
+            events[f"{name} sent"] = torch.cuda.Event(enable_timing=True)
+            events[f"{name} sent"].record()
+            return x
+
+        return turns.travel("sum", collective)
+
+    with torch.inference_mode():
+        turns.run(lambda: half("first"), lambda: half("second"))
+    torch.cuda.synchronize()
+    assert events["second"].elapsed_time(events["first sent"]) > 0

@@ -1,0 +1,138 @@
+"""Ranks whose steps with prompts run as two halves (--enable-two-batch-overlap): the schedule of
+`test_parallel_schedules`, for every kind of model and layout, gives the tokens that it gives without, also beside sums
+in eight bits, steps in graphs and guesses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import run_ranks
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.turns import Turns
+from sglang.srt.layers import embedding
+from sglang.srt.model_executor import step_halves
+from sglang.srt.model_executor.step_halves import StepHalves
+from sglang.srt.plan.ranks import RankLayout
+from srt.models.harness import save_tiny
+
+from .test_attention_groups import MODELS
+from .test_parallel_schedules import POOL, Outcome, outcome
+
+ON: dict[str, Any] = {"enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
+EIGHT_BITS: dict[str, Any] = {"enable_quantized_all_reduce": "all", "quantized_all_reduce_min_bytes": 1}
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "halves": ON,
+    "halves beside graphs": ON,
+    "guesses, whole": {},
+    "guesses, halves": ON,
+    "eight bits, whole": EIGHT_BITS,
+    "eight bits, halves": ON | EIGHT_BITS,
+}
+LAYOUTS = {
+    "TP2": RankLayout(2),
+    "TP4": RankLayout(4),
+    "EP2": RankLayout(2, 2),
+    "TP2 x PP2": RankLayout(2, pp_size=2),
+    "DP2": RankLayout(2, attn_dp_size=2),
+    "TP4 x DP2": RankLayout(4, attn_dp_size=2),
+    "TP4 x DP2, own heads": RankLayout(4, attn_dp_size=2, dp_lm_head=True),
+}
+WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
+CHUNK = 56
+"""Of several prompts, some of which end near its middle."""
+CELLS = {
+    **dict.fromkeys(("TP2", "TP4", "DP2", "TP4 x DP2"), tuple(MODELS)),
+    "TP4 x DP2, own heads": ("dense", "states", "latents"),
+    "EP2": WITH_EXPERTS,
+    "TP2 x PP2": ("experts", "embedded"),
+}
+
+
+class Halved(Counter[str]):
+    """Counts steps that ran as two halves, those of them that decode as well, that cut a prompt, and what travelled."""
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compute, travel = StepHalves.compute, Turns.travel
+
+        def counted_compute(halves: Any, batch: Any, both: Any, loads: Any) -> Any:
+            first, second = both
+            inside = bool(first.slots[-1] == second.slots[0])
+            self.update(steps=1, mixed=first.num_decodes > 0, inside=inside, between=not inside)
+            return compute(halves, batch, both, loads)
+
+        def counted_travel(turns: Any, what: Any, collective: Any) -> Any:
+            self["travelled"] += 1
+            return travel(turns, what, collective)
+
+        monkeypatch.setattr(StepHalves, "compute", counted_compute)
+        monkeypatch.setattr(Turns, "travel", counted_travel)
+
+
+def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, modes: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    embedding.FEWEST_SHARDED_ROWS = 2
+    counts = Halved()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counts.watch(monkeypatch)
+        monkeypatch.setattr(step_halves, "OFF_MIDDLE", 3)  # so that some of these short prompts stay whole
+        for name, folder in folders.items():
+            known: dict[str, list[int]] | None = None
+            for mode in modes:
+                more = {
+                    "max_total_tokens": POOL if name != "compressed" else 2 * POOL,
+                    "chunked_prefill_size": CHUNK * ranks.attn_dp_size,
+                    "max_running_requests": 4 * ranks.attn_dp_size,
+                    **MODES[mode],
+                }
+                counts.clear()
+                replayed = set[int]() if "graphs" in mode else None
+                guesses = known if "guesses" in mode else None
+                result = outcome(folder, ranks, rank, f"file://{out}/{name}.{mode}", replayed, guesses, **more)
+                known = known or result.tokens
+                (out / f"{name}.{mode}.{rank}.json").write_text(json.dumps([result.__dict__, counts]))
+                parallel_state.shutdown()
+
+
+def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], folder: Path) -> None:
+    folders = {}
+    for name in names:
+        tiny, changes = MODELS[name]
+        folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
+        if tiny:
+            save_tiny(tiny, Path(folders[name]), **changes)
+    run_ranks(_rank, (ranks, folders, folder, modes), ranks.world_size)
+    for name in names:
+        results: dict[str, tuple[Outcome, dict[str, int]]] = {}
+        for mode in modes:
+            files = [folder / f"{name}.{mode}.{rank}.json" for rank in range(ranks.world_size)]
+            every = [json.loads(file.read_text()) for file in files]
+            for rank, (got, _) in enumerate(every):
+                assert got == every[0][0], f"{name}, {mode}, rank {rank}"
+            results[mode] = Outcome(**every[0][0]), every[0][1]
+        for mode, (got, counts) in results.items():
+            where = f"{name}, {mode}"
+            if "halves" not in mode:
+                assert not counts, where
+                continue
+            assert counts["steps"] > 2 and counts["inside"], where
+            assert (counts["mixed"] and counts["between"]) or ranks.attn_dp_size > 1, where
+            assert counts["travelled"] >= 4 * counts["steps"], where
+            assert got == results[mode.partition("halves")[0] + "whole"][0], where
+
+
+def test_halves_give_the_tokens_of_whole_steps(tmp_path: Path) -> None:
+    check(LAYOUTS["TP2"], ("dense", "states"), ("whole", "halves beside graphs"), tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_of_every_layout(layout: str, tmp_path: Path) -> None:
+    check(LAYOUTS[layout], CELLS[layout], tuple(MODES), tmp_path)

@@ -1,0 +1,91 @@
+"""Ministral 3 and Devstral 2 as they are published: beside an image encoder, and in FP8 with one scale a matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.errors import UserError
+
+from .harness import GROWING, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+
+
+def beside_an_encoder(folder: Path, **outer: object) -> None:
+    """Writes the names and the config of checkpoints that read images, too."""
+    file = folder / "model.safetensors"
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | {"vision_tower.ln_pre.weight": torch.ones(4)}, file)
+    text = json.loads((folder / "config.json").read_text())
+    text.pop("architectures")
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32", **outer}))
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral_windows"])
+def test_the_text_half_beside_an_encoder(name: str, tmp_path: Path) -> None:
+    reference = save_tiny(name, tmp_path)
+    beside_an_encoder(tmp_path)
+    tokens = random_tokens(40, seed=1)
+    got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
+    torch.testing.assert_close(got, hf_logits(reference, tokens), rtol=0.0, atol=1e-3)
+
+
+def test_fp8_with_the_names_of_transformers(tmp_path: Path) -> None:
+    """Static scales; codes are dequantized for the reference, whose inputs are not rounded."""
+    reference = save_tiny("ministral3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, exact = {}, {}
+    for name, tensor in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        scale = tensor.abs().max() / 448
+        codes = (tensor / scale).to(torch.float8_e4m3fn)
+        exact[name] = codes.float() * scale
+        stem = name.removesuffix("weight")
+        tensors |= {name: codes, f"{stem}weight_scale_inv": scale, f"{stem}activation_scale": torch.tensor(0.02)}
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    reference.load_state_dict(exact, strict=False)
+    beside_an_encoder(tmp_path, quantization_config=FP8)
+    tokens = random_tokens(40, seed=1)
+    want = hf_logits(reference, tokens)
+    got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
+    assert (got - want).norm() / want.norm() < 0.15
+
+
+def test_as_devstral_2_has_it(tmp_path: Path) -> None:
+    """No growth, and an attention factor of the rotation that is not 1."""
+    rope = {**GROWING, "llama_4_scaling_beta": 0.0, "mscale_all_dim": 0.0}
+    reference = save_tiny("ministral3", tmp_path, rope_parameters=rope)
+    tokens = random_tokens(40, seed=1)
+    got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
+    torch.testing.assert_close(got, hf_logits(reference, tokens), rtol=0.0, atol=1e-3)
+
+
+def test_text_of_another_kind_beside_the_encoder_is_refused(tmp_path: Path) -> None:
+    save_tiny("ministral3", tmp_path)
+    beside_an_encoder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = "mistral4"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match="model_type = 'mistral4' is not supported for Mistral3ForConditionalGeneration"
+    ):
+        _ = plan_for(tmp_path).description
+
+
+def test_growth_without_a_length_is_refused(tmp_path: Path) -> None:
+    save_tiny("ministral3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="'llama_4_scaling_beta' needs 'original_max_position_embeddings'"):
+        _ = plan_for(tmp_path).description

@@ -1,0 +1,113 @@
+"""Which steps run as two halves: from the flags, the links, the layout and what computes attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.spec import PeerLinks
+from sglang.srt.plan.plan import Plan, make_plan, serving_of
+from sglang.srt.server_args import ServerArgs
+from srt.models.harness import save_tiny
+
+ARCH = arch_by_name("rtx-pro-6000-server")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "wide heads": ("qwen3", {"head_dim": 64}),
+    "long heads": ("qwen3", {"head_dim": 128}),
+    "experts": ("qwen3_moe", {}),
+    "latents": ("deepseek_v3", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directories = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in directories.items():
+        save_tiny(MODELS[name][0], folder, **MODELS[name][1])
+    return directories
+
+
+def plan_of(
+    folder: Path, links: Topology | None = Topology.HOST_BRIDGE, packages: tuple[str, ...] = ("triton",), **flags: Any
+) -> Plan:
+    args = ServerArgs.from_kwargs(model_path=str(folder), **{"tp_size": 2, **flags})
+    peers = None if links is None else PeerLinks(links)
+    model = ModelConfig.from_server_args(args)
+    return make_plan(args, model, ARCH, 40 << 30, frozenset(packages), links=peers)
+
+
+@pytest.mark.parametrize(
+    ("name", "links", "flags", "least"),
+    [
+        ("dense", Topology.HOST_BRIDGE, {}, 1024),
+        ("dense", Topology.CROSS_NUMA, {}, 1024),
+        ("experts", Topology.SWITCH, {}, 8192),
+        ("experts", Topology.SWITCH, {"enable_quantized_all_reduce": "prefill"}, None),
+        ("experts", Topology.SWITCH, {"enable_quantized_all_reduce": "all", "enable_two_batch_overlap": True}, 8192),
+        ("dense", Topology.NVLINK, {}, None),
+        ("dense", Topology.NVLINK, {"enable_two_batch_overlap": True}, 4096),
+        ("dense", Topology.HOST_BRIDGE, {"two_batch_overlap_min_tokens": 300}, 300),
+        ("dense", Topology.HOST_BRIDGE, {"disable_two_batch_overlap": True}, None),
+        ("dense", Topology.HOST_BRIDGE, {"tp_size": 1}, None),
+        ("dense", None, {}, None),
+        ("dense", Topology.HOST_BRIDGE, {"attn_dp_size": 2}, None),
+        ("dense", Topology.HOST_BRIDGE, {"attn_dp_size": 2, "enable_two_batch_overlap": True}, 1024),
+        ("latents", Topology.HOST_BRIDGE, {"dcp_size": 2}, None),
+    ],
+)
+def test_the_plan_decides(
+    name: str, links: Topology | None, flags: dict[str, Any], least: int | None, folders: dict[str, Path]
+) -> None:
+    plan = plan_of(folders[name], links, **flags)
+    assert (plan.halves and plan.halves.least_tokens) == least
+    assert ("two_halves" in plan.describe()) == (least is not None)
+    assert least is None or f"{least:,} tokens" in plan.describe()["two_halves"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "says"),
+    [
+        ("dense", {"tp_size": 1}, "of which there is one"),
+        ("latents", {"dcp_size": 2}, "--dcp-size"),
+        ("dense", {"disable_two_batch_overlap": True}, "contradict"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    name: str, flags: dict[str, Any], says: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(UserError, match=says):
+        plan_of(folders[name], enable_two_batch_overlap=True, **flags)
+
+
+def test_flashinfers_attention_computes_whole_steps(folders: dict[str, Path]) -> None:
+    flags: dict[str, Any] = {
+        "attention_backend": "flashinfer",
+        "dtype": "bfloat16",
+        "packages": ("triton", "flashinfer"),
+    }
+    assert plan_of(folders["wide heads"], **flags).halves is None
+    with pytest.raises(UserError, match="plan of one step"):
+        plan_of(folders["wide heads"], enable_two_batch_overlap=True, **flags)
+
+
+def test_flashinfers_attention_of_long_prompts_computes_halves(folders: dict[str, Path]) -> None:
+    """It has a plan for either."""
+    plan = plan_of(folders["long heads"], packages=("triton", "flashinfer"), dtype="bfloat16")
+    assert plan.halves is not None and plan.choices["long_prompt_attention"].name == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [({}, "auto"), ({"enable_two_batch_overlap": True}, "on"), ({"disable_two_batch_overlap": True}, "off")],
+)
+def test_predictions_hear_of_the_flags(flags: dict[str, Any], mode: str, folders: dict[str, Path]) -> None:
+    args = ServerArgs.from_kwargs(model_path=str(folders["dense"]), tp_size=2, **flags)
+    description = plan_of(folders["dense"], **flags).description
+    assert serving_of(args, "bfloat16", description).two_batch == mode

@@ -1,0 +1,113 @@
+"""The table of steps that run as two halves, beside what is predicted of the card."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.halves_table import HALVES, halves_from
+from sglang.srt.plan.layer_spec import Serving
+from sglang.tuning.halves import Stretch, halved_seconds, halves_of, in_turns, runs_in_halves, step_time
+from sglang.tuning.steps import Step, decode_step, prefill_step, time_step, total, verify_step
+
+from .test_card_times import model_of
+
+CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
+MODELS: dict[bool, dict[int, tuple[str, ...]]] = {
+    True: {2: ("gpt_oss", "qwen3_moe"), 4: ("minimax_m2", "glm47"), 8: ("glm47", "kimi_k25")},
+    False: {2: ("qwen3",), 4: ("qwen3",), 8: ("qwen3",)},
+}
+"""Models with experts and without, by ranks."""
+CHUNKS = (2048, 4096, 8192)
+QUICK = {(False, 2, False), (True, 8, True)}
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.thorough] * (case not in QUICK))
+    for case in itertools.product((False, True), (2, 4, 8), (False, True))
+]
+
+
+@pytest.mark.parametrize(("experts", "ranks", "eight_bits"), CASES)
+def test_halves_are_predicted_to_gain_where_no_flag_asks_for_them(
+    experts: bool, ranks: int, eight_bits: bool, tmp_path: Path
+) -> None:
+    band = halves_from(Topology.HOST_BRIDGE, ranks, experts, eight_bits)
+    gains = []
+    for name in MODELS[experts][ranks]:
+        model = model_of(name, tmp_path)
+        mode = "prefill" if eight_bits else "off"
+        serving = Serving(model.dtype, model.dtype, tp_size=ranks, quantized_sums=mode)
+        for tokens in sorted({band.least, *(size for size in CHUNKS if size > band.least)}):
+            step = prefill_step(tokens)
+            whole = total(time_step(model, serving, step, CARD)).seconds
+            gains.append(whole / halved_seconds(model, serving, step, CARD))
+    if band.unasked:
+        assert min(gains) > 1.0, gains
+    else:
+        assert min(gains) < 1.03, gains
+
+
+def test_every_row_is_reached_and_says_why() -> None:
+    reached = {
+        id(halves_from(topology, ranks, experts, eight_bits))
+        for topology in Topology
+        for ranks in range(2, 9)
+        for experts in (False, True)
+        for eight_bits in (False, True)
+    }
+    assert {id(band) for band in HALVES} <= reached and all(band.reason for band in HALVES)
+    assert not halves_from(Topology.NVLINK, 2, True, False).unasked
+    assert not halves_from(None, 2, True, False).unasked
+
+
+def test_a_prompt_of_glm_on_eight_cards(tmp_path: Path) -> None:
+    """Of 8,192 tokens: at most 800 ms where sums travel in eight bits as well."""
+    model, step = model_of("glm47", tmp_path), prefill_step(8192)
+    plain = Serving("bfloat16", "bfloat16", tp_size=8)
+    both = replace(plain, quantized_sums="prefill", two_batch="auto")
+    seconds = {
+        (serving.quantized_sums, serving.two_batch): step_time(model, serving, step, CARD).seconds
+        for serving in (plain, replace(plain, two_batch="auto"), replace(plain, quantized_sums="prefill"), both)
+    }
+    assert seconds["off", "auto"] < 0.8 * seconds["off", "off"]
+    assert seconds["prefill", "auto"] < 0.7 * seconds["prefill", "off"] and seconds["prefill", "auto"] < 0.8
+    time = step_time(model, both, step, CARD)
+    assert time.low < time.seconds < time.high
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "wanted"),
+    [
+        ({"two_batch": "auto"}, prefill_step(8192), True),
+        ({"two_batch": "auto"}, prefill_step(512), False),
+        ({"two_batch": "auto"}, decode_step(4096), False),
+        ({"two_batch": "auto"}, verify_step(2048, 4), False),
+        ({"two_batch": "off"}, prefill_step(8192), False),
+        ({"two_batch": "on", "attn_dp_size": 2}, prefill_step(8192), False),
+        ({"two_batch": "on", "tp_size": 1}, prefill_step(8192), False),
+    ],
+)
+def test_which_steps_are_predicted_as_halves(
+    flags: dict[str, object], step: Step, wanted: bool, tmp_path: Path
+) -> None:
+    serving = Serving(**{"dtype": "bfloat16", "kv_dtype": "bfloat16", "tp_size": 8, **flags})  # type: ignore[arg-type]
+    model = model_of("glm47", tmp_path)
+    assert runs_in_halves(model, serving, step, CARD) == wanted
+    assert not runs_in_halves(model, replace(serving, two_batch="auto"), step, H200)
+
+
+def test_two_clocks() -> None:
+    """Computation hides sums, or sums hide it; what stands at the ends is not hidden."""
+    long_sums = [Stretch(1.0, 10.0), Stretch(1.0, 0.0)]
+    assert in_turns(long_sums, long_sums, 1.0) == 1.0 + 20.0 + 1.0
+    short_sums = [Stretch(10.0, 1.0), Stretch(10.0, 0.0)]
+    assert in_turns(short_sums, short_sums, 1.0) == 40.0
+    assert in_turns(short_sums, short_sums, 1.5) == 60.0
+    first, second = halves_of(prefill_step(8191))
+    assert (first.new, first.context, second.new, second.context) == (4096, 4096, 4095, 8191)
+    first, second = halves_of(Step(3, 512, 512))
+    assert (first.batch, second.batch, second.context) == (2, 1, 512)
