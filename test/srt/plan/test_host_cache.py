@@ -137,7 +137,7 @@ def test_spellings_of_upstream() -> None:
 
 
 def test_caches_that_ranks_share_out_are_not_kept_in_main_memory() -> None:
-    with pytest.raises(UserError, match="--dcp-size 2 shares out"):
+    with pytest.raises(UserError, match="--dcp-size 2 does not go with --enable-hierarchical-cache"):
         ServerArgs.from_kwargs(model_path="m", enable_hierarchical_cache=True, tp_size=2, dcp_size=2)
 
 

@@ -16,9 +16,9 @@ class OthersStorage:
     writes = True
     num_failures = num_corrupt = 0
 
-    def __init__(self, own: StorageEngine) -> None:
-        """own: that of this rank's group."""
-        self.block, self.has_ends = own.block, own.has_ends
+    def __init__(self, engine: StorageEngine) -> None:
+        """engine: of this rank's group, with entries of the same kind."""
+        self.block, self.has_ends = engine.block, engine.has_ends
 
     def submit(self, job: StorageJob) -> None:
         if isinstance(job, Lookup | Read):
