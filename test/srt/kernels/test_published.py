@@ -28,6 +28,8 @@ NATIVE = {
 """Ops that Triton does not serve, and what does."""
 SPILLS = {("fused_moe", "nvfp4_a16"): 72, ("fused_moe", "mxfp4"): 8}
 """Bytes, of one tile each under Triton 3.6 (sglang/ledger/rules.py)."""
+OF_OTHERS = {"candidate_blocks": "sparse_indexer"}
+"""Ops that launch the kernels of another one, which has the record."""
 RECIPES = (
     ("glm47", 8, "rtx-pro-6000-server"),
     ("kimi_k25", 8, "rtx-pro-6000-server"),
@@ -64,7 +66,9 @@ def check(found: explain.Explanation, product: str) -> None:
         assert outcome.name.startswith("triton") or outcome.name in native, (need.op, outcome.name)
         if outcome.tile is not None:
             assert ledger.record(need, outcome.tile, arch) == outcome.record, need.op
-        if outcome.name.startswith("triton"):
+        if need.op in OF_OTHERS:
+            assert OF_OTHERS[need.op] in {other.need.op for other in found.outcomes if isinstance(other, Choice)}
+        elif outcome.name.startswith("triton"):
             assert outcome.record is not None and outcome.record.smem <= arch.smem_per_block, need.op
             latent_or_256 = need.head_dim in (256, 576) and need.op.endswith("_attention")
             if latent_or_256 or need.op == "fused_moe":
