@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglang.srt.configs.rope import RopeSpec, rope_spec
 from sglang.srt.errors import UserError
-from sglang.srt.layers.rotary_embedding import RotaryTables, rope_table
+from sglang.srt.layers.rotary_embedding import RotaryTables, SectionPositions, rope_table
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 AN_ULP = {"rtol": 0.0, "atol": 4e-4}  # of angles up to 4096 rad in fp32
@@ -99,7 +99,9 @@ def test_positions_of_several_sections(interleaved: bool) -> None:
     sections = (12, 10, 10)
     table = RotaryTables(64, "cpu").of(RopeSpec(64, 1e4, 64, sections=sections, interleaved_sections=interleaved))
     positions = torch.tensor([[5, 6, 9], [1, 6, 2], [0, 6, 40]])
-    rows, cos_sin = table.at(positions)
+    of_sections = SectionPositions(positions)
+    rows, cos_sin = table.at(of_sections)
+    assert table.at(of_sections)[1] is cos_sin, "the angles are made once a step"
     cos, sin = cos_sin[rows].chunk(2, dim=-1)
     turned = [0, 1, 2] * 10 + [0, 0] if interleaved else [0] * 12 + [1] * 10 + [2] * 10
     plain = table.cos_sin.view(64, 2, 32)

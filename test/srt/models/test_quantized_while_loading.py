@@ -31,6 +31,7 @@ QUANTIZED = re.compile(
 WIDE = {
     "moe.router",
     "moe.shared_gate",
+    "attn.head_gate",
     "attn.index_weights",
     "attn.index_pool",
     "gdn.in_gates",
