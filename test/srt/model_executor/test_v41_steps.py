@@ -11,15 +11,11 @@ import pytest
 import torch
 from rank_processes import run_ranks
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
-from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.graph_runner import GraphSizes
-from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 from srt.model_executor.graph_stand_ins import in_graphs
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
@@ -32,6 +28,7 @@ LAYOUTS = {
     "pp2": {"pp_size": 2},
     "pp3": {"pp_size": 3},
     "tp2 x pp2": {"tp_size": 2, "pp_size": 2},
+    "tp2, halves": {"tp_size": 2, "enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2},
 }
 QUICK = {(3, True)}
 DRAFT = {"speculative_algorithm": "DSPARK", "speculative_num_draft_tokens": 4}
@@ -61,14 +58,6 @@ def test_guesses_are_taken_back(spoil_every: int, graphs: bool, folder: Path) ->
             stack.enter_context(in_graphs(scheduler.runner, GraphSizes((1, 4), (16,), (0, 4))))
         assert run(scheduler, prompts()) == want
         assert run(scheduler, prompts()) == want, "with prompts and outputs from the cache"
-
-
-def test_halves_are_refused(folder: Path) -> None:
-    args = server_args(folder, tp_size=2, enable_two_batch_overlap=True)
-    of_model = ModelConfig.from_server_args(args), arch_by_name("cpu"), 1 << 30
-    with pytest.raises(UserError, match="other tokens in halves"):
-        make_plan(args, *of_model)
-    assert make_plan(replace(args, enable_two_batch_overlap=False), *of_model).halves is None
 
 
 @pytest.mark.thorough

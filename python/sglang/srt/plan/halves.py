@@ -11,7 +11,6 @@ from sglang.srt.kernels.halves_table import halves_from
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.server_args import ServerArgs
 
 FLAG = "--enable-two-batch-overlap"
@@ -43,7 +42,7 @@ def halves_rule(
     band = halves_from(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
     if not args.enable_two_batch_overlap and not (band.unasked and args.attn_dp_size == 1):
         return None  # of groups of requests nothing is predicted: their rows meet padded, more so in halves
-    problem = why_whole(args.tp_size, args.dcp_size) or _of_model(model) or _of_attention(choices)
+    problem = why_whole(args.tp_size, args.dcp_size) or _of_attention(choices)
     if problem and args.enable_two_batch_overlap:
         raise UserError(f"{FLAG}: {problem}")
     if problem:
@@ -64,12 +63,6 @@ def why_whole(tp_size: int, dcp_size: int) -> str:
     if dcp_size > 1:
         return "with --dcp-size attention itself exchanges, for requests that decode alone, so that halves would differ"
     return ""
-
-
-def _of_model(model: ModelDescription) -> str:
-    """In a test halves gave DeepSeek-V4.1 other tokens than whole steps, and why is not known."""
-    shared = any(isinstance(layer.mixer, SharedSparse) for layer in model.layers)
-    return f"{model.architecture} was seen to give other tokens in halves" if shared else ""
 
 
 def _of_attention(choices: Mapping[str, Choice]) -> str:

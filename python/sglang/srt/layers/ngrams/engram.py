@@ -112,14 +112,15 @@ class EngramBlock:
         texts = self.texts[batch.input_ids]
         rows = torch.empty((len(texts), len(self.hashed.sizes) * self.spec.dim), dtype=self.dtype, device=texts.device)
         self.kernels.rows(texts, kept, requests, self.hashed, self.table, self.scale, rows)
-        products = self.project(self.group.all_gather(rows))
-        gated, _ = self.kernels.gate(products, streams, self.key_weight, self.query_weight, self.ones, self.eps)
+        # The state goes on before anything travels: there the other half of a step may go on, and reads it.
         if batch.state_records is None:
             keep_texts(texts, kept, requests)
         else:
             assert batch.extend is not None
             width = len(texts) // len(batch.extend)
             batch.state_records.append(EngramRecord(kept, texts, requests, width))
+        products = self.project(self.group.all_gather(rows))
+        gated, _ = self.kernels.gate(products, streams, self.key_weight, self.query_weight, self.ones, self.eps)
         return gated
 
 
