@@ -62,8 +62,8 @@ GROUP_LAYOUTS: dict[str, dict[str, int]] = {
     "tp4 x dp2 x dcp2": {"tp_size": 4, "attn_dp_size": 2, "dcp_size": 2, "page_size": 2},
 }
 """Attention groups with requests of their own."""
-ALIKE_ON_RANKS = ("qwen3", "qwen3_moe", "deepseek_v3", "glm_moe_dsa", "kimi_linear")
-"""Models whose tokens the ranks of a group can share out; of grouped queries with a KV head alone."""
+ALIKE_ON_RANKS = ("deepseek_v3", "glm_moe_dsa", "kimi_linear")
+"""Models of which the ranks of a group would hold the same tokens."""
 
 
 def no_weights(name: str, target: Path, folder: Path) -> dict[str, Any]:
@@ -249,8 +249,8 @@ def server_args(folder: Path, options: dict[str, Any]) -> ServerArgs:
     page = next((tokens for name, tokens in PAGES.items() if name in folder.name), 1)
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=112,
-        page_size=page, max_running_requests=4 * groups, chunked_prefill_size=16 * groups,
-        schedule_conservativeness=0.01, random_seed=3, **drafts, **options,
+        max_running_requests=4 * groups, chunked_prefill_size=16 * groups, schedule_conservativeness=0.01,
+        random_seed=3, **{"page_size": page, **drafts, **options},
     )  # fmt: skip
 
 
