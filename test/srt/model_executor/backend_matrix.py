@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.plan.layer_spec import AttentionSite
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model, serving_of
@@ -55,7 +56,9 @@ GRAPHS = {
     "decode": GraphSizes((1, 4)),
     "prompts": GraphSizes((1, 4), (8, 20), (0,)),
     "mixed": GraphSizes((1, 4), (8, 20), (0, 2, 4)),
+    "halves": None,
 }
+"""Sizes of graphs. None: no graphs; with halves, steps with prompts run as two."""
 LONG_PROMPTS = "flashinfer"
 """Serves prompts of so many tokens and more, where Triton's kernel serves others."""
 LONG = 9
@@ -98,9 +101,12 @@ def cases(args: ServerArgs) -> list[Case]:
 
     if not any(need.op == "decode_attention" for need in needs):  # what it attends with reads no lengths of the host
         return [Case("triton", "triton", graphs) for graphs in GRAPHS]
+    latents = any("mla" in need.traits for need in needs)
     found = []
     for decode, extend, graphs in itertools.product(KERNELS, KERNELS, GRAPHS):
-        in_graphs = graphs == "eager" or (decode != "torch_native" and (graphs == "decode" or extend == "triton"))
+        if graphs == "halves" and latents and "flashinfer" in (decode, extend):
+            continue  # refused: it has one plan at a time
+        in_graphs = GRAPHS[graphs] is None or (decode != "torch_native" and (graphs == "decode" or extend == "triton"))
         if in_graphs and accepted("decode_attention", decode) and accepted("extend_attention", extend):
             found.append(Case(decode, extend, graphs))
             if extend == "triton" and accepted("long_prompt_attention", LONG_PROMPTS):
@@ -189,8 +195,13 @@ def run(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> di
 
 def played(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> dict[str, list[int]]:
     sizes = GRAPHS[case.graphs]
+    if case.graphs == "halves":
+        runner.halves = StepHalves(runner.state, runner.groups, 2)
     if sizes is None:
-        return play(runner, args)
+        try:
+            return play(runner, args)
+        finally:
+            runner.halves = None
     try:
         with in_graphs(runner, sizes, reexecuting_capture(log)) as replays:
             tokens = play(runner, args)

@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "long heads": ("qwen3", {"head_dim": 128}),
     "experts": ("qwen3_moe", {}),
     "latents": ("deepseek_v3", {}),
+    "wide latents": ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
 }
 
 
@@ -86,21 +87,21 @@ def test_what_cannot_be_followed_is_refused(
         plan_of(folders[name], enable_two_batch_overlap=True, **flags)
 
 
-def test_flashinfers_attention_computes_whole_steps(folders: dict[str, Path]) -> None:
-    flags: dict[str, Any] = {
-        "attention_backend": "flashinfer",
-        "dtype": "bfloat16",
-        "packages": ("triton", "flashinfer"),
-    }
-    assert plan_of(folders["wide heads"], **flags).halves is None
-    with pytest.raises(UserError, match="plan of one step"):
-        plan_of(folders["wide heads"], enable_two_batch_overlap=True, **flags)
+FLASHINFER: dict[str, Any] = {"packages": ("triton", "flashinfer"), "dtype": "bfloat16"}
 
 
-def test_flashinfers_attention_of_long_prompts_computes_halves(folders: dict[str, Path]) -> None:
-    """It has a plan for either."""
-    plan = plan_of(folders["long heads"], packages=("triton", "flashinfer"), dtype="bfloat16")
-    assert plan.halves is not None and plan.choices["long_prompt_attention"].name == "flashinfer"
+def test_flashinfers_attention_of_latents_computes_whole_steps(folders: dict[str, Path]) -> None:
+    flags = FLASHINFER | {"attention_backend": "flashinfer"}
+    assert plan_of(folders["wide latents"], **flags).halves is None
+    with pytest.raises(UserError, match="keeps one plan"):
+        plan_of(folders["wide latents"], enable_two_batch_overlap=True, **flags)
+
+
+def test_flashinfers_other_attention_computes_halves(folders: dict[str, Path]) -> None:
+    asked = plan_of(folders["wide heads"], attention_backend="flashinfer", **FLASHINFER)
+    assert asked.halves is not None and asked.choices["extend_attention"].name == "flashinfer"
+    long = plan_of(folders["long heads"], **FLASHINFER)
+    assert long.halves is not None and long.choices["long_prompt_attention"].name == "flashinfer"
 
 
 @pytest.mark.parametrize(

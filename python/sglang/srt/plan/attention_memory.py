@@ -11,8 +11,8 @@ MIB = 1024**2
 FLASHINFER_WORKSPACE = 256 * MIB
 FLASHINFER_MLA_WORKSPACE = 128 * MIB
 FLASHINFER_PLANS = 8 * MIB
-"""Bytes of the lists that a planner makes: each attention site has two buffers for prefill and one for decoding, which
-the wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
+"""Bytes of the lists that a planner makes: each attention site has three buffers for prefill and one for decoding,
+which the wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
 INDEX_LOGIT_BYTES = 256 * MIB
 """Bytes of an indexer's scores that lie in memory at once; a test holds the number to the kernel's."""
 SPARSE_ROUNDS = 4
@@ -87,7 +87,7 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
 
 
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
-    """Returns the bytes of the workspace and, for each attention site, of three buffers of plans and of page lists: one
+    """Returns the bytes of the workspace and, for each attention site, of four buffers of plans and of page lists: one
     list for captured batches, sized for requests of the full length, and one that a step gathers. One more buffer of
     plans exists while a wrapper is made."""
     workspace = FLASHINFER_MLA_WORKSPACE if choice.name == "flashinfer_mla" else FLASHINFER_WORKSPACE
@@ -95,7 +95,7 @@ def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
     pages = [min(window or sizes.pages_per_request, sizes.pages_per_request) for window in sizes.windows]
     captured = sum(4 * largest * (each + 3) for each in pages)
     gathered = len(pages) * sizes.max_pages * LIST_BYTES_PER_PAGE
-    return workspace + (3 * len(pages) + 1) * FLASHINFER_PLANS + captured + gathered
+    return workspace + (4 * len(pages) + 1) * FLASHINFER_PLANS + captured + gathered
 
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:

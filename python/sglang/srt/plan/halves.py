@@ -66,6 +66,6 @@ def why_whole(tp_size: int, dcp_size: int) -> str:
 
 
 def _of_attention(choices: Mapping[str, Choice]) -> str:
-    """FlashInfer's wrappers have one plan at a time."""
-    named = [op for op in choices if op.startswith(ATTENTION) and choices[op].name.startswith("flashinfer")]
-    return f"{named[0]} by FlashInfer keeps the plan of one step; --attention-backend triton can" if named else ""
+    """FlashInfer's wrapper for latents has one plan at a time."""
+    named = [op for op in choices if op.startswith(ATTENTION) and choices[op].name == "flashinfer_mla"]
+    return f"{named[0]} over latents by FlashInfer keeps one plan; --attention-backend triton can" if named else ""

@@ -181,14 +181,15 @@ def test_a_plan_made_ahead_leaves_the_last_one_alone(fake_backend: ModuleType) -
     assert inner.outputs == steps
 
 
-def test_two_steps_of_prompts_are_planned_before_either_attends(fake_backend: ModuleType) -> None:
+def test_halves_of_a_step_and_the_whole_of_it_are_planned_before_either_attends(fake_backend: ModuleType) -> None:
     first, second = (Problem(lens, new, 4, 2, 64, 64, page_size=4) for lens, new in (([0, 9], [7, 3]), ([5], [6])))
     share_cache(first, second)
     sites = sites_of(plan_of(second), fake_backend.FlashInferAttnBackend(plan_of(second), "cpu"))
-    for p in (first, second):
+    steps = (first, second, first)
+    for p in steps:
         store_new_tokens(p)
-    batches = [batch_of(p, Mode.EXTEND, sites) for p in (first, second)]
-    for p, batch in zip((first, second), batches, strict=True):
+    batches = [batch_of(p, Mode.EXTEND, sites) for p in steps]
+    for p, batch in zip(steps, batches, strict=True):
         layer = layer_of(p)
         assert relative_error(layer(p.q, p.k, p.v, batch), native(p, Mode.EXTEND, layer)) < BOUND
 

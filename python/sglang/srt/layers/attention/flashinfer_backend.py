@@ -33,6 +33,9 @@ PLAN_BYTES = 8 << 20
 CHECKED_TOKENS = 200
 CHECK_BOUND = 0.02
 """Of a right result: probabilities are rounded to the queries' type, or in some kernels to float8."""
+PLANS_AT_ONCE = 3
+"""Of prompts: where a step runs as two halves (`plan.halves`), both are planned before either attends, and before them
+the whole step, whose prompts a draft attends to behind them."""
 TENSOR_CORE_GROUP = 4
 """Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
 
@@ -125,15 +128,14 @@ def _plan_lists(device: torch.device) -> torch.Tensor:
 
 
 class FlashInferExtend:
-    """Implements ExtendBuilder. Two wrappers take turns: both halves of a step that runs as two (`plan.halves`) are
-    planned before either attends."""
+    """Implements ExtendBuilder. PLANS_AT_ONCE wrappers take turns."""
 
     plans_on_host = True
     in_graphs = False
 
     def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
         self.site, self.device = site, workspace.device
-        wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(2)]
+        wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(PLANS_AT_ONCE)]
         self._wrappers = itertools.cycle([_planned(each, workspace, _plan_lists(self.device)) for each in wrappers])
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferExtendMetadata:
