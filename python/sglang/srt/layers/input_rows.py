@@ -39,14 +39,12 @@ class InputRows(Protocol):
         layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRows:
-    """Implements InputRows: rows [N, H] in place of the embeddings of the tokens `index` [N], and [N, H] for each
-    level."""
+class _Sizes:
+    """What both kinds of rows have."""
 
-    index: torch.Tensor
+    __slots__ = ()
     rows: torch.Tensor
-    behind_layers: tuple[torch.Tensor, ...] = ()
+    behind_layers: tuple[torch.Tensor, ...]
 
     @property
     def width(self) -> int:
@@ -55,6 +53,16 @@ class EmbeddingRows:
     @property
     def num_levels(self) -> int:
         return len(self.behind_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows(_Sizes):
+    """Implements InputRows: rows [N, H] in place of the embeddings of the tokens `index` [N], and [N, H] for each
+    level."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
+    behind_layers: tuple[torch.Tensor, ...] = ()
 
     def put(self, embedded: torch.Tensor) -> torch.Tensor:
         embedded[self.index] = self.rows.to(embedded.dtype)
@@ -75,21 +83,13 @@ class EmbeddingRows:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedRows:
+class MaskedRows(_Sizes):
     """Implements InputRows: a row for each token, rows [T, H], which stands in place of its embedding where `mask` [T]
     says so; and [T, H] for each level, zeros where it does not, so that these are added without looking."""
 
     mask: torch.Tensor
     rows: torch.Tensor
     behind_layers: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def width(self) -> int:
-        return self.rows.shape[1]
-
-    @property
-    def num_levels(self) -> int:
-        return len(self.behind_layers)
 
     def put(self, embedded: torch.Tensor) -> torch.Tensor:
         return torch.where(self.mask[:, None], self.rows.to(embedded.dtype), embedded)

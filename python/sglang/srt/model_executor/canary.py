@@ -5,9 +5,8 @@ Short prompts are computed whole and without graphs, which is the reference. The
 step, each without graphs and, where such steps have graphs, in one: whole, as two halves where some steps run so, with
 the last token decoded, with the last tokens verified as guesses, and with one request decoding beside the prompts of
 the others. Prompts with images, whose features are random numbers, are computed without graphs and in those of prompts.
-Logits of the last tokens
-must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong is named: the graph, or
-the first block whose output differs, with its ops and what computes them.
+Logits of the last tokens must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong
+is named: the graph, or the first block whose output differs, with its ops and what computes them.
 """
 
 from __future__ import annotations

@@ -32,6 +32,15 @@ class TokenRequests:
     firsts: torch.Tensor  # [T] int64, the position of the request's first new token
     stops: torch.Tensor  # [T] int64, the position behind its last one
 
+    def accepted(self, counts: torch.Tensor, width: int) -> TokenRequests:
+        """Of a step that verifies `width` tokens of each request: the first B = len(counts) requests, whose first
+        `counts` [B] tokens stand. Padding behind a request's own tokens says nothing of its position."""
+        num = len(counts) * width
+        token = torch.arange(num, device=counts.device) % width
+        counts = counts.repeat_interleave(width, output_size=num)
+        firsts = self.firsts[:num]
+        return TokenRequests(self.slots[:num], firsts + token, firsts, firsts + counts)
+
 
 def token_requests(batch: ForwardBatch) -> TokenRequests:
     """Padding rows that decode lie over the tokens of prompts, to which these then belong."""

@@ -43,12 +43,7 @@ class NgramRecord:
     """k."""
 
     def commit(self, counts: torch.Tensor) -> None:
-        num = len(counts) * self.width
-        token = torch.arange(num, device=counts.device) % self.width
-        counts = counts.repeat_interleave(self.width, output_size=num)
-        firsts, slots = self.requests.firsts[:num], self.requests.slots[:num]
-        # Padding behind a request's own tokens says nothing of its position.
-        requests = TokenRequests(slots, firsts + token, firsts, firsts + counts)
+        num, requests = len(counts) * self.width, self.requests.accepted(counts, self.width)
         self.kernels.keep(self.ids[:num], self.rows[:num], self.cache["ids"], self.cache["rows"], requests)
 
     def copy(self) -> NgramRecord:

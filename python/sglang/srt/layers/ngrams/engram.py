@@ -51,12 +51,8 @@ class EngramRecord:
     """k."""
 
     def commit(self, counts: torch.Tensor) -> None:
-        num = len(counts) * self.width
-        token = torch.arange(num, device=counts.device) % self.width
-        counts = counts.repeat_interleave(self.width, output_size=num)
-        firsts, slots = self.requests.firsts[:num], self.requests.slots[:num]
-        # Padding behind a request's own tokens says nothing of its position.
-        keep_texts(self.texts[:num], self.kept, TokenRequests(slots, firsts + token, firsts, firsts + counts))
+        requests = self.requests.accepted(counts, self.width)
+        keep_texts(self.texts[: len(requests.slots)], self.kept, requests)
 
     def copy(self) -> EngramRecord:
         requests = replace(self.requests, slots=self.requests.slots.clone(), firsts=self.requests.firsts.clone())
