@@ -34,16 +34,12 @@ class CompressorRecord:
     """k."""
 
     def commit(self, counts: torch.Tensor) -> None:
-        requests, num = self.requests, len(counts) * self.width
-        token = torch.arange(num, device=counts.device) % self.width
-        counts = counts.repeat_interleave(self.width, output_size=num)
-        # Padding behind a request's own tokens says nothing of its position.
-        positions, stops = requests.firsts[:num] + token, requests.firsts[:num] + counts
-        self.kernels.keep(self.rows[:num], self.state, requests.slots[:num], positions, stops)
+        requests = self.requests.accepted(counts, self.width)
+        rows = self.rows[: len(requests.slots)]
+        self.kernels.keep(rows, self.state, requests.slots, requests.positions, requests.stops)
 
     def copy(self) -> CompressorRecord:
-        requests = replace(self.requests, slots=self.requests.slots.clone(), firsts=self.requests.firsts.clone())
-        return replace(self, rows=self.rows.clone(), requests=requests)
+        return replace(self, rows=self.rows.clone(), requests=self.requests.copy())
 
 
 @dataclass(frozen=True, slots=True)

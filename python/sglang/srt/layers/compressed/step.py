@@ -6,7 +6,7 @@ It is the same for all layers of a rate, so the first one makes it and the other
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +40,10 @@ class TokenRequests:
         counts = counts.repeat_interleave(width, output_size=num)
         firsts = self.firsts[:num]
         return TokenRequests(self.slots[:num], firsts + token, firsts, firsts + counts)
+
+    def copy(self) -> TokenRequests:
+        """A copy of what `accepted` reads, which later steps leave as it is."""
+        return replace(self, slots=self.slots.clone(), firsts=self.firsts.clone())
 
 
 def token_requests(batch: ForwardBatch) -> TokenRequests:

@@ -47,8 +47,7 @@ class NgramRecord:
         self.kernels.keep(self.ids[:num], self.rows[:num], self.cache["ids"], self.cache["rows"], requests)
 
     def copy(self) -> NgramRecord:
-        requests = replace(self.requests, slots=self.requests.slots.clone(), firsts=self.requests.firsts.clone())
-        return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=requests)
+        return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=self.requests.copy())
 
 
 class NgramBlock:

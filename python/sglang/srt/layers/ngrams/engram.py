@@ -55,8 +55,7 @@ class EngramRecord:
         keep_texts(self.texts[: len(requests.slots)], self.kept, requests)
 
     def copy(self) -> EngramRecord:
-        requests = replace(self.requests, slots=self.requests.slots.clone(), firsts=self.requests.firsts.clone())
-        return replace(self, texts=self.texts.clone(), requests=requests)
+        return replace(self, texts=self.texts.clone(), requests=self.requests.copy())
 
 
 class EngramBlock:
