@@ -59,7 +59,8 @@ class QuantizedMethod:
 
     def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
-        if quant is None:
+        # Quantizing what is widened at once would only lose digits.
+        if quant is None or quant.storage == "online":
             return Unquantized().create_weights(scope, shards, bias)
         return WidenedLinear(scope, quant, shards, bias)
 
