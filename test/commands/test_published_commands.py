@@ -139,6 +139,27 @@ def test_a_command_of_another_engine_starts_with_what_its_message_says(tmp_path:
     assert explain.main([*argv, *shlex.split(flags)]) == 0
 
 
+def test_drafts_of_laguna(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """XS.2's is in the format of the speculators library, with layers of Qwen 3; that of XS-2.1 has gates and norms of
+    its own, and the message says what there is instead."""
+    layers = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5}
+    layers |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 100352}
+    layers |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "hidden_act": "silu"}
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    plain = {"speculators_model_type": "dflash", "transformer_layer_config": layers, "block_size": 8}
+    plain |= {"aux_hidden_state_layer_ids": [2, 10, 18, 37, 40], "mask_token_id": 12, "draft_vocab_size": 100352}
+    (draft / "config.json").write_text(json.dumps(plain))
+    argv = ["--arch", "rtx-pro-6000", "--model-path", str(checkpoint("Laguna-XS.2", tmp_path / "m"))]
+    argv += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
+    assert explain.main(argv) == 0
+    assert "DFLASH (DFlashDraftModel): 5 layers" in capsys.readouterr().out
+    gated = {**layers, "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}
+    (draft / "config.json").write_text(json.dumps(gated | {"dflash_config": {"mask_token_id": 12}}))
+    assert explain.main(argv) == 2
+    assert "DFlashLagunaForCausalLM is not supported for DFLASH" in capsys.readouterr().err
+
+
 PRODUCTS = ("rtx-pro-6000-server", "rtx-5090", "gb10")
 FITS: dict[str, tuple[int, int, int]] = {
     "Laguna-XS.2": (1, 4, 1),

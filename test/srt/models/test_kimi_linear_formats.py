@@ -70,9 +70,9 @@ CASES = {
 }
 
 
-def save_stored(case: Stored, folder: Path) -> Path:
-    """Writes the checkpoint to folder/quantized; returns where the same model in fp32 is."""
-    save_tiny("kimi_linear_wide", folder / "reference")
+def save_stored(case: Stored, folder: Path, **more: int) -> Path:
+    """Writes the checkpoint to folder/quantized; returns where the same model in fp32 is. `more`: as of `save_tiny`."""
+    save_tiny("kimi_linear_wide", folder / "reference", **more)
     tensors = load_file(folder / "reference" / "model.safetensors")
     stored: Tensors = {}
     for key, tensor in list(tensors.items()):
@@ -120,7 +120,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
 def test_two_ranks_share_heads_and_experts(name: str, tmp_path: Path) -> None:
     """A rank's two heads of beta end within the block that all four share."""
     case = CASES[name]
-    save_stored(case, tmp_path)
+    save_stored(case, tmp_path, moe_intermediate_size=256)
     run_ranks(_rank, (2, tmp_path), 2)
     want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
     for rank in range(2):

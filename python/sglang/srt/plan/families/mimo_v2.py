@@ -23,7 +23,8 @@ MIMO_V2 = Family(
         MODEL_NAMES,
         {**ATTENTION_NAMES, **MLP_NAMES, **EXPERT_NAMES},
         aliases=(*CACHE_SCALE_ALIASES, (".self_attn.attention_sink_bias", ".self_attn.sinks")),
-        unread=("model.mtp.",),
+        # Encoders of images and sound (V2.5).
+        unread=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."),
     ),
     allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), LAYOUT: (SPLIT, FUSED)},
     spellings={"layernorm_epsilon": "rms_norm_eps"},
