@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands.configs import checkpoint
 from live_server import PYTHON_ROOT, LiveServer
 
-from commands.configs import checkpoint
 from docs.commands import ROOT, Command, commands
 from sglang.cli import COMMANDS, with_model
 from sglang.embedded import SEEING_PATH

@@ -256,6 +256,11 @@ def test_the_kv_cache_of_compressed_tensors(scheme: Any, expected: str | None) -
     assert found is not None and found.kv_cache == expected
 
 
+def _asymmetric(size: int) -> dict[str, Any]:
+    weights = INT4_G32 | {"group_size": size, "symmetric": False}
+    return compressed("pack-quantized", weights, None, ["re:.*k_proj"])
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 
@@ -264,14 +269,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
     [
         *((AWQ | {"group_size": size, "modules_to_not_convert": ["k_proj"]}, "awq", size) for size in (32, 64, 128)),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "modules_to_not_convert": ["k_proj"]}, "awq", 64),
-        *(
-            (
-                compressed("pack-quantized", INT4_G32 | {"group_size": size, "symmetric": False}, None, ["re:.*k_proj"]),
-                "compressed-tensors",
-                size,
-            )
-            for size in (64, 128)
-        ),
+        *((_asymmetric(size), "compressed-tensors", size) for size in (64, 128)),
     ],
 )
 def test_zero_points(config: dict[str, Any], storage: str, size: int) -> None:

@@ -161,9 +161,7 @@ def test_layouts_of_the_published_sizes(tmp_path: Path) -> None:
     config = json.loads(PUBLISHED.read_text()) | V2_5
     (tmp_path / "config.json").write_text(json.dumps(config))
     mixers = [layer.mixer for layer in plan_for(tmp_path).description.layers]
-    widened = {
-        size: sum(mixer.widened(size) for mixer in mixers if isinstance(mixer, GQA)) for size in (1, 2, 4, 8)
-    }
+    widened = {size: sum(mixer.widened(size) for mixer in mixers if isinstance(mixer, GQA)) for size in (1, 2, 4, 8)}
     assert {mixer.stripes for mixer in mixers if isinstance(mixer, GQA)} == {4}
     assert widened == {1: 9, 2: 9, 4: 0, 8: 39}
 

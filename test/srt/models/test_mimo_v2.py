@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.configs.quantization import detect
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.feed_forward import Dense
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.mixers import GQA

@@ -20,8 +20,8 @@ from sglang.srt.plan.config_blocks import (
     block_sparse_layers,
     pooled_sparse,
 )
-from sglang.srt.plan.config_projections import projection_stripes
 from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
+from sglang.srt.plan.config_projections import projection_stripes
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
 from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (

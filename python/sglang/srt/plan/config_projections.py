@@ -30,7 +30,5 @@ def projection_stripes(keys: ConfigReader, family: Family, heads: int, kv_heads:
         return stripes if kv_heads % stripes == 0 else 1
     stripes = keys.positive(STRIPES)
     if kv_heads % stripes:
-        raise UserError(
-            f"{keys.source}: {STRIPES} {stripes} does not divide the {kv_heads} KV heads of a layer."
-        )
+        raise UserError(f"{keys.source}: {STRIPES} {stripes} does not divide the {kv_heads} KV heads of a layer.")
     return stripes
