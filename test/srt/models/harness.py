@@ -682,6 +682,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
         | {"shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5},
     ),
+    "laguna_wide": (
+        "LagunaConfig",
+        WIDE
+        | {"num_hidden_layers": 2, "num_attention_heads_per_layer": [4, 8], "sliding_window": 12, **EXPERTS}
+        | {"layer_types": ["full_attention", "sliding_attention"], "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "moe_routed_scaling_factor": 2.5},
+    ),
     "ministral3": ("Ministral3Config", {"num_hidden_layers": 2, "rope_parameters": GROWING}),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
     "deepseek_v4_wide": (
