@@ -70,11 +70,11 @@ def _stripes(text: Mapping[str, Any], stored: Mapping[str, Stored], folder: Path
             )
     if len(fitting) == 1:
         return fitting[0]
-    layer = next(_in_blocks(stored), None)
-    if layer is None:
+    first = next(_in_blocks(stored), None)
+    if first is None:
         seen = "without scales of blocks of rows"
     else:
-        seen = f"{layer.module} with {layer.rows} rows and {layer.scales} rows of scales"
+        seen = f"{first.module} with {first.rows} rows and {first.scales} rows of scales"
     ways = " or ".join(map(_times, fitting))
     raise UserError(
         f"{folder}: q, k and v are one tensor, {seen}, which is the same for [q; k; v] stored {ways}, and the wrong one"
