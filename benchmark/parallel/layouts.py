@@ -35,7 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "evals"), str(HERE.parent / "peers"
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
 from parts import Row, table  # noqa: E402
-from served import served  # noqa: E402
+from served import first_gpu, served  # noqa: E402
 from two_gpus import EMBEDDED, SERVER_LIMIT_S, Server, Servers, Window, kill_a_rank  # noqa: E402
 
 AT_ONCE, NEW_TOKENS, TOP = 6, 24, 20
@@ -202,7 +202,7 @@ class Layouts:
         flags = (*self.flags, *run.flags, "--skip-tokenizer-init")
         if not self.cpu:
             flags = (*flags, "--dtype", "bfloat16")
-        gpu = {"CUDA_VISIBLE_DEVICES": "0"} if run.layout == "one GPU" and not self.cpu else {}
+        gpu = first_gpu() if run.layout == "one GPU" and not self.cpu else {}
         limit = self.window.left(SERVER_LIMIT_S)
         with served(self.save(run.model), self.window.out / run.log, flags, limit, **gpu) as server:
             return answers(server, 4 if self.cpu else 20, 250)

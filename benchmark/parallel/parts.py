@@ -37,6 +37,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "evals"), str(HERE.parent / "peers"
 import compare  # noqa: E402
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
+from served import first_gpu  # noqa: E402
 from two_gpus import EMBEDDED, QUANTIZED_SUMS, Server, Servers, StepTimes, Window, answers_of, kill_a_rank, load, rounds  # noqa: E402
 
 PEER_START_S, SHARED_MEMORY_S = 580.0, 20.0
@@ -154,7 +155,7 @@ class Bench:
 
 def tiny_servers(bench: Bench, servers: Servers, layouts: dict[str, Sequence[str]]) -> dict[str, Future[Server]]:
     """Of the embedded model, with one rank and with each of the layouts."""
-    started = {"one": servers.start("one", EMBEDDED, *bench.tiny(), CUDA_VISIBLE_DEVICES="0")}
+    started = {"one": servers.start("one", EMBEDDED, *bench.tiny(), **first_gpu())}
     for name, flags in layouts.items():
         started[name] = servers.start(name.replace(" ", "_"), EMBEDDED, *bench.tiny(*flags))
     return started
