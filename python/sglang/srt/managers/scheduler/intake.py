@@ -50,7 +50,9 @@ def _too_much(scheduler: Scheduler, req: Req) -> str:
     queued = scheduler.args.max_queued_requests or MAX_QUEUED_REQUESTS
     if len(scheduler.waiting) + len(scheduler.compiling) >= queued:
         return f"The queue is full ({queued} requests)."
+    if not req.most_hidden:
+        return ""
     values = (scheduler.held_hidden + req.most_hidden) * scheduler.plan.description.hidden_size
-    if req.most_hidden and values * VALUE_BYTES > MAX_HELD_BYTES:
-        return f"The hidden states of all requests together may reach {MAX_HELD_BYTES >> 20} MiB; try again later."
-    return ""
+    if values * VALUE_BYTES <= MAX_HELD_BYTES:
+        return ""
+    return f"The hidden states of all requests together may reach {MAX_HELD_BYTES >> 20} MiB; try again later."
