@@ -1,4 +1,5 @@
-"""A process of a server of several ranks that dies or stops takes all down: non-zero, named, without orphans."""
+"""A process of a server of several ranks that dies or stops takes all down: non-zero, named, without orphans; also
+inside a step that runs as two halves."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,12 +92,12 @@ def running(pid: int) -> bool:
 
 
 @contextmanager
-def server(folder: Path, layout: str = "--tp-size 2") -> Iterator[Server]:
+def server(folder: Path, layout: str = "--tp-size 2", options: Sequence[str] = ()) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = folder / "log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", DEFAULT_MODEL_PATH, "--device", "cpu"]
-    command += [*layout.split(), "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
+    command += [*layout.split(), *options, "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
     temporary = Path(tempfile.mkdtemp(prefix="sglang-test-"))  # shorter than `folder`: a socket's path has a limit
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with log.open("wb") as output:
@@ -147,3 +148,63 @@ def check(layout: str, name: str, sent: signal.Signals, busy: bool, folder: Path
         if name == "TP1" and sent == signal.SIGSTOP:
             assert "scheduler_process.py" in text, "where the other rank waits"
         wait_until(lambda: not any(path.exists() for path in files), END_LIMIT_S)
+
+
+# --- inside a step that runs as two halves ----------------------------------------------------------------------------
+
+HALVES = ("--enable-two-batch-overlap", "--two-batch-overlap-min-tokens", "2", "--disable-radix-cache")
+EIGHT_BITS = ("--enable-quantized-all-reduce", "all")
+LAYOUTS_IN_HALVES = ("--tp-size 2", "--tp-size 2 --attn-dp-size 2", "--tp-size 2 --pp-size 2")
+IN_HALVES = [
+    (layout, name, options)
+    for layout in LAYOUTS_IN_HALVES
+    for name in RANKS[layout]
+    for options in ((), EIGHT_BITS)[: 1 + (layout == "--tp-size 2")]
+]
+INSIDE = "distributed/turns.py"
+"""In the traceback of a rank whose collective breaks off inside a half."""
+TRIES = 4
+"""A kill may come between two steps."""
+
+
+def read_prompts_forever(run: Server) -> None:
+    """Prompts of several thousand tokens, one behind the other, so that nearly every moment is inside a step."""
+    body = {"input_ids": [5 + i % 90 for i in range(2500)], "sampling_params": {"max_new_tokens": 1}}
+    url, data = f"http://127.0.0.1:{run.port}/generate", json.dumps(body).encode()
+
+    def post() -> None:
+        with suppress(OSError):
+            while True:
+                request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+                urllib.request.urlopen(request, timeout=END_LIMIT_S).read()
+
+    for _ in range(3):
+        threading.Thread(target=post, daemon=True).start()
+    wait_until(lambda: run.log.read_bytes().count(b"Prefill batch") > 2, END_LIMIT_S)
+
+
+def killed(layout: str, name: str, options: tuple[str, ...], folder: Path, delay_s: float) -> str:
+    """The log of a server one of whose ranks is killed, after everything was checked but where the others were."""
+    folder.mkdir()
+    with server(folder, layout, (*HALVES, *options)) as run:
+        read_prompts_forever(run)
+        everyone = [run.process.pid, *descendants(run.process.pid)]
+        time.sleep(delay_s)
+        os.kill(run.children[name], signal.SIGKILL)
+        assert run.process.wait(END_LIMIT_S) == 1
+        wait_until(lambda: not any(map(running, everyone)), END_LIMIT_S)
+        text = run.log.read_text()
+        first = [line for line in text.splitlines() if "process died" in line or "does not answer" in line]
+        assert f"the scheduler {name} process died (killed by SIGKILL)" in first[-1], text
+        return text
+
+
+@pytest.mark.failures
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("layout", "name", "options"), IN_HALVES, ids=str)
+def test_a_rank_dies_inside_a_step_of_halves(layout: str, name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """The others end within the watchdog's time, with its name, whichever half was on its way."""
+    texts: list[str] = []
+    while not texts or INSIDE not in texts[-1]:
+        assert len(texts) < TRIES, texts[-1]
+        texts.append(killed(layout, name, options, tmp_path / str(len(texts)), 0.3 + 0.17 * len(texts)))

@@ -133,6 +133,6 @@ def test_halves_give_the_tokens_of_whole_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_halves_of_every_layout(layout: str, tmp_path: Path) -> None:
-    check(LAYOUTS[layout], CELLS[layout], tuple(MODES), tmp_path)
+@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout, names in CELLS.items() for name in names])
+def test_halves_of_every_layout(layout: str, name: str, tmp_path: Path) -> None:
+    check(LAYOUTS[layout], (name,), tuple(MODES), tmp_path)
