@@ -110,19 +110,19 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
             save_tiny(tiny, Path(folders[name]), **changes)
     run_ranks(_rank, (ranks, folders, folder, modes), ranks.world_size)
     for name in names:
-        results: dict[str, tuple[Outcome, dict[str, int]]] = {}
+        results: dict[str, tuple[Outcome, Counter[str]]] = {}
         for mode in modes:
             files = [folder / f"{name}.{mode}.{rank}.json" for rank in range(ranks.world_size)]
             every = [json.loads(file.read_text()) for file in files]
             for rank, (got, _) in enumerate(every):
                 assert got == every[0][0], f"{name}, {mode}, rank {rank}"
-            results[mode] = Outcome(**every[0][0]), every[0][1]
+            results[mode] = Outcome(**every[0][0]), sum((Counter(counts) for _, counts in every), Counter())
         for mode, (got, counts) in results.items():
             where = f"{name}, {mode}"
             if "halves" not in mode:
                 assert not counts, where
                 continue
-            assert counts["steps"] > 2 and counts["inside"], where
+            assert counts["steps"] >= 2 * ranks.world_size and counts["inside"], where
             assert (counts["mixed"] and counts["between"]) or ranks.attn_dp_size > 1, where
             assert counts["travelled"] >= 4 * counts["steps"], where
             assert got == results[mode.partition("halves")[0] + "whole"][0], where
