@@ -79,6 +79,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases, KV head": ("gpt_oss", {"num_key_value_heads": 1}),
     "windows, KV head": ("qwen3_windows", {"num_key_value_heads": 1}),
 }
+FOUR_PARTS: dict[str, dict[str, Any]] = {
+    **{name: {"linear_num_key_heads": 4} for name in ("states", "states, KV head", "n-grams")},
+    "compressed": {"o_groups": 4},
+}
+"""What differs in models that four ranks could not share otherwise."""
 POOLS = {"compressed": 112, "n-grams": 112, "pooled latents": 112}
 """Pools of models with large pages, of which a request has two at least."""
 WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents")

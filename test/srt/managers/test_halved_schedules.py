@@ -22,7 +22,7 @@ from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.plan.ranks import RankLayout
 from srt.models.harness import save_tiny
 
-from .test_attention_groups import MODELS
+from .test_attention_groups import FOUR_PARTS, MODELS
 from .test_parallel_schedules import POOL, Outcome, outcome
 
 ON: dict[str, Any] = {"enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
@@ -106,8 +106,9 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
     for name in names:
         tiny, changes = MODELS[name]
         folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
+        parts = FOUR_PARTS.get(name, {}) if ranks.attn_tp_size == 4 else {}
         if tiny:
-            save_tiny(tiny, Path(folders[name]), **changes)
+            save_tiny(tiny, Path(folders[name]), **changes, **parts)
     run_ranks(_rank, (ranks, folders, folder, modes), ranks.world_size)
     for name in names:
         results: dict[str, tuple[Outcome, Counter[str]]] = {}
@@ -123,7 +124,7 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
                 assert not counts, where
                 continue
             assert counts["steps"] >= 2 * ranks.world_size and counts["inside"], where
-            assert (counts["mixed"] and counts["between"]) or ranks.attn_dp_size > 1, where
+            assert (counts["mixed"] and (counts["between"] or name != "dense")) or ranks.attn_dp_size > 1, where
             assert counts["travelled"] >= 4 * counts["steps"], where
             assert got == results[mode.partition("halves")[0] + "whole"][0], where
 

@@ -19,7 +19,7 @@ from sglang.srt.layers import embedding
 from sglang.srt.plan.ranks import RankLayout
 from srt.models.harness import save_tiny
 
-from .test_attention_groups import MODELS, POOL, POOLS
+from .test_attention_groups import FOUR_PARTS, MODELS, POOL, POOLS
 from .test_parallel_schedules import Outcome, outcome
 
 MODE = "enable_quantized_all_reduce"
@@ -84,8 +84,9 @@ def run(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], folde
     for name in names:
         tiny, changes = MODELS[name]
         folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
+        parts = FOUR_PARTS.get(name, {}) if ranks.attn_tp_size == 4 else {}
         if tiny:
-            save_tiny(tiny, Path(folders[name]), **changes)
+            save_tiny(tiny, Path(folders[name]), **changes, **parts)
     run_ranks(_rank, (ranks, folders, folder, modes), ranks.world_size)
     results = {}
     for name in names:
