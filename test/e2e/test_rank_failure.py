@@ -152,59 +152,61 @@ def check(layout: str, name: str, sent: signal.Signals, busy: bool, folder: Path
 
 # --- inside a step that runs as two halves ----------------------------------------------------------------------------
 
-HALVES = ("--enable-two-batch-overlap", "--two-batch-overlap-min-tokens", "2", "--disable-radix-cache")
+HALVES = ("--enable-two-batch-overlap", "--two-batch-overlap-min-tokens", "2")
 EIGHT_BITS = ("--enable-quantized-all-reduce", "all")
-LAYOUTS_IN_HALVES = ("--tp-size 2", "--tp-size 2 --attn-dp-size 2", "--tp-size 2 --pp-size 2")
+COLLECTIVES = {"first half": 5, "second half": 6}
+"""Which one of a step a rank does not come to: the halves take turns."""
+DIES = """
+import os, signal, sys, threading, time
+
+def patch():
+    while not hasattr(sys.modules.get("sglang.srt.distributed.turns"), "Turns"):
+        time.sleep(0.05)
+    turns, count = sys.modules["sglang.srt.distributed.turns"].Turns, 0
+    travel = turns.travel
+
+    def dies(self, what, collective):
+        nonlocal count
+        count += os.path.exists({armed!r})
+        if count == {collective} and sys.modules["torch"].distributed.get_rank() == {rank}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return travel(self, what, collective)
+
+    turns.travel = dies
+
+threading.Thread(target=patch, daemon=True).start()
+"""
+"""Run by Python when a process starts: the rank kills itself at the collective, once the file is there."""
 IN_HALVES = [
-    (layout, name, options)
-    for layout in LAYOUTS_IN_HALVES
-    for name in RANKS[layout]
-    for options in ((), EIGHT_BITS)[: 1 + (layout == "--tp-size 2")]
+    (layout, rank, half, options)
+    for layout in ("--tp-size 2", "--tp-size 2 --attn-dp-size 2", "--tp-size 2 --pp-size 2")
+    for rank in range(len(RANKS[layout]))
+    for half in COLLECTIVES
+    for options in ((), EIGHT_BITS)
+    if not options or layout == "--tp-size 2"
 ]
-INSIDE = "distributed/turns.py"
-"""In the traceback of a rank whose collective breaks off inside a half."""
-TRIES = 4
-"""A kill may come between two steps."""
-
-
-def read_prompts_forever(run: Server) -> None:
-    """Prompts of several thousand tokens, one behind the other, so that nearly every moment is inside a step."""
-    body = {"input_ids": [5 + i % 90 for i in range(2500)], "sampling_params": {"max_new_tokens": 1}}
-    url, data = f"http://127.0.0.1:{run.port}/generate", json.dumps(body).encode()
-
-    def post() -> None:
-        with suppress(OSError):
-            while True:
-                request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-                urllib.request.urlopen(request, timeout=END_LIMIT_S).read()
-
-    for _ in range(3):
-        threading.Thread(target=post, daemon=True).start()
-    wait_until(lambda: run.log.read_bytes().count(b"Prefill batch") > 2, END_LIMIT_S)
-
-
-def killed(layout: str, name: str, options: tuple[str, ...], folder: Path, delay_s: float) -> str:
-    """The log of a server one of whose ranks is killed, after everything was checked but where the others were."""
-    folder.mkdir()
-    with server(folder, layout, (*HALVES, *options)) as run:
-        read_prompts_forever(run)
-        everyone = [run.process.pid, *descendants(run.process.pid)]
-        time.sleep(delay_s)
-        os.kill(run.children[name], signal.SIGKILL)
-        assert run.process.wait(END_LIMIT_S) == 1
-        wait_until(lambda: not any(map(running, everyone)), END_LIMIT_S)
-        text = run.log.read_text()
-        first = [line for line in text.splitlines() if "process died" in line or "does not answer" in line]
-        assert f"the scheduler {name} process died (killed by SIGKILL)" in first[-1], text
-        return text
 
 
 @pytest.mark.failures
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("layout", "name", "options"), IN_HALVES, ids=str)
-def test_a_rank_dies_inside_a_step_of_halves(layout: str, name: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    """The others end within the watchdog's time, with its name, whichever half was on its way."""
-    texts: list[str] = []
-    while not texts or INSIDE not in texts[-1]:
-        assert len(texts) < TRIES, texts[-1]
-        texts.append(killed(layout, name, options, tmp_path / str(len(texts)), 0.3 + 0.17 * len(texts)))
+@pytest.mark.parametrize(("layout", "rank", "half", "options"), IN_HALVES, ids=str)
+def test_a_rank_dies_inside_a_half(
+    layout: str, rank: int, half: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others end with its name, whatever they have sent and wait for."""
+    armed = tmp_path / "armed"
+    text = DIES.format(armed=str(armed), collective=COLLECTIVES[half], rank=rank)
+    (tmp_path / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    with server(tmp_path, layout, (*HALVES, *options)) as run:
+        everyone = [run.process.pid, *descendants(run.process.pid)]
+        armed.touch()
+        body = json.dumps({"input_ids": list(range(5, 85)), "sampling_params": {"max_new_tokens": 1}}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{run.port}/generate", body, {"Content-Type": "application/json"}
+        )
+        with pytest.raises(OSError):
+            urllib.request.urlopen(request, timeout=END_LIMIT_S)
+        assert run.process.wait(END_LIMIT_S) == 1
+        wait_until(lambda: not any(map(running, everyone)), END_LIMIT_S)
+        first = [line for line in run.log.read_text().splitlines() if "process died" in line or "not answer" in line]
+        assert f"the scheduler {RANKS[layout][rank]} process died (killed by SIGKILL)" in first[0], first
