@@ -1,4 +1,5 @@
-"""A process of a server of several ranks that dies or stops takes all down: non-zero, named, without orphans."""
+"""A process of a server of several ranks that dies or stops takes all down: non-zero, named, without orphans; also
+inside a step that runs as two halves."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,12 +92,12 @@ def running(pid: int) -> bool:
 
 
 @contextmanager
-def server(folder: Path, layout: str = "--tp-size 2") -> Iterator[Server]:
+def server(folder: Path, layout: str = "--tp-size 2", options: Sequence[str] = ()) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = folder / "log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", DEFAULT_MODEL_PATH, "--device", "cpu"]
-    command += [*layout.split(), "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
+    command += [*layout.split(), *options, "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
     temporary = Path(tempfile.mkdtemp(prefix="sglang-test-"))  # shorter than `folder`: a socket's path has a limit
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with log.open("wb") as output:
@@ -147,3 +148,65 @@ def check(layout: str, name: str, sent: signal.Signals, busy: bool, folder: Path
         if name == "TP1" and sent == signal.SIGSTOP:
             assert "scheduler_process.py" in text, "where the other rank waits"
         wait_until(lambda: not any(path.exists() for path in files), END_LIMIT_S)
+
+
+# --- inside a step that runs as two halves ----------------------------------------------------------------------------
+
+HALVES = ("--enable-two-batch-overlap", "--two-batch-overlap-min-tokens", "2")
+EIGHT_BITS = ("--enable-quantized-all-reduce", "all")
+COLLECTIVES = {"first half": 5, "second half": 6}
+"""Which one of a step a rank does not come to: the halves take turns."""
+DIES = """
+import os, signal, sys, threading, time
+
+def patch():
+    while not hasattr(sys.modules.get("sglang.srt.distributed.turns"), "Turns"):
+        time.sleep(0.05)
+    turns, count = sys.modules["sglang.srt.distributed.turns"].Turns, 0
+    travel = turns.travel
+
+    def dies(self, what, collective):
+        nonlocal count
+        count += os.path.exists({armed!r})
+        if count == {collective} and sys.modules["torch"].distributed.get_rank() == {rank}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return travel(self, what, collective)
+
+    turns.travel = dies
+
+threading.Thread(target=patch, daemon=True).start()
+"""
+"""Run by Python when a process starts: the rank kills itself at the collective, once the file is there."""
+IN_HALVES = [
+    (layout, rank, half, options)
+    for layout in ("--tp-size 2", "--tp-size 2 --attn-dp-size 2", "--tp-size 2 --pp-size 2")
+    for rank in range(len(RANKS[layout]))
+    for half in COLLECTIVES
+    for options in ((), EIGHT_BITS)
+    if not options or layout == "--tp-size 2"
+]
+
+
+@pytest.mark.failures
+@pytest.mark.parametrize(("layout", "rank", "half", "options"), IN_HALVES, ids=str)
+def test_a_rank_dies_inside_a_half(
+    layout: str, rank: int, half: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others end with its name, whatever they have sent and wait for."""
+    armed = tmp_path / "armed"
+    text = DIES.format(armed=str(armed), collective=COLLECTIVES[half], rank=rank)
+    (tmp_path / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    with server(tmp_path, layout, (*HALVES, *options)) as run:
+        everyone = [run.process.pid, *descendants(run.process.pid)]
+        armed.touch()
+        body = json.dumps({"input_ids": list(range(5, 85)), "sampling_params": {"max_new_tokens": 1}}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{run.port}/generate", body, {"Content-Type": "application/json"}
+        )
+        with pytest.raises(OSError):
+            urllib.request.urlopen(request, timeout=END_LIMIT_S)
+        assert run.process.wait(END_LIMIT_S) == 1
+        wait_until(lambda: not any(map(running, everyone)), END_LIMIT_S)
+        first = [line for line in run.log.read_text().splitlines() if "process died" in line or "not answer" in line]
+        assert f"the scheduler {RANKS[layout][rank]} process died (killed by SIGKILL)" in first[0], first

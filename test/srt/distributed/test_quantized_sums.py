@@ -12,15 +12,15 @@ from rank_processes import run_ranks
 
 from sglang.srt.distributed.quantized_sums import GROUP, WIRE, QuantizedSums, TorchCodec, error_bound
 
-DTYPES = (torch.bfloat16, torch.float16)
-"""Of values on their way through GPUs; CPUs have fp32 as well."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of values on their way through GPUs, and of those on CPUs."""
 
 
 def summand(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Groups of very different sizes, in every third case with outliers, zeros and groups of zeros."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randn(shape, generator=generator)
-    reach = (-5, 4) if dtype == torch.bfloat16 else (-4, 3)
+    reach = (-4, 3) if dtype == torch.float16 else (-5, 4)
     sizes = torch.randint(*reach, (x.numel() // GROUP,), generator=generator)
     x *= (10.0**sizes).repeat_interleave(GROUP).view(shape)
     if seed % 3 == 0:
@@ -53,7 +53,7 @@ def through(codec: TorchCodec, x: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 
 def check_round(sums: QuantizedSums, rank: int, ranks: int, seed: int) -> None:
-    dtype, shape = DTYPES[seed % 2], shape_of(seed)
+    dtype, shape = DTYPES[seed // 2 % 3], shape_of(seed)
     every = [summand(seed, other, shape, dtype) for other in range(ranks)]
     x = every[rank].clone()
     total = sums.all_reduce(x)
@@ -97,7 +97,8 @@ def serve(rank: int, ranks: int, folder: str, rounds: int) -> None:
     sums = QuantizedSums(dist.group.WORLD, TorchCodec(), 0, 1, piece_bytes=512)
     for seed in range(rounds):
         check_round(sums, rank, ranks, seed)
-    check_parts(sums, rank, ranks, 7)
+        if seed % 10 == 7:
+            check_parts(sums, rank, ranks, seed)
     check_no_numbers(sums, rank, ranks)
     dist.destroy_process_group()
 
@@ -107,6 +108,7 @@ def test_errors_stay_within_the_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_errors_of_many_sums_stay_within_the_bound(ranks: int, tmp_path: Path) -> None:
     run_ranks(serve, (ranks, str(tmp_path), 10_000), ranks)

@@ -640,7 +640,8 @@ def _ngrams(spec: NgramEmbedding, tp_size: int) -> None:
         streams = empty(tokens, spec.streams, size)
         values, normed = ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
         ngram_embedding.convolve_values(values, normed, empty(width, spec.taps), spec.longest, kept_rows, requests)
-        ngram_embedding.keep_tokens(at, normed, kept_ids, kept_rows, requests)
+        ngram_embedding.keep_last(at, kept_ids, requests)
+        ngram_embedding.keep_last(normed, kept_rows, requests)
 
 
 def _engram(spec: Engram, tp_size: int) -> None:
@@ -657,6 +658,7 @@ def _engram(spec: Engram, tp_size: int) -> None:
             empty(SLOTS, spec.dim // 32, dtype=torch.uint8),
         )
         ngram_embedding.ngram_rows(at, kept, requests, hashed, table, scale, empty(tokens, heads * spec.dim))
+        ngram_embedding.keep_last(at, kept, requests)
         streams = empty(tokens, spec.streams, size)
         ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
 

@@ -135,8 +135,9 @@ def test_values_and_the_state_that_they_leave(longest: int, taps: int) -> None:
     ids = torch.randint(0, 1 << 18, (tokens,), device=DEVICE)
     kept_ids = torch.zeros(len(LENGTHS) + 1, longest - 1, dtype=torch.int32, device=DEVICE)
     states = [(kept_ids.clone(), kept.clone()) for _ in range(2)]
-    for keep, state in zip((native.keep_tokens, kernels.keep_tokens), states, strict=True):
-        keep(ids, normed, *state, requests)
+    for keep, (ids_of_last, rows_of_last) in zip((native.keep_last, kernels.keep_last), states, strict=True):
+        keep(ids, ids_of_last, requests)
+        keep(normed, rows_of_last, requests)
     for ours, theirs in zip(*states, strict=True):
         assert torch.equal(ours[1:], theirs[1:])  # what lies in slot 0 is nobody's
 

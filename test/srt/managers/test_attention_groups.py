@@ -79,6 +79,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases, KV head": ("gpt_oss", {"num_key_value_heads": 1}),
     "windows, KV head": ("qwen3_windows", {"num_key_value_heads": 1}),
 }
+FOUR_PARTS: dict[str, dict[str, Any]] = {
+    **{name: {"linear_num_key_heads": 4} for name in ("states", "states, KV head", "n-grams")},
+    "compressed": {"o_groups": 4},
+}
+"""What differs in models that four ranks could not share otherwise."""
 POOLS = {"compressed": 112, "n-grams": 112, "pooled latents": 112}
 """Pools of models with large pages, of which a request has two at least."""
 WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents")
@@ -100,11 +105,9 @@ def _models_of(ranks: RankLayout) -> tuple[str, ...]:
     return tuple(name for name in names if ranks.pp_size == 1 or name not in WITHOUT_STAGES)
 
 
-CELLS = {
-    **{layout: _models_of(ranks) for layout, ranks in LAYOUTS.items()},
-    "latents": ("latents",),
-}
-"""Models of each layout; "latents" are not thorough."""
+CELLS = [(layout, name) for layout, ranks in LAYOUTS.items() for name in _models_of(ranks)]
+QUICK = ("DP2", "latents")
+"""The one that is not thorough."""
 
 
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
@@ -154,10 +157,10 @@ def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, wh
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[pytest.mark.thorough] * (cell != "latents")) for cell in CELLS]
+    ("layout", "name"), [pytest.param(*cell, marks=[pytest.mark.thorough] * (cell != QUICK)) for cell in CELLS]
 )
-def test_groups_give_the_tokens_of_one_process(cell: str, tmp_path: Path) -> None:
-    check(LAYOUTS.get(cell, DP2), CELLS[cell], tmp_path)
+def test_groups_give_the_tokens_of_one_process(layout: str, name: str, tmp_path: Path) -> None:
+    check(LAYOUTS[layout], (name,), tmp_path)
 
 
 HOST_MODELS = ("dense", "latents", "selected latents", "windows", "states", "compressed")

@@ -133,10 +133,11 @@ def outcome(
     """replayed: steps go through graphs, and the numbers of requests of those that decode are added; None: no graphs.
     known: outputs of which guesses are made, of every third token wrong ones; None: no guesses."""
     flags: dict[str, Any] = {"max_total_tokens": POOL, "chunked_prefill_size": CHUNK, "max_running_requests": 4, **more}
+    own_heads = ranks.dp_lm_head or (known is not None and ranks.attn_dp_size > 1)  # as the flags of drafts have it
     args = ServerArgs.from_kwargs(
         model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, random_seed=3,
         schedule_conservativeness=0.01, tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
-        dcp_size=ranks.dcp_size, attn_dp_size=ranks.attn_dp_size, enable_dp_lm_head=ranks.dp_lm_head, **flags,
+        dcp_size=ranks.dcp_size, attn_dp_size=ranks.attn_dp_size, enable_dp_lm_head=own_heads, **flags,
     )  # fmt: skip
     if known is None:
         runner = create_runner(args, rank, rendezvous)

@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.storage.file_store import FileStore
 from sglang.srt.mem_cache.storage.prefix_names import PrefixNames
 from sglang.srt.mem_cache.storage.tier import StorageTier
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.host_cache import COPIED
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
@@ -109,6 +110,9 @@ class TroubledEngine(StorageEngine):
 class StorageWorld(HostWorld):
     """A model whose prefixes are kept in files, too, by stores and copies that make trouble."""
 
+    copies: str | None = None
+    """The policy of copies to main memory; None: that of the options."""
+
     def runner(self, page: int, guesses: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
         args, runner = super().runner(page, guesses, ranks)
         if not isinstance(runner.storage, TroubledEngine):
@@ -121,10 +125,12 @@ class StorageWorld(HostWorld):
 class StorageSchedule(HostSchedule):
     """A random run that begins with nothing but files, and in which main memory loses prefixes often."""
 
-    def __init__(self, world: HostWorld, guesses: str, page: int, seed: int) -> None:
+    def __init__(self, world: StorageWorld, guesses: str, page: int, seed: int) -> None:
         super().__init__(world, guesses, page, seed)
         for pool in world.runner(page, guesses, world.ranks)[1].copies.pools:
             pool.host.fill_(99)
+        if world.copies is not None:
+            self.scheduler.host_tier.use_policy(world.copies)
 
     @property
     def storage(self) -> StorageTier:
@@ -210,20 +216,28 @@ def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_p
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
 @pytest.mark.parametrize("kind", EVERY_CACHE)
 def test_many_random_schedules(kind: str, policy: str, tmp_path: Path) -> None:
+    """policy: how long prompts wait for files. Main memory gets its copies as each of its own policies has it."""
     name, options, pages = EVERY_CACHE[kind]
     options = {**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy, **options}
     world = StorageWorld(name, tmp_path, options=options, whole=1 if 1 in pages else pages[0])
     for page in pages:
         for guesses in GUESSES:
-            seen = schedules(world, guesses, page, range(20))
+            seen: Counter[str] = Counter()
+            for number, copies in enumerate(COPIED):
+                world.copies = copies
+                seen += schedules(world, guesses, page, range(7 * number, 7 * number + 7))
             assert seen["written"] and (seen["read"] or policy == "best_effort"), (page, guesses, seen)
 
 
-def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int) -> None:
-    """What it is alone is known before the ranks meet."""
+def _rank(
+    rank: int, kind: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int, policy: str
+) -> None:
+    """What it is alone is known before the ranks meet. policy: when prefixes are copied to main memory."""
+    name, options, _ = EVERY_CACHE[kind]
     with short_pauses(), pytest.MonkeyPatch.context() as patch:
         make_sizes_small(patch, folder)
-        world = StorageWorld(name, folder, ranks, rank, {**STORAGE, **EXTRA})
+        options = {**STORAGE, **EXTRA, **options, "hicache_write_policy": policy}
+        world = StorageWorld(name, folder, ranks, rank, options)
         world.grow_tree()
         for ids in world.prompts:
             world.alone(ids)
@@ -236,17 +250,18 @@ def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, p
 @pytest.mark.thorough
 def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
-    run_ranks(_rank, ("qwen3", tmp_path, RankLayout(2), "none", 4, 2), 2)
+    run_ranks(_rank, ("dense", tmp_path, RankLayout(2), "none", 4, 2, "write_through"), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", ["deepseek_v3", "mistral_windows", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["latents", "windows", "gated delta"])
+@pytest.mark.parametrize("policy", COPIED)
 @pytest.mark.parametrize("layout", SHARED)
-def test_ranks_agree_on_what_was_read(layout: str, name: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
-    run_ranks(_rank, (name, tmp_path, SHARED[layout], "half-right", 4, 10), SHARED[layout].world_size)
+def test_ranks_agree_on_what_was_read(layout: str, policy: str, kind: str, tmp_path: Path) -> None:
+    save_tiny(EVERY_CACHE[kind][0], tmp_path)
+    run_ranks(_rank, (kind, tmp_path, SHARED[layout], "half-right", 4, 10, policy), SHARED[layout].world_size)
 
 
 # --- one thing at a time ----------------------------------------------------------------------------------------------

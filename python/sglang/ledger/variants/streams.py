@@ -19,8 +19,8 @@ from sglang.srt.layers.triton_ops.norm import row_launch
 from sglang.srt.plan.engram import SCALE_GROUP
 
 OPS = ("gated_streams", "ngram_embedding", "selected_block_attention")
-ENGRAM_DIM, ENGRAM_HIDDEN = 256, 5120
-"""Columns of a row of DeepSeek-V4.1's tables, and its hidden size."""
+ENGRAM_DIM, ENGRAM_HIDDEN, ENGRAM_LONGEST = 256, 5120, 4
+"""Columns of a row of DeepSeek-V4.1's tables, its hidden size, and the tokens of its longest n-grams."""
 
 STREAMS, HIDDEN, RANK = 4, 2560, 320
 LONGEST, ROW_DIM, TAPS = 3, 160, 4
@@ -50,16 +50,15 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 _POINTERS = {
-    **dict.fromkeys(("streams", "out", "normed", "products", "low", "gates", "values", "rows", "kept_rows"), "*bf16"),
+    **dict.fromkeys(("streams", "out", "normed", "products", "low", "gates", "values", "rows"), "*bf16"),
     **dict.fromkeys(("placement", "key_weight", "query_weight", "conv_weight", "scale"), "*fp32"),
     **dict.fromkeys(("ids", "slots", "positions", "firsts", "stops", "multipliers", "sizes", "offsets"), "*i64"),
-    **dict.fromkeys(("kept_ids",), "*i32"),
     **dict.fromkeys(("eps", "root"), "fp32"),
 }
 
 
 def _of(
-    op: str, key: str, fn: Any, constants: dict[str, Any], launch: Mapping[str, int], divisible: tuple[str, ...],
+    op: str, key: str, fn: Any, constants: dict[str, Any], launch: Mapping[str, int], divisible: tuple[str, ...] = (),
     **others: str,
 ) -> Variant:  # fmt: skip
     """Returns a variant of the kernel; `others`: types of parameters that are not those of every kernel here."""
@@ -88,7 +87,7 @@ def _ngrams() -> Iterator[Variant]:
             table=table, kept="*i32",
         )  # fmt: skip
     yield _of(
-        op, "rows/grouped", module.ngram_rows_kernel, {"LONGEST": 4, "SCALED": True, "GROUP": SCALE_GROUP},
+        op, "rows/grouped", module.ngram_rows_kernel, {"LONGEST": ENGRAM_LONGEST, "SCALED": True, "GROUP": SCALE_GROUP},
         module.rows_launch(ENGRAM_DIM), ("dim",), table="*fp8e4nv", scale="*u8", kept="*i32",
     )  # fmt: skip
     yield _of(
@@ -102,8 +101,11 @@ def _ngrams() -> Iterator[Variant]:
         op, "convolve", module.convolve_values_kernel, {"TAPS": TAPS, "DILATION": LONGEST}, module.LAUNCH, ("width",),
         kept="*bf16", weight="*bf16",
     )  # fmt: skip
-    kept = {"NUM_IDS": LONGEST - 1, "NUM_ROWS": (TAPS - 1) * LONGEST}
-    yield _of(op, "keep", module.keep_tokens_kernel, kept, module.LAUNCH, ("width",))
+    kernel, rows = module.keep_last_kernel, {"SIZE": (TAPS - 1) * LONGEST}
+    yield _of(op, "keep/rows", kernel, rows, module.LAUNCH, ("width",), new="*bf16", kept="*bf16")
+    for longest in (LONGEST, ENGRAM_LONGEST):
+        ids = _of(op, f"keep/ids/{longest}", kernel, {"SIZE": longest - 1}, module.ONE_VALUE, new="*i64", kept="*i32")
+        yield replace(ids, ones=("width",))
 
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:

@@ -142,14 +142,18 @@ class Turns:
                 f"the second half sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}"
             )
         receive = self._lane.send(collective)
+        self._give_way(turn)
+        if self._failure is not None:
+            raise OtherHalfFailed from self._failure
+        return receive()
+
+    def _give_way(self, turn: int) -> None:
+        """The other half, unless it has ended, goes on until it gives way in turn."""
         other = 1 - turn
         if not self._ended[other]:
             self._turn = other
             self._go[other].release()
             self._go[turn].acquire()
-        if self._failure is not None:
-            raise OtherHalfFailed from self._failure
-        return receive()
 
     def _second(self, half: Callable[[], T], here: Callable[[], AbstractContextManager[object]]) -> T:
         self._go[1].acquire()

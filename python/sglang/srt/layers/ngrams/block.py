@@ -44,7 +44,8 @@ class NgramRecord:
 
     def commit(self, counts: torch.Tensor) -> None:
         num, requests = len(counts) * self.width, self.requests.accepted(counts, self.width)
-        self.kernels.keep(self.ids[:num], self.rows[:num], self.cache["ids"], self.cache["rows"], requests)
+        self.kernels.keep(self.ids[:num], self.cache["ids"], requests)
+        self.kernels.keep(self.rows[:num], self.cache["rows"], requests)
 
     def copy(self) -> NgramRecord:
         return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=self.requests.copy())
@@ -76,11 +77,14 @@ class NgramBlock:
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         requests, cache = compressed_step(batch).requests, self.cache
-        products = self.project(self.table(batch.input_ids, cache["ids"], requests))
+        rows = self.table.rows_of_rank(batch.input_ids, cache["ids"], requests)
+        if batch.state_records is None:  # before anything travels: there the other half of a step may go on, and reads
+            self.kernels.keep(batch.input_ids, cache["ids"], requests)
+        products = self.project(self.table.gathered(rows))
         values, normed = self.kernels.gate(products, streams, self.key_norm, self.query_norm, self.conv_norm, self.eps)
         self.kernels.convolve(values, normed, self.conv, self.spec.longest, cache["rows"], requests)
         if batch.state_records is None:
-            self.kernels.keep(batch.input_ids, normed, cache["ids"], cache["rows"], requests)
+            self.kernels.keep(normed, cache["rows"], requests)
         else:
             assert batch.extend is not None
             width = len(normed) // len(batch.extend)

@@ -32,18 +32,11 @@ if TYPE_CHECKING:
 _DUMMY_EXPONENT = 127 - 12
 
 
-def keep_texts(texts: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
-    """Leaves in `kept` [requests, R] int32, of position p at p % R, the texts [T] of each request's last tokens before
-    `requests.stops`; from there on they are taken back. Slot 0 is padding."""
-    size = kept.shape[1]
-    stays = (requests.positions >= requests.stops - size) & (requests.positions < requests.stops)
-    kept[torch.where(stays, requests.slots, 0), requests.positions % size] = texts.to(kept.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class EngramRecord:
     """Implements StateRecord: k tokens of each of B requests, which the state does not have yet."""
 
+    kernels: NgramKernels
     kept: torch.Tensor
     texts: torch.Tensor  # [B k]
     requests: TokenRequests
@@ -52,7 +45,7 @@ class EngramRecord:
 
     def commit(self, counts: torch.Tensor) -> None:
         requests = self.requests.accepted(counts, self.width)
-        keep_texts(self.texts[: len(requests.slots)], self.kept, requests)
+        self.kernels.keep(self.texts[: len(requests.slots)], self.kept, requests)
 
     def copy(self) -> EngramRecord:
         return replace(self, texts=self.texts.clone(), requests=self.requests.copy())
@@ -109,11 +102,11 @@ class EngramBlock:
         self.kernels.rows(texts, kept, requests, self.hashed, self.table, self.scale, rows)
         # The state goes on before anything travels: there the other half of a step may go on, and reads it.
         if batch.state_records is None:
-            keep_texts(texts, kept, requests)
+            self.kernels.keep(texts, kept, requests)
         else:
             assert batch.extend is not None
             width = len(texts) // len(batch.extend)
-            batch.state_records.append(EngramRecord(kept, texts, requests, width))
+            batch.state_records.append(EngramRecord(self.kernels, kept, texts, requests, width))
         products = self.project(self.group.all_gather(rows))
         gated, _ = self.kernels.gate(products, streams, self.key_weight, self.query_weight, self.ones, self.eps)
         return gated

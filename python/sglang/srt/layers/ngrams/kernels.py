@@ -74,17 +74,10 @@ class ConvolveValues(Protocol):
     ) -> None: ...
 
 
-class KeepTokens(Protocol):
-    """`native.keep_tokens` says what the arguments are."""
+class KeepLast(Protocol):
+    """`native.keep_last` says what the arguments are."""
 
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        rows: torch.Tensor,
-        kept_ids: torch.Tensor,
-        kept_rows: torch.Tensor,
-        requests: TokenRequests,
-    ) -> None: ...
+    def __call__(self, new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +85,4 @@ class NgramKernels:
     rows: NgramRows
     gate: GateValues
     convolve: ConvolveValues
-    keep: KeepTokens
+    keep: KeepLast

@@ -122,19 +122,13 @@ def convolve_values(
     values += torch.nn.functional.silu(total).to(values.dtype).view(values.shape)
 
 
-def keep_tokens(
-    ids: torch.Tensor,
-    rows: torch.Tensor,
-    kept_ids: torch.Tensor,
-    kept_rows: torch.Tensor,
-    requests: TokenRequests,
-) -> None:
-    """Leaves in a request's state the ids [T] and rows [T, N, H] of its last tokens before `requests.stops`; from there
-    on they are taken back."""
-    for new, kept in ((ids, kept_ids), (rows.flatten(1), kept_rows)):
-        size = kept.shape[1]
-        stays = (requests.positions >= requests.stops - size) & (requests.positions < requests.stops)
-        kept[torch.where(stays, requests.slots, 0), requests.positions % size] = new.to(kept.dtype)  # 0 is padding
+def keep_last(new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
+    """Leaves in kept [requests, R, width] or [requests, R], of position p at p % R, what is new [T, ...] of the last R
+    tokens of each request before `requests.stops`; from there on tokens are taken back."""
+    size = kept.shape[1]
+    stays = (requests.positions >= requests.stops - size) & (requests.positions < requests.stops)
+    slots = torch.where(stays, requests.slots, 0)  # 0 is padding
+    kept[slots, requests.positions % size] = new.reshape(len(new), *kept.shape[2:]).to(kept.dtype)
 
 
-NGRAM_EMBEDDING = NgramKernels(ngram_rows, gate_values, convolve_values, keep_tokens)
+NGRAM_EMBEDDING = NgramKernels(ngram_rows, gate_values, convolve_values, keep_last)

@@ -18,8 +18,8 @@ FP8_FILES = ("F8_E4M3",)
 
 
 class NgramTable:
-    """ids [T] -> rows of all heads [T, heads * D]. The ranks share out the heads, each with its part of the table, and
-    gather what they looked up."""
+    """Rows of the heads by ids. The ranks share out the heads, each with its part of the table, and gather what they
+    looked up."""
 
     def __init__(self, scope: Scope, spec: NgramEmbedding) -> None:
         self.spec, self.group, self.dtype = spec, scope.groups.attention, scope.dtype
@@ -59,12 +59,17 @@ class NgramTable:
             multipliers, sizes[heads], offsets[heads] - self.first_row, heads.start, spec.heads, spec.end_token
         )
 
-    def __call__(self, ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> torch.Tensor:
+    def rows_of_rank(self, ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> torch.Tensor:
+        """ids [T], kept [requests, longest - 1] as in `native.ngram_rows` -> [T, heads / ranks * D]."""
         assert self.hashed is not None, "the weights are loaded"
         width = len(self.hashed.sizes) * self.spec.dim
         out = torch.empty((len(ids), width), dtype=self.dtype, device=ids.device)
         self.kernels.rows(ids, kept, requests, self.hashed, self.weight, self.scale, out)
-        return self.group.all_gather(out)
+        return out
+
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's heads -> of all heads [T, heads * D]. Collective."""
+        return self.group.all_gather(rows)
 
 
 def _numbers(scope: Scope, leaf: str, values: Sequence[int]) -> torch.Tensor:

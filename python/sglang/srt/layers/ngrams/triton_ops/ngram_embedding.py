@@ -21,6 +21,8 @@ from sglang.srt.layers.triton_ops.norm import row_launch
 
 BLOCK = 1024
 LAUNCH = {"BLOCK": BLOCK, "num_warps": 4}
+ONE_VALUE = {"BLOCK": 1, "num_warps": 1}
+"""Launch for token ids."""
 
 
 @triton.jit
@@ -173,35 +175,30 @@ def convolve_values_kernel(
 
 
 @triton.jit
-def keep_tokens_kernel(
-    ids,  # [T] int64
-    rows,  # [T, width]
-    kept_ids,  # [requests, NUM_IDS] int32
-    kept_rows,  # [requests, NUM_ROWS, width]
+def keep_last_kernel(
+    new,  # [T, width]
+    kept,  # [requests, SIZE, width]
     slots,  # [T]
     positions,  # [T]
     stops,  # [T]
     width,
-    NUM_IDS: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, channels); the first of a token copies its id. Slot 0 is padding."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cols = part * BLOCK + tl.arange(0, BLOCK)
+    """Program (token, channels). Slot 0 is padding."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     stop = tl.load(stops + token).to(tl.int64)
-    stands = (slot != 0) & (position < stop)
-    if stands & (position >= stop - NUM_ROWS):
-        values = tl.load(rows + token * width + cols, mask=cols < width, other=0.0)
-        tl.store(kept_rows + (slot * NUM_ROWS + position % NUM_ROWS) * width + cols, values, mask=cols < width)
-    if stands & (position >= stop - NUM_IDS) & (part == 0):
-        tl.store(kept_ids + slot * NUM_IDS + position % NUM_IDS, tl.load(ids + token).to(tl.int32))
+    if (slot != 0) & (position < stop) & (position >= stop - SIZE):
+        values = tl.load(new + token * width + cols, mask=cols < width, other=0)
+        at = kept + (slot * SIZE + position % SIZE) * width + cols
+        tl.store(at, values.to(kept.dtype.element_ty), mask=cols < width)
 
 
 def ngram_rows(
@@ -264,20 +261,15 @@ def convolve_values(
         )  # fmt: skip
 
 
-def keep_tokens(
-    ids: torch.Tensor,
-    rows: torch.Tensor,
-    kept_ids: torch.Tensor,
-    kept_rows: torch.Tensor,
-    requests: TokenRequests,
-) -> None:
+def keep_last(new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
     """As the reference, all contiguous; tokens of slot 0 leave nothing."""
-    num_tokens, width = len(ids), kept_rows.shape[2]
+    num_tokens, width = len(new), kept[0, 0].numel()
     if num_tokens:
-        keep_tokens_kernel[(num_tokens, triton.cdiv(width, BLOCK))](
-            ids, rows, kept_ids, kept_rows, requests.slots, requests.positions, requests.stops, width,
-            NUM_IDS=kept_ids.shape[1], NUM_ROWS=kept_rows.shape[1], **LAUNCH, **pdl.options(),
+        launch = ONE_VALUE if width == 1 else LAUNCH
+        keep_last_kernel[(num_tokens, triton.cdiv(width, launch["BLOCK"]))](
+            new, kept, requests.slots, requests.positions, requests.stops, width, SIZE=kept.shape[1], **launch,
+            **pdl.options(),
         )  # fmt: skip
 
 
-NGRAM_EMBEDDING = NgramKernels(ngram_rows, gate_values, convolve_values, keep_tokens)
+NGRAM_EMBEDDING = NgramKernels(ngram_rows, gate_values, convolve_values, keep_last)
