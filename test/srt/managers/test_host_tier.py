@@ -173,6 +173,8 @@ def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, p
 
 
 SHARED = {"TP2": RankLayout(2), "PP2": RankLayout(pp_size=2), "TP2 x PP2": RankLayout(2, pp_size=2)}
+SHARED_OUT = {"DCP2": RankLayout(2, dcp_size=2), "DCP2 x PP2": RankLayout(2, pp_size=2, dcp_size=2)}
+"""Layouts whose ranks share out the tokens of caches that all of them would hold."""
 
 
 def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
