@@ -95,7 +95,7 @@ KINDS = {
     "KV head": Kind("qwen3", **ONE_KV_HEAD),
     "KV head in fp8": Kind("qwen3", FP8, **ONE_KV_HEAD),
     "KV head, draft": Kind("qwen3", drafts=True, **ONE_KV_HEAD),
-    "KV head, windows": Kind("mistral_windows", **ONE_KV_HEAD),
+    "KV head, windows": Kind("qwen3_windows", **ONE_KV_HEAD),
     "KV head, gated delta": Kind("qwen3_5", **ONE_KV_HEAD),
 }
 LAYOUTS = {"one rank": ONE_RANK, **SHARED, **SHARED_OUT}
