@@ -134,7 +134,7 @@ LAYOUTS = [*RANKS, *(f"{ranks} {DRAFTS} {HOST}" for ranks in RANKS)]
 """Ranks on one node and on both, alone; with guesses, and prefixes in main memory."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUTS)
 def test_placed_ranks_answer_as_one_process(layout: str, expected: list[str], cluster: Any, folder: Path) -> None:
     """Twice; the second time with prompts from the cache, on each of several replicas."""
     with placed(folder, *layout.split()) as server:

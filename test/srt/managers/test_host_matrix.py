@@ -1,5 +1,5 @@
 """Every kind of cache with every policy of copies to main memory, with guesses and without, on one rank and on several:
-ten thousand random turns under pools so small that every prefix is evicted, with copies that are late, fail, or end in
+13,000 random turns under pools so small that every prefix is evicted, with copies that are late, fail, or end in
 another order than they were begun. Every turn gets the tokens of a server without a cache, and after each schedule the
 pools of every tier are exact.
 
@@ -38,7 +38,7 @@ from srt.managers.test_host_tier import (
 from srt.managers.test_random_schedules import GUESSES, PAGES, World, short_pauses
 from srt.models.harness import save_tiny
 
-TURNS = 10_000
+TURNS = 13_000
 PLACES = 4
 """Chunks of other lengths change the last bit of keys and values, and where that decides between two four-bit codes a
 request may get other tokens, with a tier or without. So a schedule of theirs that differs is played again with
@@ -61,7 +61,9 @@ class Kind:
 
     def fits(self, layout: str) -> bool:
         ranks = LAYOUTS[layout]
-        return (self.shares_out or ranks.dcp_size == 1) and (self.on_ranks or ranks.dcp_size > 1 or ranks == ONE_RANK)
+        if ranks.dcp_size > 1:
+            return self.shares_out
+        return self.on_ranks or (ranks == ONE_RANK and not self.changes)
 
     def pages_on(self, layout: str) -> tuple[int, ...]:
         return tuple(page for page in self.pages if page % LAYOUTS[layout].dcp_size == 0)
@@ -219,10 +221,11 @@ def play_all(name: str, layout: str, folder: Path, turns: int, rank: int = 0) ->
             for cell in mine:
                 if (cell.guesses, cell.page) == (guesses, page):
                     of_cell = play(world, cell, turns)
-                    assert of_cell["saved"] and of_cell["failed"], (cell, of_cell)
+                    assert of_cell["saved"], (cell, of_cell)
                     seen += of_cell
             if ranks.world_size > 1:
                 parallel_state.shutdown()
+    assert seen["failed"], seen
     return seen
 
 
@@ -272,7 +275,7 @@ def test_a_cell(cell: Cell, tmp_path: Path) -> None:
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("layout", "name"), dict.fromkeys((cell.layout, cell.kind) for cell in CELLS))
-def test_ten_thousand_turns(layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_thousands_of_turns(layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen = seen_by(name, layout, tmp_path, OF_CELL)
     with capsys.disabled():
         print(f"\n{layout}, {name}: {dict(sorted(seen.items()))}", flush=True)
