@@ -154,7 +154,11 @@ def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, wh
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[pytest.mark.thorough] * (cell != "latents")) for cell in CELLS]
+    "cell",
+    [
+        pytest.param(cell, marks=[pytest.mark.thorough, pytest.mark.timeout(0)] if cell != "latents" else [])
+        for cell in CELLS
+    ],
 )
 def test_groups_give_the_tokens_of_one_process(cell: str, tmp_path: Path) -> None:
     check(LAYOUTS.get(cell, DP2), CELLS[cell], tmp_path)
@@ -233,6 +237,7 @@ HOST_CELLS = [
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize(("layout", "where"), HOST_CELLS)
 def test_prefixes_of_groups_return(layout: str, where: str, tmp_path: Path) -> None:
     """Each group keeps its own; ranks of other groups know what was copied, and copy nothing."""
