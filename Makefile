@@ -5,7 +5,7 @@
 # make clients langchain-openai, litellm, and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over models of every kind of cache, with guesses and without, about an hour
-# make failures each process of servers of several ranks killed in turn, in every layout, about ten minutes
+# make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
 # make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice, about two hours
 # make thorough the long tests, one to two hours

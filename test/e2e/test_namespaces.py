@@ -18,6 +18,8 @@ from typing import TypeVar
 import httpx
 import pytest
 from live_server import LiveServer, free_port
+from seen_pictures import RIGHT, seeing_server, seen
+from shared_files import arrays_of
 
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
@@ -87,14 +89,16 @@ def machines() -> Iterator[list[Machine]]:
 
 
 @contextmanager
-def started(machines: list[Machine], *each: tuple[str, ...] | None) -> Iterator[list[LiveServer]]:
+def started(
+    machines: list[Machine], *each: tuple[str, ...] | None, start: Callable[..., LiveServer] = LiveServer
+) -> Iterator[list[LiveServer]]:
     """A server of two ranks, with the flags of each machine; None: it is not started. Nothing of it is left."""
     servers = []
     for rank, (machine, own) in enumerate(zip(machines, each, strict=True)):
         if own is not None:
             address = () if "--dist-init-addr" in own else ("--dist-init-addr", f"{ADDRESSES[0]}:{PORT}")
             words = ("--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank), *address, *own)
-            servers.append(machine.do(lambda words=words: LiveServer(*words, port=free_port())))
+            servers.append(machine.do(lambda words=words: start(*words, port=free_port())))
     try:
         yield servers
     finally:
@@ -133,10 +137,15 @@ def answers(url: str) -> list[str]:
 @pytest.mark.thorough
 def test_two_namespaces_serve_and_end_together(machines: list[Machine]) -> None:
     """A machine that dies takes the other one down."""
-    with started(machines, (), ()) as (first, second):
+    with started(machines, (), (), start=seeing_server) as (first, second):
         machines[0].do(first.wait_up)
         found = machines[0].do(answers, first.url)
         assert all(found) and found == machines[0].do(answers, first.url), "once more, from the cache"
+        assert machines[0].do(seen, first.url) == RIGHT, "pictures cross the cable"
+        end = time.monotonic() + LEAVING_S
+        while any(arrays_of(each.log_path.parent) for each in (first, second)):
+            assert time.monotonic() < end, "pixels are left"
+            time.sleep(0.1)
         second.process.send_signal(signal.SIGKILL)
         assert first.wait_exit(LIMIT_S) == 1
         assert "the scheduler TP0 process failed: " in first.log()

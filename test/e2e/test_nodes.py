@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
 import pytest
-from live_server import LiveServer, free_port, live_server
+from live_server import LiveServer, free_port
+from media.pictures import data_url, encoded
+from PIL import Image
+from seen_pictures import PICTURES, RIGHT, body, seeing_server, seen
+from shared_files import arrays_of
 
 PROMPTS = ("What is 431 + 88?", "The capital of France is", "a b c d e f g h i j k l")
 FAILURE_LIMIT_S = 60.0
 
 
 @contextmanager
-def machines(*flags: str, second: tuple[str, ...] | None = None) -> Iterator[list[LiveServer]]:
+def machines(
+    *flags: str, second: tuple[str, ...] | None = None, start: Callable[..., LiveServer] = LiveServer
+) -> Iterator[list[LiveServer]]:
     """Both machines, with their own flags where `second` is given; nothing of them is left."""
     address = f"127.0.0.1:{free_port()}"
     servers = []
     for rank, own in enumerate((flags, flags if second is None else second)):
         several = ("--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
-        servers.append(LiveServer(*several, *own))
+        servers.append(start(*several, *own))
     try:
         yield servers
     finally:
@@ -38,10 +46,31 @@ def answers(url: str) -> list[str]:
     return [httpx.post(f"{url}/generate", json={"text": text, **body}, timeout=60).json()["text"] for text in PROMPTS]
 
 
+def abandon_pictures(server: LiveServer) -> None:
+    """Requests with a picture that the server has not seen, whose clients go away at once or while it travels."""
+    for number, pause in enumerate((0.0, 0.01, 0.05, 0.2)):
+        other = encoded(Image.new("RGB", (160, 128), (10 * number, 90, 90)))
+        content = json.dumps(body("What color is this?", PICTURES[0], data_url(other))).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+            client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+            time.sleep(pause)
+
+
+def eventually(condition: Callable[[], bool], why: str) -> None:
+    end = time.monotonic() + FAILURE_LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, why
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    with live_server() as server:
-        return answers(server.url)
+    server = seeing_server()
+    try:
+        return answers(server.wait_up().url)
+    finally:
+        server.end()
 
 
 @pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--pp-size", "2")], ids=["tp2", "pp2"])
@@ -49,10 +78,14 @@ def test_two_machines_answer_as_one(
     flags: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_DIST_SECRET", "a secret")
-    with machines(*flags) as (first, second):
+    with machines(*flags, start=seeing_server) as (first, second):
         first.wait_up()
         assert answers(first.url) == expected
         assert answers(first.url) == expected, "with prompts from the cache"
+        assert seen(first.url) == RIGHT, "pictures travel"
+        abandon_pictures(first)
+        assert seen(first.url) == RIGHT
+        eventually(lambda: not any(arrays_of(server.log_path.parent) for server in (first, second)), "pixels are left")
         info = httpx.get(f"{first.url}/server_info", timeout=10).text
         assert "a secret" not in info + first.log() + second.log()
         first.process.send_signal(signal.SIGTERM)

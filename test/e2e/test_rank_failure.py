@@ -15,24 +15,36 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from shared_files import array_directories, mapped_files
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.plan.ranks import RankLayout
 
 START_LIMIT_S = 240
 END_LIMIT_S = 60
-RANKS = {
-    "--tp-size 2": ("TP0", "TP1"),
-    "--tp-size 2 --ep-size 2": ("TP0", "TP1"),
-    "--tp-size 2 --attn-dp-size 2": ("TP0", "TP1"),
-    "--tp-size 2 --pp-size 2 --attn-dp-size 2": ("PP0 TP0", "PP0 TP1", "PP1 TP0", "PP1 TP1"),
-    "--pp-size 2": ("PP0 TP0", "PP1 TP0"),
-    "--tp-size 2 --pp-size 2": ("PP0 TP0", "PP0 TP1", "PP1 TP0", "PP1 TP1"),
+MOST_RANKS = 4
+SHARED_KEYS = '--load-format dummy --json-model-override-args {"num_key_value_heads":1}'
+"""A model whose ranks would all hold the same keys and values."""
+STAGE = {
+    "": RankLayout(),
+    "--tp-size 2": RankLayout(2),
+    "--tp-size 2 --ep-size 2": RankLayout(2, 2),
+    "--tp-size 2 --attn-dp-size 2": RankLayout(2, attn_dp_size=2),
+    f"--tp-size 2 --dcp-size 2 {SHARED_KEYS}": RankLayout(2, dcp_size=2),
+    "--tp-size 4 --dcp-size 2": RankLayout(4, dcp_size=2),
 }
+"""How the ranks of a stage share the model."""
+LAYOUTS = {
+    " ".join(filter(None, (flags, f"--pp-size {stages}" * (stages > 1)))): replace(ranks, pp_size=stages)
+    for stages in (1, 2)
+    for flags, ranks in STAGE.items()
+    if 1 < stages * ranks.world_size <= MOST_RANKS
+}
+RANKS = {flags: tuple(map(ranks.name, range(ranks.world_size))) for flags, ranks in LAYOUTS.items()}
 """By layout, in the order in which the server starts them, and the detokenizer behind them."""
 CASES = [
     ("--tp-size 2 --ep-size 2", "TP1", signal.SIGKILL, True),
@@ -116,6 +128,13 @@ def server(folder: Path, layout: str = "--tp-size 2", options: Sequence[str] = (
 
 def case_id(value: object) -> str:
     return {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped"}.get(value, str(value))  # type: ignore[call-overload]
+
+
+def test_every_way_to_share_a_stage_is_tried_alone_and_in_two_stages() -> None:
+    layouts = {(r.tp_size, r.ep_size, r.attn_dp_size, r.dcp_size, r.pp_size) for r in LAYOUTS.values()}
+    stages = {(2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)}
+    assert layouts == {(1, 1, 1, 1, 2), (4, 1, 1, 2, 1), *((*stage, pp) for stage in stages for pp in (1, 2))}
+    assert {layout for layout, *_ in CASES} <= RANKS.keys()
 
 
 @pytest.mark.parametrize(("layout", "name", "sent", "busy"), CASES, ids=case_id)

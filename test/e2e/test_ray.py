@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from live_server import LiveServer, free_port, live_server
+from seen_pictures import RIGHT, seeing_server, seen
+from shared_files import arrays_of
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -65,9 +67,9 @@ def cluster(folder: Path, expected: list[str]) -> Iterator[Any]:
 
 
 @contextmanager
-def placed(folder: Path, *flags: str) -> Iterator[LiveServer]:
+def placed(folder: Path, *flags: str, start: Callable[..., LiveServer] = LiveServer) -> Iterator[LiveServer]:
     """A server on the cluster; of whatever it started nothing is left."""
-    server = LiveServer("--use-ray", *SMALL, *flags)
+    server = start("--use-ray", *SMALL, *flags)
     try:
         yield server
     finally:
@@ -132,7 +134,7 @@ LAYOUTS = [*RANKS, *(f"{ranks} {DRAFTS} {HOST}" for ranks in RANKS)]
 """Ranks on one node and on both, alone; with guesses, and prefixes in main memory."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUTS)
 def test_placed_ranks_answer_as_one_process(layout: str, expected: list[str], cluster: Any, folder: Path) -> None:
     """Twice; the second time with prompts from the cache, on each of several replicas."""
     with placed(folder, *layout.split()) as server:
@@ -147,6 +149,27 @@ def test_placed_ranks_answer_as_one_process(layout: str, expected: list[str], cl
         assert nodes, "the log says where"
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit(LIMIT_S) == 0
+
+
+SEEING = ("--tp 2", "--tp 2 --nnodes 2", "--pp 2 --nnodes 2", "--dp 2", "--tp 2 --nnodes 2 --attn-dp-size 2")
+
+
+@pytest.mark.parametrize("layout", [*SEEING, "--tp 2 --nnodes 2 --mm-enable-dp-encoder"])
+def test_pictures_travel_to_placed_ranks(layout: str, cluster: Any, folder: Path) -> None:
+    """To every machine of every replica that is asked about them, and they go when the answers are there."""
+    with placed(folder, *layout.split(), start=seeing_server) as server:
+        server.wait_up()
+        for _ in range(2):
+            assert seen(server.url) == RIGHT
+        assert _arrays(folder) == [] == arrays_of(server.log_path.parent)
+
+
+def _arrays(folder: Path) -> list[str]:
+    """What the nodes have of pixels when all was said that was to be said."""
+    end = time.monotonic() + LEAVING_S
+    while arrays_of(folder) and time.monotonic() < end:
+        time.sleep(0.1)
+    return arrays_of(folder)
 
 
 def test_an_engine_may_be_placed_by_a_program_of_the_cluster(expected: list[str], cluster: Any, folder: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from live_server import LiveServer, live_server
 
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.plan.ranks import RankLayout
 
 FLAGS = ("--dp-size", "2", "--max-total-tokens", "4096", "--enable-metrics", "--max-queued-requests", "40")
 SHARED = ["Once upon a time " * 12, "The quick brown fox jumps over " * 8, "def main(arguments): return " * 6]
@@ -78,12 +79,30 @@ def wait_for_counts(http: httpx.Client, counter: str, expected: Callable[[list[i
     wait_until(as_expected, seen=seen)
 
 
-ONE_RANK = ("DP0", "detokenizer DP0", "DP1", "detokenizer DP1")
-TWO_RANKS = ("DP0 TP0", "DP0 TP1", "detokenizer DP0", "DP1 TP0", "DP1 TP1", "detokenizer DP1")
-"""The processes of two replicas in the order of their start."""
+LAYOUTS = {
+    "": RankLayout(),
+    "--tp-size 2": RankLayout(2),
+    "--pp-size 2": RankLayout(pp_size=2),
+    "--tp-size 2 --ep-size 2": RankLayout(2, 2),
+    "--tp-size 2 --attn-dp-size 2": RankLayout(2, attn_dp_size=2),
+}
+"""Of a replica, of which there are two."""
 
 
-def children(server: LiveServer, names: tuple[str, ...] = ONE_RANK) -> dict[str, int]:
+def processes(ranks: RankLayout) -> tuple[str, ...]:
+    """Names of the processes of two replicas, in the order of their start."""
+    each = [f" {ranks.name(rank)}" if ranks.world_size > 1 else "" for rank in range(ranks.world_size)]
+    return tuple(name for i in range(2) for name in (*(f"DP{i}{rank}" for rank in each), f"detokenizer DP{i}"))
+
+
+ENDS = [
+    *((layout, name, signal.SIGKILL) for layout in LAYOUTS for name in processes(LAYOUTS[layout])),
+    *(("--tp-size 2", name, signal.SIGSTOP) for name in processes(LAYOUTS["--tp-size 2"])),
+]
+"""(layout, which process, what it gets)."""
+
+
+def children(server: LiveServer, names: Sequence[str] = processes(RankLayout())) -> dict[str, int]:
     """Returns their process ids by name."""
     pid = server.process.pid
     spawned = [
@@ -252,11 +271,10 @@ def test_one_dies_and_then_the_other() -> None:
 
 
 @pytest.mark.failures
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_a_process_takes_its_replica_down_and_no_other(name: str, number: signal.Signals) -> None:
-    with live_server("--tp-size", "2", "--watchdog-timeout", "4", *FLAGS) as server:
-        pids = children(server, TWO_RANKS)
+@pytest.mark.parametrize(("layout", "name", "number"), ENDS)
+def test_a_process_takes_its_replica_down_and_no_other(layout: str, name: str, number: signal.Signals) -> None:
+    with live_server(*layout.split(), "--watchdog-timeout", "4", *FLAGS) as server:
+        pids = children(server, processes(LAYOUTS[layout]))
         lost = name.removeprefix("detokenizer ")[:3]
         os.kill(pids[name], number)
         wait_until(lambda: all(gone(pid) for other, pid in pids.items() if lost in other))

@@ -68,8 +68,9 @@ def answers(
 
 
 @pytest.mark.thorough
-def test_ranks_that_share_out_tokens_answer_like_one() -> None:
-    assert answers(4, dcp_size=2) == answers(1)
+@pytest.mark.parametrize("drafter", [None, "NGRAM", "EAGLE3"])
+def test_ranks_that_share_out_tokens_answer_like_one(drafter: str | None) -> None:
+    assert answers(4, dcp_size=2, drafter=drafter) == answers(1)
 
 
 @pytest.mark.parametrize(

@@ -56,22 +56,14 @@ FEATURES: Mapping[str, Feature] = {
     "encoders": Feature("shared images", "mm_enable_dp_encoder", _given("mm_enable_dp_encoder")),
 }
 """By name. Machines are those that are started by hand: with Ray, --nnodes is a part of Ray's. Whether a model sees is
-not known from flags: `managers/launch` asks `refusal` for "images"."""
-
-_ONE_MACHINE = "pixels are in the shared memory of one machine; --language-model-only serves texts alone"
+not known from flags."""
 
 REFUSED: Mapping[tuple[str, str], str] = {
-    ("dcp", "host"): "copies are of whole pages, of which each rank has a part",
-    ("dcp", "store"): "copies are of whole pages, of which each rank has a part",
     ("replicas", "machines"): (
         "start a server without --dp-size on each machine or group of machines, behind a load balancer"
     ),
     ("machines", "texts"): "texts are read on one machine",
     ("ray", "texts"): "texts are read on one machine",
-    ("machines", "images"): _ONE_MACHINE,
-    ("ray", "images"): _ONE_MACHINE,
-    ("machines", "encoders"): _ONE_MACHINE,
-    ("ray", "encoders"): _ONE_MACHINE,
     ("pp", "encoders"): "only some stages encode",
     ("groups", "encoders"): "groups encode images of their own requests, each when it comes to them",
 }

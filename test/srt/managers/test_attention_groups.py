@@ -164,6 +164,7 @@ def test_groups_give_the_tokens_of_one_process(layout: str, name: str, tmp_path:
 
 
 HOST_MODELS = ("dense", "latents", "selected latents", "windows", "states", "compressed")
+SHARED_OUT_HOST_MODELS = ("latents", "selected latents", "KV head", "states, KV head", "windows, KV head")
 HOST_FLAGS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
 
 
@@ -228,15 +229,20 @@ def _host_rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path,
 
 
 HOST_CELLS = [
-    (layout, flags) for layout in ("DP2", "TP4 x DP2, own heads", "DP2 x PP2") for flags in ("main memory", "store")
+    (layout, flags)
+    for layout in ("DP2", "TP4 x DP2, own heads", "DP2 x PP2", "TP4 x DP2 x DCP2")
+    for flags in ("main memory", "store")
 ]
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize(("layout", "where"), HOST_CELLS)
 def test_prefixes_of_groups_return(layout: str, where: str, tmp_path: Path) -> None:
     """Each group keeps its own; ranks of other groups know what was copied, and copy nothing."""
-    ranks, folders = LAYOUTS[layout], {name: str(tmp_path / name) for name in HOST_MODELS}
+    ranks = LAYOUTS[layout]
+    names = HOST_MODELS if ranks.dcp_size == 1 else SHARED_OUT_HOST_MODELS
+    folders = {name: str(tmp_path / name) for name in names}
     for name, folder in folders.items():
         tiny, changes = MODELS[name]
         save_tiny(tiny, Path(folder), **changes)
@@ -244,6 +250,7 @@ def test_prefixes_of_groups_return(layout: str, where: str, tmp_path: Path) -> N
         "chunked_prefill_size": CHUNK * ranks.attn_dp_size,
         "max_running_requests": 4 * ranks.attn_dp_size,
         **(STORE_FLAGS if where == "store" else HOST_FLAGS),
+        **({"page_size": ranks.dcp_size} if ranks.dcp_size > 1 else {}),
     }
     run_ranks(_host_rank, (ranks, folders, tmp_path, flags), ranks.world_size)
     for name, folder in folders.items():

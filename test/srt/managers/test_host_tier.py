@@ -159,25 +159,31 @@ def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_p
     assert seen["loaded"] and seen["saved"] and seen["failed"], seen
 
 
-def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int) -> None:
-    """What it is alone is known before the ranks meet."""
+def _rank(rank: int, name: str, folder: Path, layouts: dict[str, int]) -> None:
+    """With pages of so many tokens in each layout, one after the other. What it is alone is known before the ranks
+    meet."""
     host_tier.LEAST_GAIN = 1
     with short_pauses():
-        world = HostWorld(name, folder, ranks, rank, {**OPTIONS, "hicache_write_policy": "write_through"})
+        world = HostWorld(name, folder, rank=rank, options={**OPTIONS, "hicache_write_policy": "write_through"})
         world.grow_tree()
         for ids in world.prompts:
             world.alone(ids)
-        seen = schedules(world, guesses, page, range(num_schedules))
-        assert seen["loaded"] and seen["saved"] and seen["failed"], seen
-        parallel_state.shutdown()
+        for layout, page in layouts.items():
+            world.ranks = (SHARED | SHARED_OUT)[layout]
+            seen = schedules(world, "none", page, range(2))
+            assert seen["loaded"] and seen["saved"] and seen["failed"], (layout, seen)
+            parallel_state.shutdown()
 
 
 SHARED = {"TP2": RankLayout(2), "PP2": RankLayout(pp_size=2), "TP2 x PP2": RankLayout(2, pp_size=2)}
+SHARED_OUT = {"DCP2": RankLayout(2, dcp_size=2), "DCP2 x PP2": RankLayout(2, pp_size=2, dcp_size=2)}
+"""Layouts whose ranks share out the tokens of caches that all of them would hold."""
 
 
 def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
+    """Where they share a pool of latents, and where each has its own for a share of the tokens."""
     save_tiny("deepseek_v3", tmp_path)
-    run_ranks(_rank, ("deepseek_v3", tmp_path, SHARED["TP2"], "none", 1, 3), 2)
+    run_ranks(_rank, ("deepseek_v3", tmp_path, {"TP2": 1, "DCP2": 4}), 2)
 
 
 # --- one thing at a time ----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class World:
                 model_path=str(self.folder), device="cpu", skip_tokenizer_init=True, page_size=page,
                 max_total_tokens=POOL // page * page, max_running_requests=REQUESTS, chunked_prefill_size=32,
                 context_length=160, schedule_conservativeness=0.01, pp_size=ranks.pp_size,
-                tp_size=ranks.tp_size, **self.options,
+                tp_size=ranks.tp_size, dcp_size=ranks.dcp_size, **self.options,
             )  # fmt: skip
             several = ranks.world_size > 1
             rendezvous = f"file://{self.folder}/rendezvous-{page}-{guesses}" if several else None

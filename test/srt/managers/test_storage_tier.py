@@ -4,6 +4,7 @@ order than they were begun."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -44,6 +45,7 @@ from srt.managers.test_host_tier import (
     OTHER,
     PROMPT,
     SHARED,
+    SHARED_OUT,
     HostSchedule,
     HostWorld,
     Server,
@@ -177,6 +179,7 @@ EVERY_CACHE: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "fp8": ("qwen3", {"kv_cache_dtype": "fp8_e4m3"}, PAGES),
     "four bits": ("qwen3", {"kv_cache_dtype": "fp4_e2m1"}, PAGES),
     "windows": ("mistral_windows", {}, PAGES),
+    "windows and all tokens": ("qwen3_windows", {}, PAGES),
     "windows and sinks": ("gpt_oss", {}, PAGES),
     "latents": ("deepseek_v3", {}, PAGES),
     "latents and an indexer": ("deepseek_v32", {}, PAGES),
@@ -256,12 +259,19 @@ def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("kind", ["latents", "windows", "gated delta"])
 @pytest.mark.parametrize("policy", COPIED)
-@pytest.mark.parametrize("layout", SHARED)
-def test_ranks_agree_on_what_was_read(layout: str, policy: str, kind: str, tmp_path: Path) -> None:
-    save_tiny(EVERY_CACHE[kind][0], tmp_path)
-    run_ranks(_rank, (kind, tmp_path, SHARED[layout], "half-right", 4, 10, policy), SHARED[layout].world_size)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *itertools.product(SHARED, ("latents", "windows", "gated delta")),
+        *itertools.product(SHARED_OUT, ("latents", "windows and all tokens", "gated delta")),
+    ],
+)
+def test_ranks_agree_on_what_was_read(layout: str, kind: str, policy: str, tmp_path: Path) -> None:
+    shares_out = layout in SHARED_OUT and kind != "latents"
+    save_tiny(EVERY_CACHE[kind][0], tmp_path, **({"num_key_value_heads": 1} if shares_out else {}))
+    ranks = (SHARED | SHARED_OUT)[layout]
+    run_ranks(_rank, (kind, tmp_path, ranks, "half-right", 4, 10, policy), ranks.world_size)
 
 
 # --- one thing at a time ----------------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def test_an_abort_while_sequences_are_still_being_sent(monkeypatch: pytest.Monke
 
 
 def test_aborts_wait_for_room_in_a_full_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_manager, "ABORT_RETRY_S", 0.001)
+    monkeypatch.setattr(tokenizer_manager, "ENDINGS_RETRY_S", 0.001)
 
     async def test(bench: Bench) -> None:
         streams = [await bench.manager.submit(call(rid)) for rid in "abc"]

@@ -136,11 +136,6 @@ def test_spellings_of_upstream() -> None:
     assert ServerArgs.from_cli([*command, "--hicache-host-memory-mode", "cache"]).enable_hierarchical_cache
 
 
-def test_caches_that_ranks_share_out_are_not_kept_in_main_memory() -> None:
-    with pytest.raises(UserError, match="--dcp-size 2 does not go with --enable-hierarchical-cache"):
-        ServerArgs.from_kwargs(model_path="m", enable_hierarchical_cache=True, tp_size=2, dcp_size=2)
-
-
 def test_a_store_is_planned() -> None:
     made = plan(400 * GIB, hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete")
     assert made.storage is not None and made.storage.prefetch_threshold == 256 and not made.ranks_share
@@ -148,14 +143,22 @@ def test_a_store_is_planned() -> None:
     assert plan(400 * GIB).storage is None
 
 
-@pytest.mark.parametrize(("name", "share"), [("deepseek_v3", True), ("deepseek_v32", True), ("qwen3", False)])
-def test_ranks_share_latents(name: str, share: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dcp_size", "share"),
+    [("deepseek_v3", 1, True), ("deepseek_v3", 2, False), ("deepseek_v32", 1, True), ("qwen3", 1, False)],
+)
+def test_ranks_share_latents(name: str, dcp_size: int, share: bool, tmp_path: Path) -> None:
+    """Where they share out the tokens, each has pages of its own, of half as many bytes."""
     save_tiny(name, tmp_path)
-    options = {"device": "cpu", "tp_size": 2, "max_total_tokens": 256, "enable_hierarchical_cache": True}
+    options: dict[str, Any] = {"device": "cpu", "tp_size": 2, "dcp_size": dcp_size}
+    options |= {"max_total_tokens": 256, "enable_hierarchical_cache": True, "hicache_ratio": 2.0}
     server = ServerArgs.from_kwargs(model_path=str(tmp_path), **options)
     made = make_plan(server, ModelConfig.from_server_args(server), arch_by_name("cpu"), 8 * GIB, rank=1)
     assert made.host_cache is not None and made.host_cache.ranks_share is share
     assert made.host_cache.sharers == (2 if share else 1) and made.host_cache.processes == (1 if share else 2)
+    token_bytes = sum(group.bytes_per_token for group in made.caches)
+    assert made.host_cache.token_bytes == token_bytes * made.host_cache.sizes.tokens
+    assert all(group.token_ranks == dcp_size for group in made.caches)
 
 
 def test_prefixes_are_kept_unasked_on_gpus_with_free_main_memory() -> None:
@@ -165,7 +168,7 @@ def test_prefixes_are_kept_unasked_on_gpus_with_free_main_memory() -> None:
     assert unasked() and unasked("h200") and unasked(tp_size=4)
     assert not unasked("gb10") and not unasked("cpu") and not unasked(free=31 * GIB)
     assert not unasked(disable_hierarchical_cache=True) and not unasked(disable_radix_cache=True)
-    assert not unasked(tp_size=2, dcp_size=2)
+    assert unasked(tp_size=2, dcp_size=2) and not unasked(tp_size=2, attn_dp_size=2)
     with pytest.raises(UserError, match="remove one of them"):
         args(disable_hierarchical_cache=True)
 

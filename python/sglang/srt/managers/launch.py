@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from sglang.srt.composition import FEATURES, refusal
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers import replica_processes
@@ -160,7 +159,4 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
     media = None
     if description.media is not None:
         media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype))
-    for name in ("machines", "ray"):
-        if media is not None and FEATURES[name].asked(args):
-            raise UserError(f"{FEATURES[name].words(args)} does not go with images: {refusal(name, 'images')}.")
     return EngineHandle(args, model, media)

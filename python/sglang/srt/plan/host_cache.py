@@ -144,7 +144,7 @@ def copy_bytes(args: ServerArgs, arch: ArchTraits) -> int:
 def keeps_unasked(args: ServerArgs, arch: ArchTraits, host_available: int) -> bool:
     """Returns whether prefixes are kept in main memory where no flag says so: on GPUs with a memory of their own, and
     where enough main memory is free. `host_available`: as of `plan_host_cache`."""
-    not_served = args.disable_radix_cache or args.dcp_size > 1 or args.attn_dp_size > 1
+    not_served = args.disable_radix_cache or args.attn_dp_size > 1
     if args.enable_hierarchical_cache or args.disable_hierarchical_cache or not_served:
         return False
     return arch.device == "cuda" and not arch.unified_memory and host_available >= LEAST_UNASKED

@@ -59,6 +59,25 @@ def write(directory: Path, array: np.ndarray, prefix: str = "array", dtype: str 
     return shared
 
 
+def append(directory: Path, shared: SharedArray, offset: int, data: bytes) -> None:
+    """Writes bytes of an array that another machine has: the first ones begin the file, later ones come behind those
+    that are there. Raises SharedArrayError for a part that is not the next one or is too long, and OSError for a full
+    disk; then no file stays."""
+    path = _checked(directory, shared)
+    if offset < 0 or offset + len(data) > num_bytes(shared):
+        raise SharedArrayError(f"{len(data)} bytes from {offset} on are not in the shared array {shared.name}")
+    begins = os.O_CREAT | os.O_EXCL if offset == 0 else os.O_APPEND
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | begins, 0o600), "wb") as file:
+        try:
+            if os.fstat(file.fileno()).st_size != offset:
+                raise SharedArrayError(f"a part of the shared array {shared.name} is missing before {offset}")
+            file.write(data)
+            file.flush()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
 def read(directory: Path, shared: SharedArray) -> np.ndarray:
     """Maps the file, without a copy, for reading only: it may be unlinked meanwhile. Of a type that numpy lacks it has
     the bits. Raises SharedArrayError, and FileNotFoundError for one that is gone."""
@@ -97,13 +116,22 @@ def remove(directory: Path, shared: SharedArray) -> None:
     _checked(directory, shared).unlink(missing_ok=True)
 
 
+def remove_named(directory: Path, name: str) -> None:
+    """Unlinks the file of an array of any shape, if it is still there."""
+    _named(directory, name).unlink(missing_ok=True)
+
+
 def _checked(directory: Path, shared: SharedArray) -> Path:
-    if not _NAME.fullmatch(shared.name):
-        raise SharedArrayError(f"{shared.name!r} is no name of a shared array")
     if shared.dtype not in DTYPES:
         raise SharedArrayError(f"arrays of type {shared.dtype!r} are not shared")
     if len(shared.shape) > MAX_DIMS or any(size < 0 for size in shared.shape):
         raise SharedArrayError(f"{shared.shape} is no shape of a shared array")
     if math.prod(shared.shape) * DTYPES[shared.dtype] > MAX_BYTES:
         raise SharedArrayError(f"a shared array of shape {shared.shape} is larger than {MAX_BYTES} bytes")
-    return directory / shared.name
+    return _named(directory, shared.name)
+
+
+def _named(directory: Path, name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise SharedArrayError(f"{name!r} is no name of a shared array")
+    return directory / name

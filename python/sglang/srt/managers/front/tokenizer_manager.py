@@ -31,6 +31,7 @@ from sglang.srt.configs.speculative import NGRAM
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
+from sglang.srt.managers.front.media.array_transfers import ArrayTransfers
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.front.media.served_media import ServedMedia
@@ -66,8 +67,8 @@ EXACT_COUNT_CHARS = 1 << 21
 """Characters of a text that is tokenized in one go to count its tokens."""
 SEND_BATCH_TOKENS = 1 << 18
 """Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
-ABORT_RETRY_S = 0.05
-"""Seconds that aborts wait for room in a full channel before they are tried again."""
+ENDINGS_RETRY_S = 0.05
+"""Seconds that aborts, and what is gone, wait for room in a full channel before they are tried again."""
 DRAIN_POLL_S = 0.02
 FLUSH_CACHE = "flush_cache"
 
@@ -145,12 +146,16 @@ class TokenizerManager:
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
             self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.encode)
+        self._transfers: ArrayTransfers | None = None
+        """Where ranks do not share this machine's memory."""
+        if self.media is not None and (args.nnodes > 1 or args.use_ray):
+            self._transfers = ArrayTransfers(self.media.files, self.replicas, self._send_endings)
         encode = None if tokenizer is None else self.encode
         self.preparer = RequestPreparer(args, model_config, encode, self.media)
         self._sequences: dict[str, _Sequence] = {}
         self._groups: dict[str, dict[str, None]] = {}
         """Public id of a request or a batch -> the unfinished sequences behind it, in order."""
-        self._abort_retry: asyncio.TimerHandle | None = None
+        self._endings_retry: asyncio.TimerHandle | None = None
         self.corpora: ExternalCorpora | None = None
         """External corpora; only for n-gram drafts."""
         if args.speculative_algorithm == NGRAM:
@@ -215,6 +220,7 @@ class TokenizerManager:
             sequence.stream.fail(error)
         for replica in self.replicas:
             replica.aborts.clear()
+            replica.arrays_gone.clear()
             replica.fail_replies(error)
 
     def begin_shutdown(self) -> None:
@@ -232,11 +238,13 @@ class TokenizerManager:
         return False
 
     def close(self) -> None:
-        if self._abort_retry is not None:
-            self._abort_retry.cancel()
+        if self._endings_retry is not None:
+            self._endings_retry.cancel()
         for replica in self.replicas:
             replica.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._transfers is not None:
+            self._transfers.close()
         if self.media is not None:
             self.media.close()
         if self._tracer is not None:
@@ -318,18 +326,15 @@ class TokenizerManager:
         asked = self.serving_replicas
         if not asked:
             raise RequestError(self.status_message, 503)
-        call_id, loop = uuid.uuid4().hex, asyncio.get_running_loop()
-        calls = {replica: loop.create_future() for replica in asked}
+        message = ControlReq(uuid.uuid4().hex, kind, args or {})
+        calls: dict[Replica, asyncio.Future[ControlReply]] = {}
         try:
-            for replica, call in calls.items():
-                replica.replies[call_id] = call
-                replica.outbox.try_send(ControlReq(call_id, kind, args or {}))
-            _, late = await asyncio.wait(calls.values(), timeout=timeout)
-        except ipc.ChannelFull:
-            raise RequestError("The server is overloaded; try again later.", 503) from None
-        finally:
             for replica in asked:
-                replica.replies.pop(call_id, None)
+                calls[replica] = replica.ask(message)
+            _, late = await asyncio.wait(calls.values(), timeout=timeout)
+        finally:
+            for call in calls.values():
+                call.cancel()  # those without an answer
         if late:
             raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503)
         failures = [failure for call in calls.values() if (failure := call.exception()) is not None]
@@ -425,23 +430,32 @@ class TokenizerManager:
         ipc.ChannelFull, or what a value that cannot be encoded raises."""
         num_tokens = 0
         for request in stream.requests:
-            sequence = self._sequences.get(request.rid)
-            if sequence is None or sequence.stream is not stream:  # aborted meanwhile
+            if self._sequence(request, stream) is None:  # aborted meanwhile
                 continue
-            self._send(request, sequence, wanted)
+            replica = self._replica_of(request, wanted)
+            if request.media and self._transfers is not None:
+                await self._transfers.bring(replica, request.media)
+            sequence = self._sequence(request, stream)
+            if sequence is None:
+                continue
+            self._send(request, sequence, replica)
             num_tokens += len(request.input_ids)
             if num_tokens >= SEND_BATCH_TOKENS:
                 num_tokens = 0
                 await asyncio.sleep(0)
 
-    def _send(self, request: TokenizedGenerateReq, sequence: _Sequence, wanted: int | None) -> None:
+    def _sequence(self, request: TokenizedGenerateReq, stream: GenerationStream) -> _Sequence | None:
+        sequence = self._sequences.get(request.rid)
+        return sequence if sequence is not None and sequence.stream is stream else None
+
+    def _replica_of(self, request: TokenizedGenerateReq, wanted: int | None) -> Replica:
+        if wanted is not None:
+            return self.replicas[wanted]
+        return self._choose(request.input_ids, request.cache_namespace, request.media)
+
+    def _send(self, request: TokenizedGenerateReq, sequence: _Sequence, replica: Replica) -> None:
         ids = request.input_ids
-        if wanted is None:
-            replica = self._choose(ids, request.cache_namespace, request.media)
-        else:
-            replica = self.replicas[wanted]
-        if replica.failure is not None:
-            raise RequestError(f"Replica {replica.index} of the server has failed: {replica.failure}", 503)
+        replica.refuse_when_lost()
         replica.outbox.try_send(request)
         sequence.sent_time = time.monotonic()
         sequence.replica = replica
@@ -461,29 +475,29 @@ class TokenizerManager:
             finish = FinishReason("abort", message="Aborted", status_code=CLIENT_CLOSED_REQUEST)
             meta = TokenMeta(len(request.input_ids), 0)
             sequence.stream.push(GenerateOutput(sequence.index, "", [], finish, meta, None))
-        self._send_aborts()
+        self._send_endings()
 
-    def _send_aborts(self) -> None:
-        """Sends the aborts of each replica, and tries again later where its channel is full."""
-        full = [replica for replica in self.replicas if not replica.send_aborts()]
-        if full and self._abort_retry is None:
-            self._abort_retry = asyncio.get_running_loop().call_later(ABORT_RETRY_S, self._retry_aborts)
+    def _send_endings(self) -> None:
+        """Tells each replica what has ended, and tries again later where its channel is full."""
+        full = [replica for replica in self.replicas if not replica.send_endings()]
+        if full and self._endings_retry is None:
+            self._endings_retry = asyncio.get_running_loop().call_later(ENDINGS_RETRY_S, self._retry_endings)
 
-    def _retry_aborts(self) -> None:
-        self._abort_retry = None
-        self._send_aborts()
+    def _retry_endings(self) -> None:
+        self._endings_retry = None
+        self._send_endings()
 
     def _on_close(self, stream: GenerationStream) -> None:
         """The reader is done, or gone: what still runs is of no use."""
         for request in stream.requests:
-            sequence = self._sequences.get(request.rid)
-            if sequence is None or sequence.stream is not stream:
+            sequence = self._sequence(request, stream)
+            if sequence is None:
                 continue
             if sequence.replica is not None:
                 sequence.replica.aborts[request.rid] = None
             else:
                 self._forget(request.rid, sequence)
-        self._send_aborts()
+        self._send_endings()
 
     def _forget(self, rid: str, sequence: _Sequence) -> None:
         del self._sequences[rid]

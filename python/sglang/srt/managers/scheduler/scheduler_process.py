@@ -31,6 +31,7 @@ from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import Beat, EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import Profiler
+from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_runner
@@ -38,6 +39,8 @@ from sglang.srt.managers.watchdog import Watchdog, beat_seconds
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
+    ArrayPart,
+    ArraysGone,
     ControlReply,
     ControlReq,
     SchedulerInput,
@@ -77,6 +80,7 @@ class SchedulerProcess:
         self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
+        self.arrays = ReceivedArrays(args, Path(ports.shared_arrays))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput | LeaderDecision])
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
@@ -153,6 +157,10 @@ class SchedulerProcess:
             self.grammar_queue.build(message)
         elif isinstance(message, Beat):
             parallel_state.answer_beat()
+        elif isinstance(message, ArrayPart):
+            self.tell(self.arrays.add(message))
+        elif isinstance(message, ArraysGone):
+            self.arrays.remove(message)
         elif isinstance(message, AbortReq):
             self.scheduler.abort(message)
         else:

@@ -17,6 +17,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.media_item import MediaItem
+from sglang.srt.utils.shared_array import SharedArray
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
@@ -79,7 +80,24 @@ class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     args: dict[str, Any] = {}
 
 
-SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq
+class ArrayPart(msgspec.Struct, tag=True):
+    """Bytes of a shared array, for machines that do not share the front's memory. Parts come in order, and each is
+    answered by a ControlReply with the same id when all machines have it."""
+
+    id: str
+    array: SharedArray
+    offset: int
+    """Of the first byte."""
+    data: bytes
+
+
+class ArraysGone(msgspec.Struct, tag=True):
+    """The names of shared arrays that nothing needs any more, of which some parts were sent. There is no answer."""
+
+    names: list[str]
+
+
+SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq | ArrayPart | ArraysGone
 
 # --- scheduler -> detokenizer -----------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sglang.srt.managers.front.generate_request import RequestError
@@ -20,6 +20,8 @@ SHARE = 0.5
 class MediaFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.on_removal: Callable[[str], None] | None = None
+        """Called with the name of each array that is unlinked."""
         self._holders: Counter[str] = Counter()
         self._num_bytes = 0
         system = os.statvfs(directory)
@@ -31,6 +33,9 @@ class MediaFiles:
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._holders
 
     def require_room(self) -> None:
         """Raises RequestError 503."""
@@ -53,6 +58,8 @@ class MediaFiles:
                 del self._holders[array.name]
                 self._num_bytes -= shared_array.num_bytes(array)
                 shared_array.remove(self.directory, array)
+                if self.on_removal is not None:
+                    self.on_removal(array.name)
 
 
 def _arrays(items: Iterable[MediaItem | Features]) -> Iterator[SharedArray]:
