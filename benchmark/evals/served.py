@@ -38,6 +38,17 @@ class Server:
         return found
 
 
+def first_gpu() -> dict[str, str]:
+    """The environment in which the first of the GPUs that this process sees is the only one."""
+    return {"CUDA_VISIBLE_DEVICES": nth_gpu(0)}
+
+
+def nth_gpu(number: int) -> str:
+    """Its name in CUDA_VISIBLE_DEVICES, which may already leave some out."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",")[number] if seen else str(number)
+
+
 def checkout_env(**more: str) -> dict[str, str]:
     """The environment in which `python -m sglang...` is this checkout's."""
     path = os.pathsep.join(filter(None, (str(ROOT / "python"), os.environ.get("PYTHONPATH"))))

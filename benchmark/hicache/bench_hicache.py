@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer-command", help="As `sglang serve`: starts a server when flags are put behind it.")
     parser.add_argument("--peer-attention", default="flashinfer")
     parser.add_argument("--peer-limit", type=float, default=START_LIMIT_S, help="Seconds for the peer's start.")
-    parser.add_argument("--port", type=int, default=31_337, help="The first of three.")
+    parser.add_argument("--port", type=int, default=compare.PORT, help="The first of three.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="A model and numbers for a try on a CPU.")
     parser.add_argument("--limit", type=float, default=140.0, help="Seconds for rates and equality, each.")

@@ -49,12 +49,12 @@ from tower_configs import QWEN3_VL_8B
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
 
-from compare import PEER_ENV, Side, healthy, peer_path  # noqa: E402
+from compare import PEER_ENV, PORT, Side, healthy, peer_path  # noqa: E402
 
 from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
 
 OURS, PEER = "sm120-sglang", "SGLang 0.5.15"
-PORTS = {OURS: 31000, PEER: 31001}
+PORTS = {OURS: PORT, PEER: PORT + 1}
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PROMPT = "".join(MARKS[i] for i in (0, 2, 1)) + " What is in this picture?"
 BOUND = 1.5

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import bench_served
 from bench_served import PORTS, Answer, Server, ask, percentiles, text_body
-from compare import Side
+from compare import PORT, Side
 
 EYES, OTHER = "with eyes", "without eyes"
 ORDER = (EYES, OTHER, OTHER, EYES, EYES, OTHER)
@@ -106,7 +106,7 @@ def table(turns: dict[str, dict[int, list[Turn]]]) -> list[str]:
 def run(args: argparse.Namespace, order: Sequence[str] = ORDER) -> int:
     """Returns 1 if a server did not start."""
     ends, load = time.monotonic() + args.limit_seconds, TINY if args.tiny else Load()
-    PORTS.update({EYES: 31010, OTHER: 31011})
+    PORTS.update({EYES: PORT + 10, OTHER: PORT + 11})
     turns: dict[str, dict[int, list[Turn]]] = {EYES: {}, OTHER: {}}
     servers: dict[str, Server] = {}
     with tempfile.TemporaryDirectory() as folder:

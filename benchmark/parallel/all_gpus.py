@@ -23,6 +23,7 @@ sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parents[1] / "test"))
 
 import two_gpus  # noqa: E402
+from served import first_gpu  # noqa: E402
 from two_gpus import EMBEDDED, SMALL_SERVER, Server, Servers, StepTimes, Window, log_lines, rounds  # noqa: E402
 
 PROMPTS, TOKENS = 16, 24
@@ -69,14 +70,12 @@ def run(window: Window, experts: str, gpus: int, stack: ExitStack, pool: ThreadP
     sums = pool.submit(rounds, window, 2000, gpus, 45, "--no-times", "--no-host-memory")
     servers = Servers(window, stack)
     started: dict[str, Future[Server]] = {
-        "one rank": servers.start("tiny_one", EMBEDDED, *SMALL_SERVER, CUDA_VISIBLE_DEVICES="0"),
+        "one rank": servers.start("tiny_one", EMBEDDED, *SMALL_SERVER, **first_gpu()),
         "all ranks": servers.start("tiny_all", EMBEDDED, *ranks, *SMALL_SERVER),
     }
     with window.part("tiny mixture of experts"):
         mixture, flags = save_mixture(window.out / "mixture"), ("--skip-tokenizer-init", "--dtype", "bfloat16")
-        started["mixture, one rank"] = servers.start(
-            "mixture_one", mixture, *SMALL_SERVER, *flags, CUDA_VISIBLE_DEVICES="0"
-        )
+        started["mixture, one rank"] = servers.start("mixture_one", mixture, *SMALL_SERVER, *flags, **first_gpu())
         started["mixture, all ranks"] = servers.start("mixture_all", mixture, *ranks, *SMALL_SERVER, *flags)
     with window.part("answers"):
         pair = {name: started[name].result(window.left(60)) for name in ("one rank", "all ranks")}

@@ -44,6 +44,7 @@ import latent_slice  # noqa: E402
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
 from parts import Bench, table  # noqa: E402
+from served import first_gpu  # noqa: E402
 from two_gpus import EMBEDDED, SERVER_LIMIT_S, Server, Servers, Window, load  # noqa: E402
 
 TP2, DCP2 = ("--tp", "2"), ("--tp", "2", "--dcp-size", "2")
@@ -118,14 +119,14 @@ def answers(bench: Bench) -> None:
     latents = latent_slice.save_small(bench.window.out / "latents", EMBEDDED)
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
-        texts = {"one": servers.start("one", EMBEDDED, *small, CUDA_VISIBLE_DEVICES="0")}
+        texts = {"one": servers.start("one", EMBEDDED, *small, **first_gpu())}
         for name, flags in layouts.items():
             texts[name] = servers.start(name.replace(" ", "_"), EMBEDDED, *small, *flags)
         up = {name: future.result(bench.window.left(SERVER_LIMIT_S)) for name, future in texts.items()}
         bench.compared(up.pop("one"), up)
     with ExitStack() as stack, bench.window.part("tokens"):
         servers, chunks = Servers(bench.window, stack), ("--chunked-prefill-size", "128", "--skip-tokenizer-init")
-        tokens = {"one": servers.start("latents_one", latents, *small, *chunks, CUDA_VISIBLE_DEVICES="0")}
+        tokens = {"one": servers.start("latents_one", latents, *small, *chunks, **first_gpu())}
         for name, flags in {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}.items():
             tokens[name] = servers.start(f"latents_{name.replace(' ', '_')}", latents, *small, *chunks, *flags)
         found = {
@@ -229,7 +230,7 @@ def replicas(bench: Bench) -> None:
     found: dict[str, dict[int, float]] = {}
     for name, words in {"one": (), "DP2": ("--dp-size", "2")}.items():
         with ExitStack() as stack, bench.window.part(f"replicas, {name}"):
-            gpu = {"CUDA_VISIBLE_DEVICES": "0"} if name == "one" else {}
+            gpu = first_gpu() if name == "one" else {}
             future = Servers(bench.window, stack).start(f"dense_{name}", bench.model, *flags, *words, **gpu)
             server = future.result(bench.window.left(SERVER_LIMIT_S))
             lengths = (48, 8) if bench.cpu else two_gpus.SERVER_LENGTHS

@@ -10,6 +10,8 @@
     python benchmark/parallel/parts.py halves  --out DIR --model DENSE         2 GPUs, 300 s
     python benchmark/parallel/parts.py load    --out DIR --model EXPERTS --peer-site DIR   2 GPUs, 600 s
 
+`--ranks 4` or `8` (default: 2) tries slice, sums, halves and load on so many GPUs, in place of two.
+
 The seconds are estimates for H200s whose Triton caches are empty; nothing waits behind --limit. EXPERTS is a mixture of
 experts such as Qwen3-30B-A3B-FP8, DENSE a model such as Qwen3-32B-FP8, SLICE a few layers of GLM-4.7-FP8; weights are
 random, only config.json and tokenizer are read. Without --model both are the embedded model. --peer-site is a folder
@@ -35,17 +37,19 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "evals"), str(HERE.parent / "peers"
 import compare  # noqa: E402
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
+from served import first_gpu  # noqa: E402
 from two_gpus import EMBEDDED, QUANTIZED_SUMS, Server, Servers, StepTimes, Window, answers_of, kill_a_rank, load, rounds  # noqa: E402
 
 PEER_START_S, SHARED_MEMORY_S = 580.0, 20.0
 SAME_TEXTS = 0.9
 """Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
+EMBEDDED_HEADS = 4
 RATIO = 1.2
 LEAST_GAIN = 1.3
 """Of halves with sums in eight bits, where sums travel through memory of the host."""
 ALONE, ALONE_LENGTHS = 16, (1024, 128)
 """Requests one after the other, and their tokens: how long a prompt takes, and a step of one request."""
-PEER = ("--load-format", "dummy", "--tp-size", "2", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
+PEER = ("--load-format", "dummy", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
 PEER = (*PEER, "--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--max-total-tokens", "220000")
 PEER = (*PEER, "--mem-fraction-static", "0.6")
 
@@ -68,7 +72,16 @@ class Bench:
     model: Path
     cpu: bool
     peer_site: str | None = None
+    ranks: int = 2
     rows: list[Row] = field(default_factory=list)
+
+    @property
+    def tp(self) -> tuple[str, str]:
+        return ("--tp", str(self.ranks))
+
+    @property
+    def tp_of_embedded(self) -> tuple[str, str]:
+        return ("--tp", str(min(self.ranks, EMBEDDED_HEADS)))
 
     def row(self, name: str, value: str, wanted: str = "", right: bool | None = None) -> None:
         self.rows.append(Row(name, value, wanted, right))
@@ -142,7 +155,7 @@ class Bench:
 
 def tiny_servers(bench: Bench, servers: Servers, layouts: dict[str, Sequence[str]]) -> dict[str, Future[Server]]:
     """Of the embedded model, with one rank and with each of the layouts."""
-    started = {"one": servers.start("one", EMBEDDED, *bench.tiny(), CUDA_VISIBLE_DEVICES="0")}
+    started = {"one": servers.start("one", EMBEDDED, *bench.tiny(), **first_gpu())}
     for name, flags in layouts.items():
         started[name] = servers.start(name.replace(" ", "_"), EMBEDDED, *bench.tiny(*flags))
     return started
@@ -193,7 +206,7 @@ def kill(bench: Bench) -> None:
 
 def slice_(bench: Bench) -> None:
     """Steps of a slice of a large model, with the sum in the norm's kernel, before it, and by NCCL."""
-    bench.measured(bench.steps("slice TP2", "--tp", "2", "--profile"))
+    bench.measured(bench.steps(f"slice TP{bench.ranks}", *bench.tp, "--profile"))
 
 
 def stages(bench: Bench) -> None:
@@ -231,17 +244,18 @@ def three(bench: Bench) -> None:
 
 
 def served_load(bench: Bench) -> None:
-    """Two ranks and upstream's two, which lie on the same GPUs; one idles while the other is measured."""
+    """Our ranks and upstream's, which lie on the same GPUs; one idles while the other is measured."""
     cpu = bench.cpu
     throughput, times = dict[str, list[float]](), dict[str, tuple[float, float]]()
     with ExitStack() as stack:
         servers, ready = Servers(bench.window, stack), dict[str, Server]()
-        started = {"TP2": servers.start("ours", bench.model, *bench.large("--tp", "2"))}
+        name = f"TP{bench.ranks}"
+        started = {name: servers.start("ours", bench.model, *bench.large(*bench.tp))}
         if bench.peer_site:
             environment = {**compare.PEER_ENV, "TRITON_CACHE_DIR": str(bench.window.out / "triton_peer")}
-            flags = (*PEER, "--device", "cpu", "--attention-backend", "torch_native") if cpu else PEER
+            flags = (*PEER, *bench.tp, *(("--device", "cpu", "--attention-backend", "torch_native") if cpu else ()))
             path = compare.peer_path(bench.peer_site)
-            started["peer TP2"] = servers.start(
+            started[f"peer {name}"] = servers.start(
                 "peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment
             )
         for name, future in started.items():
@@ -261,7 +275,7 @@ def served_load(bench: Bench) -> None:
         bench.row(f"one at a time, {what}, peer / ours", f"{b / a:.2f}x", "1.0x", None if cpu else b >= a)
 
 
-QUANTIZED = ("--tp", "2", "--enable-quantized-all-reduce")
+QUANTIZED = ("--enable-quantized-all-reduce",)
 THROUGH_HOST = ("--disable-custom-all-reduce",)
 NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
@@ -272,13 +286,15 @@ def sums(bench: Bench) -> None:
     if not bench.cpu:
         with bench.window.part("bits and times"):
             before = len(bench.window.failures)
-            rounds(bench.window, 10_000, 2, 200, "--ranks", "2", lines=24, script=QUANTIZED_SUMS)
+            rounds(bench.window, 10_000, bench.ranks, 200, "--ranks", str(bench.ranks), lines=24, script=QUANTIZED_SUMS)
             bench.row("bits of the reference", "10,000 rounds", "exact", len(bench.window.failures) == before)
-    exact, every = ("--tp", "2"), (*QUANTIZED, "all", "--quantized-all-reduce-min-bytes", "0")
+    every = (*QUANTIZED, "all", "--quantized-all-reduce-min-bytes", "0")
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
-        started = {name: servers.start(name, EMBEDDED, *bench.tiny(*flags)) for name, flags in
-                   {"exact": exact, "e4m3": every}.items()}  # fmt: skip
+        started = {
+            name: servers.start(name, EMBEDDED, *bench.tiny(*bench.tp_of_embedded, *flags))
+            for name, flags in {"exact": (), "e4m3": every}.items()
+        }
         up = {name: future.result(bench.window.left(two_gpus.SERVER_LIMIT_S)) for name, future in started.items()}
         scores = {name: answers_of(server, 1 if bench.cpu else 6) for name, server in up.items()}
         for name, (score, texts) in scores.items():
@@ -287,11 +303,11 @@ def sums(bench: Bench) -> None:
             bench.row(f"{name}: right answers", text, "no errors", not score.errors)
     for way, (more, environment) in {"GPU to GPU": ((), {}), "through the host": (THROUGH_HOST, NO_PEERS)}.items():
         found: dict[str, list[float]] = {}
-        for name, flags in {"exact": exact, "prefill": (*QUANTIZED, "prefill")}.items():
+        for name, flags in {"exact": (), "prefill": (*QUANTIZED, "prefill")}.items():
             with ExitStack() as stack, bench.window.part(f"{name}, {way}"):
                 label = f"{name}_{way.replace(' ', '_')}"
                 future = Servers(bench.window, stack).start(
-                    label, bench.model, *bench.large(*flags, *more), **environment
+                    label, bench.model, *bench.large(*bench.tp, *flags, *more), **environment
                 )
                 server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
                 bench.alone(f"{name}, {way}", server)
@@ -305,10 +321,13 @@ def halves(bench: Bench) -> None:
     """Prompts as two halves and sums in eight bits beside neither: answers, and load through memory of the host."""
     apart = ("--two-batch-overlap-min-tokens", "2" if bench.cpu else "1024", "--attention-backend", "triton")
     both = (*QUANTIZED, "prefill", "--enable-two-batch-overlap", *(apart[:2] if bench.cpu else apart))
-    settings = {"neither": ("--tp", "2", "--disable-two-batch-overlap"), "both": both}
+    settings: dict[str, tuple[str, ...]] = {"neither": ("--disable-two-batch-overlap",), "both": both}
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
-        started = {name: servers.start(name, EMBEDDED, *bench.tiny(*flags)) for name, flags in settings.items()}
+        started = {
+            name: servers.start(name, EMBEDDED, *bench.tiny(*bench.tp_of_embedded, *flags))
+            for name, flags in settings.items()
+        }
         for name, future in started.items():
             score, _ = answers_of(future.result(bench.window.left(two_gpus.SERVER_LIMIT_S)), 1 if bench.cpu else 6)
             bench.row(f"{name}: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
@@ -316,7 +335,7 @@ def halves(bench: Bench) -> None:
     for name, flags in settings.items():
         with ExitStack() as stack, bench.window.part(f"{name}, through the host"):
             future = Servers(bench.window, stack).start(
-                f"{name}_through_the_host", bench.model, *bench.large(*flags, *THROUGH_HOST), **NO_PEERS
+                f"{name}_through_the_host", bench.model, *bench.large(*bench.tp, *flags, *THROUGH_HOST), **NO_PEERS
             )
             server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
             bench.alone(name, server)
@@ -356,6 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=EMBEDDED)
     parser.add_argument("--peer-site")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit", type=float, help="seconds")
     args = parser.parse_args(argv)
@@ -365,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     run, limit = PARTS[args.part]
     window = Window(args.out.resolve(), args.limit or limit)
-    bench = Bench(window, args.model, args.device == "cpu", args.peer_site)
+    bench = Bench(window, args.model, args.device == "cpu", args.peer_site, args.ranks)
     if not bench.cpu:
         with window.part("sgl-kernel"):
             two_gpus.install_kernels(window)

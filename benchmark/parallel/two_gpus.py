@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "evals")]
 import api  # noqa: E402
 import bench_tiny  # noqa: E402
 import requirements  # noqa: E402
-from served import OURS, ROOT, Server, checkout_env, served  # noqa: E402
+from served import OURS, ROOT, Server, checkout_env, first_gpu, nth_gpu, served  # noqa: E402
 
 EMBEDDED = ROOT / "python" / "sglang" / "embedded" / "tiny"
 READY_LIMIT_S, TURN_LIMIT_S, SERVER_LIMIT_S = 170.0, 75.0, 170.0
@@ -338,7 +338,7 @@ def rounds(
 
 def first_wave(window: Window, args: argparse.Namespace) -> None:
     """Steps and right answers."""
-    waiting = [StepTimes.start("experts_tp1", window, args.experts, "--tp", "1", "--profile", gpu="1")]
+    waiting = [StepTimes.start("experts_tp1", window, args.experts, "--tp", "1", "--profile", gpu=nth_gpu(1))]
     with window.part("sgl-kernel"):
         install_kernels(window)
     waiting.insert(0, StepTimes.start("experts_tp2", window, args.experts, "--tp", "2", "--profile"))
@@ -348,7 +348,7 @@ def first_wave(window: Window, args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         servers = Servers(window, stack)
         two = servers.start("tiny_tp2", EMBEDDED, "--tp", "2", *SMALL_SERVER)
-        one = servers.start("tiny_tp1", EMBEDDED, *SMALL_SERVER, CUDA_VISIBLE_DEVICES="0")
+        one = servers.start("tiny_tp1", EMBEDDED, *SMALL_SERVER, **first_gpu())
         ready, end = [], time.monotonic() + window.left(READY_LIMIT_S)
         for run in waiting:
             with window.part(run.name):
@@ -374,7 +374,7 @@ def second_wave(window: Window, args: argparse.Namespace) -> None:
         servers = Servers(window, stack)
         started = {
             "two ranks": servers.start("tp2", args.experts, "--tp", "2", *SERVER),
-            "one rank": servers.start("tp1", args.experts, *SERVER, CUDA_VISIBLE_DEVICES="1"),
+            "one rank": servers.start("tp1", args.experts, *SERVER, CUDA_VISIBLE_DEVICES=nth_gpu(1)),
         }
         checked = pool.submit(rounds, window, args.rounds, 2, 120) if "rounds" not in args.skip else None
         for name, future in started.items():

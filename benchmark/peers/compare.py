@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BATCH_SIZES = (1, 16, 64)
 INPUT_LEN, OUTPUT_LEN = 1024, 64
 SERVER_INPUT, SERVER_OUTPUT = 512, 128
-PORT = 31000
+PORT = int(os.environ.get("BENCHMARK_PORT", "31000"))
+"""Of the first server; others take the next ones. Benchmarks beside each other need a range each."""
 START_LIMIT_S = 400
 """The peer compiles for 290 s before it serves experts in FP8 blocks."""
 PEER_ENV = {

@@ -22,12 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
-from compare import PEER_ENV, ROOT, Side, peer_path
+from compare import PEER_ENV, PORT, ROOT, Side, healthy, peer_path
 
-PORTS = {"sm120-sglang": 31000, "SGLang 0.5.15": 31001}
+PORTS = {"sm120-sglang": PORT, "SGLang 0.5.15": PORT + 1}
 KV_TOKENS = 131_072
 PEER_FLAGS = ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--attention-backend"]
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -54,17 +53,9 @@ def start(side: Side, model: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(words, env=side.env, stdout=log, stderr=log, start_new_session=True)
 
 
-def is_up(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False
-
-
 def comes_up(side: Side, process: subprocess.Popen[bytes], began: float, limit_s: float) -> bool:
     """Prints the end of its log if it does not."""
-    while not is_up(PORTS[side.name]):
+    while not healthy(PORTS[side.name]):
         if process.poll() is not None or time.monotonic() - began > limit_s:
             print(f"{side.name} did not start; {side.log} ends:\n{side.log.read_text()[-3000:]}", flush=True)
             return False

@@ -24,12 +24,12 @@ from draft_shapes import Case
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
 
-from compare import PEER_ENV, Side, healthy, peer_path  # noqa: E402
+from compare import PEER_ENV, PORT, Side, healthy, peer_path  # noqa: E402
 
 from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
 
 OURS, PEER = "sm120-sglang", "SGLang 0.5.15"
-PORTS = {OURS: 31000, PEER: 31001}
+PORTS = {OURS: PORT, PEER: PORT + 1}
 PROMPT, SHORT, LONG = 512, 16, 144
 """In tokens."""
 TRITON_FP8 = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}

@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang.plan.floors import StepFloors
 from sglang.plan.host_memory import UNBOUNDED, UNKNOWN, HostMemory, Machine
+from sglang.srt.configs.fused_projections import with_projection_stripes
 from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
@@ -136,6 +137,7 @@ def explain(
     Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(with_table_dtype(read_config(directory), directory), args.model_overrides())
+    config = with_projection_stripes(config, directory)
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)

@@ -1,6 +1,6 @@
 """Launch commands that owners of these cards published, against `explain`: the flags, the plan, the exit status.
 
-`published.tsv`: id, card, config (in `srt/kernels`; - where nobody published one), source, flags.
+`published.tsv`: id, card, config (in `configs.py` or `srt/kernels`; - where nobody published one), source, flags.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from pathlib import Path
 import pytest
 from srt.kernels import published
 
+from commands.configs import CONFIGS, checkpoint
 from sglang import explain
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.spec import Choice
 from sglang.srt.server_args import ServerArgs
 
 COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
 NOT_SERVED = ("k3",)
 """Of models that are not implemented."""
-CODER_AWQ = {
-    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-    "max_position_embeddings": 262144,
-}
+STRETCHED = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 262144}
 STAND_INS = {
     "rk-q397-fp8": ["--quantization", "fp8"],
-    "coder30-awq": ["--json-model-override-args", json.dumps(CODER_AWQ)],
+    "red-fn-yaml": [
+        "--json-model-override-args",
+        json.dumps({"text_config": {"rope_parameters": STRETCHED}}),
+    ],
 }
 """What makes of the config what the command was for."""
 BRINGS_DSPARK = {
@@ -37,10 +40,9 @@ BRINGS_DSPARK = {
 }
 """Keys that the config of DeepSeek-V4-Flash-0731 has beside those of the model."""
 OTHER_FLAWS = {
-    "rk-mimo25": "--quantization modelopt_mixed does not fit the checkpoint",  # the config is another checkpoint's
-    "red-fn-yaml": "--context-length 786432 exceeds the 262144 tokens",  # it changes the config's rotary scaling
     "i40877-dsv41": "Unknown option --gpu-memory-utilization. Here that is --mem-fraction-static",
 }
+"""What messages say of commands that are another engine's."""
 DRAFTS = {
     "google/gemma-4-31B-it-assistant": {
         "architectures": ["Gemma4AssistantForCausalLM"],
@@ -88,7 +90,7 @@ def test_a_published_command_starts_or_says_why_not(
 ) -> None:
     row = COMMANDS[name]
     words = shlex.split(row["flags"])
-    argv = ["--arch", row["gpu"], "--model-path", str(published.any_checkpoint(row["config"], tmp_path / "m"))]
+    argv = ["--arch", row["gpu"], "--model-path", str(checkpoint(row["config"], tmp_path / "m"))]
     if "DSPARK" in words and "--speculative-draft-model-path" not in words:
         argv += ["--json-model-override-args", json.dumps(BRINGS_DSPARK)]
     words = [draft_checkpoint(word, tmp_path / "draft") if word in DRAFTS else word for word in words]
@@ -114,14 +116,76 @@ def test_a_16_bit_checkpoint_without_room_is_told_what_starts(
 
 
 def test_drafts_by_depth_start_with_the_published_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of MiMo-V2, of whose quantized checkpoint no config is here: the model in 16 bits takes the other flags."""
     row = COMMANDS["rk-mimo25"]
-    config = json.loads((Path(published.__file__).parent / "published" / row["config"] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
-    flags = row["flags"].replace("--quantization modelopt_mixed", "")
-    assert explain.main(["--arch", row["gpu"], "--model-path", str(tmp_path), *shlex.split(flags)]) == 0
+    argv = ["--arch", row["gpu"], "--model-path", str(checkpoint(row["config"], tmp_path / "m"))]
+    assert explain.main([*argv, *shlex.split(row["flags"])]) == 0
     printed = capsys.readouterr().out
-    assert "MTP (MiMoV2FlashForCausalLM): 3 layers" in printed and "3 (kv) for the last 130 tokens" in printed
+    assert "MTP (MiMoV2ForCausalLM): 3 layers" in printed and "3 (kv) for the last 130 tokens" in printed
+
+
+def test_a_longer_context_than_the_config_has_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command changes the config's rotary scaling before; without that the message names the way."""
+    row = COMMANDS["red-fn-yaml"]
+    argv = ["--arch", row["gpu"], "--model-path", str(checkpoint(row["config"], tmp_path / "m"))]
+    assert explain.main([*argv, *shlex.split(row["flags"])]) == 2
+    said = capsys.readouterr().err
+    assert "--context-length 786432 exceeds the 262144 tokens" in said and "--json-model-override-args" in said
+
+
+def test_a_command_of_another_engine_starts_with_what_its_message_says(tmp_path: Path) -> None:
+    row = COMMANDS["i40877-dsv41"]
+    argv = ["--arch", row["gpu"], "--model-path", str(checkpoint(row["config"], tmp_path / "m"))]
+    flags = row["flags"].replace("--gpu-memory-utilization", "--mem-fraction-static")
+    assert explain.main([*argv, *shlex.split(flags)]) == 0
+
+
+def test_drafts_of_laguna(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """XS.2's is in the format of the speculators library, with layers of Qwen 3; that of XS-2.1 has gates and norms of
+    its own, and the message says what there is instead."""
+    layers = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5}
+    layers |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 100352}
+    layers |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "hidden_act": "silu"}
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    plain = {"speculators_model_type": "dflash", "transformer_layer_config": layers, "block_size": 8}
+    plain |= {"aux_hidden_state_layer_ids": [2, 10, 18, 37, 40], "mask_token_id": 12, "draft_vocab_size": 100352}
+    (draft / "config.json").write_text(json.dumps(plain))
+    argv = ["--arch", "rtx-pro-6000", "--model-path", str(checkpoint("Laguna-XS.2", tmp_path / "m"))]
+    argv += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
+    assert explain.main(argv) == 0
+    assert "DFLASH (DFlashDraftModel): 5 layers" in capsys.readouterr().out
+    gated = {**layers, "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}
+    (draft / "config.json").write_text(json.dumps(gated | {"dflash_config": {"mask_token_id": 12}}))
+    assert explain.main(argv) == 2
+    assert "DFlashLagunaForCausalLM is not supported for DFLASH" in capsys.readouterr().err
+
+
+PRODUCTS = ("rtx-pro-6000-server", "rtx-5090", "gb10")
+FITS: dict[str, tuple[int, int, int]] = {
+    "Laguna-XS.2": (1, 4, 1),
+    "MiMo-V2.5": (4, 0, 0),
+    "MiMo-V2.5-Pro-NVFP4-MXFP8": (8, 0, 0),
+    "Kimi-Linear-48B-A3B-FP8": (1, 2, 1),
+    "Kimi-Linear-48B-A3B-NVFP4": (1, 2, 1),
+    "Qwen3-Coder-30B-A3B-AWQ": (1, 1, 1),
+    "Qwen3-Coder-30B-A3B-AWQ-g64": (1, 1, 1),
+}
+"""GPUs of each of PRODUCTS on which there is room; 0: not on 8, or on the one that there is."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_these_configs_have_every_kernel(name: str, tmp_path: Path) -> None:
+    model = str(checkpoint(name, tmp_path / "m"))
+    for product, size in zip(PRODUCTS, FITS[name], strict=True):
+        most = 1 if product == "gb10" else 8
+        args = ServerArgs.from_cli(["--model-path", model, "--tp", str(size or most)])
+        explained = explain.explain(args, arch_by_name(product), frozenset({"triton"}), advises=False)
+        assert explained.missing == () and explained.refused is None
+        assert (explained.unfit is None) == (size > 0), f"{product}: {explained.unfit}"
+        chosen = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
+        quantized = [choice.name for key, choice in chosen.items() if key.startswith(("linear/", "fused_moe/"))]
+        assert quantized or name == "Laguna-XS.2"
+        assert all(kernel.startswith("triton") for kernel in quantized), quantized
 
 
 @pytest.mark.parametrize("name", [name for name, row in COMMANDS.items() if row["config"] == "-"])

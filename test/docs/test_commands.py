@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands.configs import checkpoint
 from live_server import PYTHON_ROOT, LiveServer
-from srt.kernels.published import checkpoint
 
 from docs.commands import ROOT, Command, commands
 from sglang.cli import COMMANDS, with_model
@@ -194,6 +194,11 @@ RECIPE_CONFIGS = {
     "Kimi-K2.6-NVFP4": "kimi_k26_nvfp4",
     "Kimi-K2-Thinking-NVFP4": "kimi_k2_thinking",
     "Kimi-Linear-48B-A3B": "Kimi-Linear-48B-A3B-Instruct",
+    "Kimi-Linear-48B-A3B (FP8)": "Kimi-Linear-48B-A3B-FP8",
+    "Kimi-Linear-48B-A3B (NVFP4)": "Kimi-Linear-48B-A3B-NVFP4",
+    "Laguna-XS.2": "Laguna-XS.2",
+    "MiMo-V2.5 (text)": "MiMo-V2.5",
+    "MiMo-V2.5-Pro-NVFP4-MXFP8": "MiMo-V2.5-Pro-NVFP4-MXFP8",
     "DeepSeek-V3, R1 (FP8)": "DeepSeek-R1",
     "DeepSeek-V3.1-NVFP4": "deepseek_v31_nvfp4",
     "GPT-OSS-120B": "gpt_oss",

@@ -25,7 +25,8 @@ schemes:
   fp8_tensor    e4m3 with one scale a matrix
   mxfp8         e4m3 in blocks of 32 with power-of-two scales
   int8_channel  int8 with a scale a row, activations a token (compressed-tensors)
-  int4_g32      int4 in groups of 32, 16-bit activations (compressed-tensors pack-quantized); int4_g128 likewise
+  int4_g32      int4 in groups of 32, 16-bit activations (compressed-tensors pack-quantized); int4_g64 and
+                int4_g128 likewise
   mxfp4         e2m1 in blocks of 32 with power-of-two scales, 16-bit activations
   nvfp4         e2m1 in blocks of 16 with e4m3 scales, weights and activations (ModelOpt)
 

@@ -138,6 +138,7 @@ _FORMATS = (
         _compressed_tensors("int-quantized", _numbers(8, "int", "channel"), _per_token(8, "int")),
     ),
     _int4(32),
+    _int4(64),
     _int4(128),
     Format(
         SCHEMES["mxfp4"],

@@ -256,26 +256,28 @@ def test_the_kv_cache_of_compressed_tensors(scheme: Any, expected: str | None) -
     assert found is not None and found.kv_cache == expected
 
 
+def _asymmetric(size: int) -> dict[str, Any]:
+    weights = INT4_G32 | {"group_size": size, "symmetric": False}
+    return compressed("pack-quantized", weights, None, ["re:.*k_proj"])
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 
 @pytest.mark.parametrize(
-    ("config", "storage"),
+    ("config", "storage", "size"),
     [
-        (AWQ | {"modules_to_not_convert": ["k_proj"]}, "awq"),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "modules_to_not_convert": ["k_proj"]}, "awq"),
-        (
-            compressed("pack-quantized", INT4_G32 | {"group_size": 128, "symmetric": False}, None, ["re:.*k_proj"]),
-            "compressed-tensors",
-        ),
+        *((AWQ | {"group_size": size, "modules_to_not_convert": ["k_proj"]}, "awq", size) for size in (32, 64, 128)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "modules_to_not_convert": ["k_proj"]}, "awq", 64),
+        *((_asymmetric(size), "compressed-tensors", size) for size in (64, 128)),
     ],
 )
-def test_zero_points(config: dict[str, Any], storage: str) -> None:
+def test_zero_points(config: dict[str, Any], storage: str, size: int) -> None:
     found = detect({"quantization_config": config}, HERE)
     assert found is not None
-    assert found.of("model.layers.0.self_attn.q_proj") == ModuleQuant("int4_g128", storage, zero_points=True)
+    assert found.of("model.layers.0.self_attn.q_proj") == ModuleQuant(f"int4_g{size}", storage, zero_points=True)
     assert found.of("model.layers.0.self_attn.k_proj") is None
-    assert "(int4_g128 with zero points)" in found.describe()
+    assert f"(int4_g{size} with zero points)" in found.describe()
 
 
 def _weights(**change: Any) -> dict[str, Any]:
@@ -305,7 +307,7 @@ def _weights(**change: Any) -> dict[str, Any]:
         ),
         (compressed("x", "int4", TOKEN, []), "group_0: weights must be an object; got 'int4'"),
         (compressed("float-quantized", CHANNEL, "token", []), "input_activations must be an object; got 'token'"),
-        (_weights(group_size=64), "int4 per group of 64, activations in 16 bits is not supported"),
+        (_weights(group_size=48), "int4 per group of 48, activations in 16 bits is not supported"),
         (_weights(num_bits=8), "int8 per group of 32, activations in 16 bits is not supported. Supported schemes"),
         (compressed("float-quantized", CHANNEL, None, []), "float8 per channel, activations in 16 bits is not"),
         (compressed("float-quantized", CHANNEL, TOKEN, ["re:("]), r"'\(' is not a regular expression"),
@@ -322,7 +324,7 @@ def _weights(**change: Any) -> dict[str, Any]:
             "kv_cache_quant_algo 'INT8'",
         ),
         (AWQ | {"bits": 8}, "awq with bits 8, group_size 128, zero_point True, version gemm is not supported"),
-        (AWQ | {"group_size": 64}, "awq with bits 4, group_size 64"),
+        (AWQ | {"group_size": 256}, "awq with bits 4, group_size 256"),
         (AWQ | {"zero_point": False}, "zero_point False"),
         (AWQ | {"version": "gemv"}, "version gemv"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act True is not supported"),

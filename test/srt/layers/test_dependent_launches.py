@@ -21,9 +21,11 @@ from sglang.ledger.variants.elementwise import variants
 from sglang.ledger.variants.experts import variants as moe_variants
 from sglang.ledger.variants.quantized import variants as quant_variants
 from sglang.srt.configs.activation import SILU
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
-from sglang.srt.layers.triton_ops import gemv, pdl, topk
+from sglang.srt.layers.triton_ops import gemv, linear_tiles, pdl, topk
 from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
 from srt.layers.moe.moe_harness import Case, bands_of, make_case
@@ -205,3 +207,12 @@ def test_experts_in_a_graph_read_the_choices_of_their_own_row() -> None:
             assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
     finally:
         pdl.enable(False)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block", "int8_channel"])
+@pytest.mark.parametrize("cols", [512, 1536, 5120, 7168, 8192])
+def test_one_row_asks_for_whole_rows_of_weights_before_it_waits(scheme: str, cols: int) -> None:
+    """So that they travel while a sum over the ranks waits for its peers."""
+    (few, *_) = linear_tiles.bands_of(SCHEMES[scheme], (2048, cols, False), arch_by_name("rtx-pro-6000-server"))
+    (tile,) = few.rungs[0]
+    assert few.way == linear_tiles.FEW and tile["EARLY"] * tile["COLS"] >= cols

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.managers.scheduler import scheduler as scheduler_module
+from sglang.srt.managers.scheduler import intake
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -156,7 +156,7 @@ def test_an_aborted_request_has_those_that_were_there(plain: Model) -> None:
 def test_what_all_requests_may_hold_is_bounded(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, collector = plain.scheduler(), Collector()
     size = (50 + NEW_TOKENS - 1) * scheduler.plan.description.hidden_size * 4
-    monkeypatch.setattr(scheduler_module, "MAX_HELD_BYTES", 2 * size)
+    monkeypatch.setattr(intake, "MAX_HELD_BYTES", 2 * size)
     for i in range(3):
         add(scheduler, wanting(f"r{i}", prompt(i, 50)))
     embedding = request("embedding", prompt(5, 50), 0)

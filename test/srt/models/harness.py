@@ -607,6 +607,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": GPT_OSS_ROPE},
     ),
     "kimi_linear": ("KimiLinearConfig", KIMI_LINEAR),
+    "kimi_linear_wide": (
+        "KimiLinearConfig",
+        KIMI_LINEAR
+        | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "kv_lora_rank": 128}
+        | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "moe_intermediate_size": 128}
+        | {"linear_head_dim": 128, "num_hidden_layers": 3}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "glm5_next": ("Glm5NextConfig", POOLED_LATENT),
     "glm5_next_small": (
         "Glm5NextConfig",
@@ -672,6 +681,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "num_attention_heads_per_layer": [4, 6, 6, 4], "sliding_window": 12, **EXPERTS}
         | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
         | {"shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5},
+    ),
+    "laguna_wide": (
+        "LagunaConfig",
+        WIDE
+        | {"num_hidden_layers": 2, "num_attention_heads_per_layer": [4, 8], "sliding_window": 12, **EXPERTS}
+        | {"layer_types": ["full_attention", "sliding_attention"], "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "moe_routed_scaling_factor": 2.5},
     ),
     "ministral3": ("Ministral3Config", {"num_hidden_layers": 2, "rope_parameters": GROWING}),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),

@@ -227,6 +227,7 @@ FORMS: dict[str, Form] = {
     "modelopt_fp8": Form(static(plain("fp8_tensor", "weight_scale")), modelopt=_modelopt("FP8")),
     "modelopt_nvfp4": Form(nvfp4_modelopt, modelopt=_modelopt("NVFP4", group_size=16)),
     "modelopt_mxfp8": Form(plain("mxfp8", "weight_scale"), modelopt=_modelopt("MXFP8", group_size=32)),
+    "gptq_g64": Form(gptq(64), {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}),
     "gptq_g128": Form(
         gptq(128), {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     ),
@@ -236,6 +237,7 @@ FORMS: dict[str, Form] = {
 _AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
 ZERO_POINT_FORMS: dict[str, Form] = {
     "awq_g32": Form(awq(32), _AWQ | {"group_size": 32}),
+    "awq_g64": Form(awq(64), _AWQ | {"group_size": 64}),
     "awq_g128": Form(awq(128), _AWQ | {"group_size": 128}),
     "compressed_int4_g32_asymmetric": Form(
         asymmetric_int4(32), compressed("pack-quantized", _values("int", 4, "group", 32, symmetric=False), None)

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import Dense
 from sglang.srt.plan.mixers import GQA
 
-from .harness import plan_for, save_tiny
+from .harness import TinyRunner, plan_for, save_tiny
+from .quantized_checkpoints import FORMS, save_quantized
+from .test_quantized import TOLERANCE, steps, wanted
 
 
 def changed(folder: Path, **keys: Any) -> None:
@@ -34,6 +37,16 @@ def test_published_names_and_layers(tmp_path: Path) -> None:
     assert [isinstance(layer.ffn, Dense) for layer in layers] == [True, False, False, False]
     heads = [(layer.mixer.num_heads, layer.mixer.window) for layer in layers if isinstance(layer.mixer, GQA)]
     assert heads == [(4, 0), (6, 12), (6, 12), (4, 0)]
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "compressed_fp8_channel", "compressed_nvfp4", "modelopt_nvfp4"])
+def test_quantized_checkpoints(form: str, tmp_path: Path) -> None:
+    """Gates of heads stay in 16 bits."""
+    reference = save_quantized("laguna_wide", FORMS[form], tmp_path, experts_apart=True)
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
 @pytest.mark.parametrize(

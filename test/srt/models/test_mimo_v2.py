@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.configs.quantization import detect
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.feed_forward import Dense
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.mixers import GQA
@@ -57,19 +56,6 @@ def test_the_published_form_computes_what_it_stands_for(tmp_path: Path) -> None:
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-
-
-def test_a_fused_projection_is_refused_by_name(tmp_path: Path) -> None:
-    save_quantized("mimo_v2_wide", FORMS["fp8_block"], tmp_path)
-    folder = tmp_path / "quantized"
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(4)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="weights that the model does not have: model.layers.0.self_attn.qkv_proj"):
-        load_model(plan_for(folder))
-    config = json.loads((folder / "config.json").read_text()) | {"attention_projection_layout": "fused_qkv"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="attention_projection_layout = 'fused_qkv' is not supported"):
-        plan_for(folder).description.require_served()
 
 
 def test_the_later_names_with_projections_of_their_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from sglang.srt.errors import UserError
@@ -13,9 +14,23 @@ _LONGEST_HEADER = 1 << 30
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a header says of a tensor; the type as safetensors calls it ("BF16")."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 def stored_dtypes(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, str] | None:
-    """Returns the types of the tensors whose names are wanted, as safetensors calls them ("BF16"). None: `folder` has
-    no weights. Raises UserError for files that are damaged."""
+    """Returns the types of the tensors whose names are wanted. None: `folder` has no weights. Raises UserError for
+    files that are damaged."""
+    tensors = stored_tensors(folder, wanted)
+    return None if tensors is None else {name: tensor.dtype for name, tensor in tensors.items()}
+
+
+def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, Stored] | None:
+    """Returns types and shapes of the tensors whose names are wanted. None, and raises: as `stored_dtypes`."""
     index = folder / INDEX_NAME
     if index.is_file():
         try:
@@ -28,17 +43,21 @@ def stored_dtypes(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, s
         if not names:
             return None
     headers = (_header(folder / name) for name in names if (folder / name).is_file())
-    return {name: dtype for header in headers for name, dtype in header.items() if wanted(name)}
+    return {name: tensor for header in headers for name, tensor in header.items() if wanted(name)}
 
 
-def _header(path: Path) -> dict[str, str]:
-    """Returns the type of each tensor in a file, by name."""
+def _header(path: Path) -> dict[str, Stored]:
+    """Returns type and shape of each tensor in a file, by name."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 0 < length < _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-        return {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
+        return {
+            name: Stored(str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?") from None

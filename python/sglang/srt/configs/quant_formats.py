@@ -25,6 +25,8 @@ from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
 FP8_KV, FP4_KV = "fp8_e4m3", "fp4_e2m1"
+INT4_GROUPS = (32, 64, 128)
+"""Columns of int4 weights that may share a scale."""
 
 
 def unsupported(source: str, what: str) -> UserError:
@@ -238,8 +240,7 @@ _COMPRESSED_SCHEMES: tuple[tuple[Match, str], ...] = (
     (_is("float", 8, "block", ("float", 8, "group")), "fp8_block"),
     (_is("float", 8, "group", ("float", 8, "group"), 32), "mxfp8"),
     (_is("int", 8, "channel", ("int", 8, "token")), "int8_channel"),
-    (_is("int", 4, "group", None, 32, "pack-quantized"), "int4_g32"),
-    (_is("int", 4, "group", None, 128, "pack-quantized"), "int4_g128"),
+    *((_is("int", 4, "group", None, size, "pack-quantized"), f"int4_g{size}") for size in INT4_GROUPS),
     (_is("float", 4, "tensor_group", ("float", 4, "tensor_group"), 16), "nvfp4"),
     (_is("float", 4, "group", None, 32), "mxfp4"),
     (_is("float", 4, "group", ("float", 8, "group"), 32), "mxfp4_mxfp8"),
@@ -329,14 +330,14 @@ def modelopt_cache(config: Config, source: str) -> str | None:
 
 
 def read_gptq(config: Config, source: str) -> QuantConfig:
-    """Reads GPTQ's form: symmetric 4-bit groups of 32 or 128 in natural order are the same numbers as ours, packed
+    """Reads GPTQ's form: symmetric 4-bit groups of 32, 64 or 128 in natural order are the same numbers as ours, packed
     otherwise."""
     bits, size = config.get("bits"), config.get("group_size")
     described = f"gptq with bits {bits}, group_size {size}, sym {config.get('sym')}, desc_act {config.get('desc_act')}"
     form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     # A checkpoint without `sym` is symmetric; one that leaves `desc_act` out is in natural order.
     plain = config.get("sym", True) is True and not config.get("desc_act")
-    if bits != 4 or size not in (32, 128) or not plain or form != "gptq" or config.get("dynamic"):
+    if bits != 4 or size not in INT4_GROUPS or not plain or form != "gptq" or config.get("dynamic"):
         raise unsupported(source, described if form == "gptq" else f"{described}, checkpoint_format {form}")
     if config.get("lm_head"):
         raise unsupported(source, "gptq with a quantized lm_head")
@@ -345,10 +346,10 @@ def read_gptq(config: Config, source: str) -> QuantConfig:
 
 
 def read_awq(config: Config, source: str) -> QuantConfig:
-    """Reads AWQ's form: 4-bit groups of 32 or 128, each with a zero point, in the order of its "gemm" kernels."""
+    """Reads AWQ's form: 4-bit groups of 32, 64 or 128, each with a zero point, in the order of its "gemm" kernels."""
     bits, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     zero, form = config.get("zero_point", True), str(config.get("version") or "gemm").lower()
-    if bits != 4 or size not in (32, 128) or zero is not True or form != "gemm":
+    if bits != 4 or size not in INT4_GROUPS or zero is not True or form != "gemm":
         raise unsupported(source, f"awq with bits {bits}, group_size {size}, zero_point {zero}, version {form}")
     quant = ModuleQuant(f"int4_g{size}", "awq", zero_points=True)
     return QuantConfig("awq", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))

@@ -56,6 +56,7 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme("mxfp8", "e4m3", (1, 32), "e8m0", "mxfp8"),
         Scheme("int8_channel", "int8", (1, 0), "float32", "token"),
         Scheme("int4_g32", "int4", (1, 32), "bfloat16", None),
+        Scheme("int4_g64", "int4", (1, 64), "bfloat16", None),
         Scheme("int4_g128", "int4", (1, 128), "bfloat16", None),
         Scheme("mxfp4", "e2m1", (1, 32), "e8m0", None),
         Scheme("mxfp4_mxfp8", "e2m1", (1, 32), "e8m0", "mxfp8"),

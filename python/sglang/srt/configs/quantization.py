@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
 from sglang.srt.configs.quant_formats import (
+    INT4_GROUPS,
     READERS,
     as_deepseek_v4,
     modelopt_cache,
@@ -22,6 +23,7 @@ from sglang.srt.errors import UserError
 Config = Mapping[str, Any]
 
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
+_INT4 = frozenset(f"int4_g{size}" for size in INT4_GROUPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     "gptq_marlin": _spelling("gptq"),
     "awq": _spelling("awq"),
     "awq_marlin": _spelling("awq"),
-    "moe_wna16": _spelling("gptq", "awq", "compressed-tensors", schemes=frozenset({"int4_g32", "int4_g128"})),
+    "moe_wna16": _spelling("gptq", "awq", "compressed-tensors", schemes=_INT4),
 }
 """Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
 

@@ -18,6 +18,7 @@ from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope, share_param
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import Share
@@ -69,6 +70,8 @@ class GQAttention:
             projections.append(("gate", heads.of_dims(spec.v_head_dim)))
         elif spec.output_gate:
             projections = _with_gates(projections, heads, dim)
+        if spec.stripes:
+            projections = [(FUSED_PART, share) for share in spec.fused_rows(group.size, group.rank)]
         width, widened = spec.input_size or hidden_size, spec.widened(group.size)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.qkv_bias, widened)
         self.row_format = self.qkv.row_format

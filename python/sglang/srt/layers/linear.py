@@ -61,7 +61,8 @@ class ColumnParallelLinear:
 
     `weights`: what the description says of them; of attention's projections in features, with `bias`. `projections`
     maps the checkpoint's part to this rank's share of its output features. Where several slices of one part lie apart
-    it is a list of both. `widened`: the weight is held in the model's type, however the checkpoint stores it.
+    it is a list of both. `widened`: the weight is held in the model's type, however the checkpoint stores it; without
+    it one that is too little to quantize has to be stored so.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class ColumnParallelLinear:
     ) -> None:
         pieces, shards, quant = Counter[str](), list[Shard](), scope.quant
         if isinstance(weights, Matrix):
-            in_features, bias, quant = weights.cols, weights.bias, _method(scope, weights)
+            in_features, bias = weights.cols, weights.bias
+            quant = scope.quant if widened else _method(scope, weights)
         else:
             in_features = weights
         for part, rows in projections.items() if isinstance(projections, Mapping) else projections:

@@ -21,6 +21,7 @@ from sglang.srt.plan.config_blocks import (
     pooled_sparse,
 )
 from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
+from sglang.srt.plan.config_projections import projection_stripes
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
 from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
@@ -245,7 +246,7 @@ def _window_keys(keys: ConfigReader, family: Family) -> ConfigReader:
 
 
 def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotation) -> GQA:
-    keys = _window_keys(keys, family) if window else keys
+    whole, keys = keys, _window_keys(keys, family) if window else keys
     heads = keys.positive("num_attention_heads")
     default_dim = family.head_dim or max(1, keys.positive("hidden_size") // heads)
     values_from_keys = not window and keys.default("attention_k_eq_v", bool, False)
@@ -293,6 +294,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         **growth,
         values_from_keys=values_from_keys,
         interleaved=family.interleaved_rotary,
+        stripes=projection_stripes(whole, family, heads, kv_heads),
     )
 
 

@@ -257,9 +257,14 @@ def _head_problems(
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
         heads = mixer.num_kv_heads
         yield f"--tp-size {tp_size} is no multiple of the model's {heads} KV heads, over all of which keys are normed"
-    widened = isinstance(mixer, GQA) and mixer.widened(tp_size)
+    in_place = isinstance(mixer, GQA) and (mixer.stripes > 0 or mixer.widened(tp_size))
+    if isinstance(mixer, GQA) and mixer.stripes and mixer.cuts_scales(tp_size) and shares.padded:
+        yield (
+            f"--tp-size {tp_size} gives some ranks more heads than others, for which the tensor with q, k and v at once"
+            f" ({model.names.layer_module(layer, 'attn.qkv')}) is not cut within {mixer.scale_rows} rows of one scale"
+        )
     for part in mixer.head_dims():
-        if widened and part.matrix == "attn.qkv":
+        if in_place and part.matrix == "attn.qkv":
             continue
         quant = model.quant_of(layer, Matrix(part.matrix, part.parts, 0, 0))
         group = 0 if quant is None else quant.format.group[part.axis]

@@ -10,6 +10,7 @@ from fractions import Fraction
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_selection import BlockIndexer
+from sglang.srt.plan.fused_rows import FUSED_PART, fused_rows, keep_groups
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, refuse_fp4
 from sglang.srt.plan.layer_spec import (
     FULL,
@@ -27,7 +28,7 @@ from sglang.srt.plan.layer_spec import (
     shared_out,
     uneven_sizes,
 )
-from sglang.srt.plan.ranks import HeadShares
+from sglang.srt.plan.ranks import HeadShares, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class GQA:
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
     rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `query_growth`:
-    queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / query_length)).
+    queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / query_length)). `stripes` > 0: the
+    checkpoint has q, k and v as one tensor, as `fused_rows` says.
     """
 
     num_heads: int
@@ -95,6 +97,7 @@ class GQA:
     scale_rows: int = 1
     query_growth: float = 0.0
     query_length: int = 1
+    stripes: int = 0
 
     @property
     def value_dim(self) -> int:
@@ -131,17 +134,32 @@ class GQA:
     def widened(self, tp_size: int) -> bool:
         """Returns whether ranks hold q, k and v in the model's type although the checkpoint quantizes them: their heads
         begin or end within rows that share scales."""
+        return not self.shares(tp_size).padded and self.cuts_scales(tp_size)
+
+    def cuts_scales(self, tp_size: int) -> bool:
+        """Returns whether rows of q, k and v that share scales in the checkpoint do not stay together on the ranks."""
+        if self.scale_rows == 1:
+            return False
+        if self.stripes:
+            rows = (self.fused_rows(tp_size, rank) for rank in range(tp_size))
+            return not all(keep_groups(shares, self.scale_rows) for shares in rows)
         shares = self.shares(tp_size)
-        return (
-            self.scale_rows > 1
-            and not shares.padded
-            and any(
-                shares.cuts(part.dims, part.of_kv, rank, self.scale_rows)
-                for part in self.head_dims()
-                if part.matrix == "attn.qkv"
-                for rank in range(tp_size)
-            )
+        return any(
+            shares.cuts(part.dims, part.of_kv, rank, self.scale_rows)
+            for part in self.head_dims()
+            if part.matrix == "attn.qkv"
+            for rank in range(tp_size)
         )
+
+    def fused_rows(self, tp_size: int, rank: int) -> tuple[Share, ...]:
+        """Returns a rank's shares of the one tensor of q, k and v, in the order in which it holds them."""
+        shares = self.shares(tp_size)
+        parts = (
+            (shares.heads(rank), self.head_dim),
+            (shares.kv_heads(rank), self.head_dim),
+            (shares.kv_heads(rank), self.v_head_dim),
+        )
+        return fused_rows(parts, self.stripes)
 
     def head_dims(self) -> Iterator[HeadDims]:
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
@@ -221,11 +239,10 @@ class GQA:
             parts, norms = {"q": parts["q"]}, norms // 2  # of heads only
         elif self.values_from_keys:
             del parts["v"]
-        width = self.input_size or hidden_size
+        width, rows = self.input_size or hidden_size, sum(parts.values())
+        modules = (FUSED_PART,) if self.stripes else tuple(parts)
         return (
-            Matrix(
-                "attn.qkv", tuple(parts), sum(parts.values()), width, self.qkv_bias, quantized=not self.widened(tp_size)
-            ),
+            Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.widened(tp_size)),
             *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),

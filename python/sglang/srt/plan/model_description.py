@@ -19,6 +19,7 @@ from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.config_layers import block_kinds, read_layers
+from sglang.srt.plan.config_projections import fuses_projections, with_fused_names
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
@@ -175,7 +176,7 @@ def describe_model(
         model,
         known=known is not None,
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
-        names=_without_drafts(placed.names, keys, len(model.layers)),
+        names=_without_drafts(model.names, keys, len(model.layers)),
     )
 
 
@@ -207,6 +208,8 @@ def describe_as(
             raise UserError(f"{source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
     unsupported = list(_unsupported(keys, family, architecture))
     hidden_size, vocab_size = keys.positive("hidden_size"), keys.positive("vocab_size")
+    if fuses_projections(keys, family):
+        family = replace(family, names=with_fused_names(family.names))
     layers = read_layers(keys, family, unsupported, quantization is not None)
     model = ModelDescription(
         architecture=architecture,

@@ -140,11 +140,16 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class Share:
     """One rank's run of `total` things that the ranks share out. Every rank allocates `padded_count` of them: a shorter
-    run is padded with zeros, which add nothing."""
+    run is padded with zeros, which add nothing.
+
+    `stripe` > 0: rows of a checkpoint's tensor that is made of parts of so many rows each, one behind the other, whose
+    groups with one scale begin anew in every part. A run is then within one part.
+    """
 
     total: int
     run: slice
     padded_count: int
+    stripe: int = 0
 
     @property
     def count(self) -> int:
@@ -162,6 +167,36 @@ class Share:
         """Returns the share of number `index` of `count` equal runs of things that lie one behind the other."""
         begin = index * self.total
         return Share(count * self.total, slice(begin + self.run.start, begin + self.run.stop), self.padded_count)
+
+    @property
+    def part(self) -> slice:
+        """The part of the tensor that the run is in; all of it where there are no stripes."""
+        if not self.stripe:
+            return slice(0, self.total)
+        begin = self.run.start // self.stripe * self.stripe
+        return slice(begin, begin + self.stripe)
+
+    def groups(self, per: int) -> tuple[int, slice]:
+        """Returns how many groups of `per` there are in all, and the run of those that hold this share."""
+        part = self.part
+        start, stop = self.run.start - part.start, self.run.stop - part.start
+        each = -(-(part.stop - part.start) // per)
+        first = part.start // (part.stop - part.start) * each if self.stripe else 0
+        count = each * (self.total // self.stripe) if self.stripe else each
+        return count, slice(first + start // per, first - (-stop // per))
+
+    def cuts(self, per: int) -> bool:
+        """Returns whether the run begins or ends within a group of `per`."""
+        part = self.part
+        ends = {self.run.start, self.run.stop} - {part.stop}
+        return any((end - part.start) % per for end in ends)
+
+    def in_groups(self, per: int) -> Share:
+        """Returns the share of the whole groups of `per` that hold this one, with room for as many."""
+        part = self.part
+        first = part.start + (self.run.start - part.start) // per * per
+        last = min(part.start - (part.start - self.run.stop) // per * per, part.stop)
+        return Share(self.total, slice(first, last), -(-(last - first) // per) * per, self.stripe)
 
 
 def whole(total: int) -> Share:

@@ -19,7 +19,7 @@ from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, bands_of, exp
 
 DEVICE = interpreter.DEVICE
 HAS_NATIVE = interpreter.INTERPRETED or "block_scaled_mma" in current_arch().features
-PLANES = ("int4_g32", "int4_g128", "mxfp4", "mxfp4_mxfp8", "nvfp4")
+PLANES = ("int4_g32", "int4_g64", "int4_g128", "mxfp4", "mxfp4_mxfp8", "nvfp4")
 LAYOUTS = [
     *((None, frozenset()), *((name, frozenset()) for name in SCHEMES if SCHEMES[name].bits == 8 or name in PLANES)),
     *((name, NATIVE) for name in ("mxfp4_mxfp8", "nvfp4")),
@@ -81,7 +81,7 @@ def test_grouped(scheme: str | None, features: frozenset[str]) -> None:
 @interpreter.kernel_test
 @pytest.mark.parametrize(("scheme", "features"), LAYOUTS)
 def test_few_pairs_keep_activations_in_16_bits(scheme: str | None, features: frozenset[str]) -> None:
-    inter = 128 if scheme == "int4_g128" else 32  # groups are whole
+    inter = {"int4_g64": 64, "int4_g128": 128}.get(scheme or "", 32)  # groups are whole
     case = make_case(scheme, 3, num_experts=16, hidden=128, inter=inter, features=features, device=DEVICE)
     case.ids[1] = -1
     case.ids[2, 1] = -1
@@ -97,6 +97,7 @@ def test_few_pairs_keep_activations_in_16_bits(scheme: str | None, features: fro
     [
         ("int4_g32", 256, 128, torch.bfloat16, False),
         ("int4_g32", 160, 96, torch.float16, False),
+        ("int4_g64", 320, 192, torch.bfloat16, False),
         ("int4_g128", 256, 128, torch.bfloat16, True),
         ("int4_g128", 384, 128, torch.float16, False),
     ],
@@ -134,7 +135,7 @@ def test_weights_loaded_early_change_no_bit(scheme: str | None, monkeypatch: pyt
 @pytest.mark.parametrize(("scheme", "features"), LAYOUTS)
 def test_sizes_that_no_block_divides(scheme: str | None, features: frozenset[str]) -> None:
     needs(features)
-    hidden, inter = (384, 128) if scheme == "int4_g128" else (160, 96)  # groups are whole
+    hidden, inter = {"int4_g64": (320, 64), "int4_g128": (384, 128)}.get(scheme or "", (160, 96))  # groups are whole
     case = make_case(scheme, 20, hidden=hidden, inter=inter, features=features, device=DEVICE)
     assert_close(run(case, small(block_n=64, block_k=128)), expected(case), bound_of(scheme))
     few = make_case(scheme, 1, num_experts=8, hidden=hidden, inter=inter, features=features, device=DEVICE)

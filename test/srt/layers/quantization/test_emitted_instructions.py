@@ -23,6 +23,7 @@ ON_SM120 = {
     "mxfp4_mxfp8": "m16n8k32 mxf8f6f4 1X",
     "nvfp4": "m16n8k64 mxf4nvf4 4X",
     "int4_g32": "m16n8k16 bf16",
+    "int4_g64": "m16n8k16 bf16",
     "int4_g128": "m16n8k16 bf16",
     "mxfp4": "m16n8k16 bf16",
     "nvfp4_a16": "m16n8k16 bf16",

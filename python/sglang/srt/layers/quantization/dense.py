@@ -40,7 +40,6 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
-from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey
 
 _DUMMY_FACTOR = 0.02 / 2.93
@@ -60,7 +59,8 @@ class QuantizedMethod:
 
     def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
-        if quant is None:
+        # Quantizing what is widened at once would only lose digits.
+        if quant is None or quant.storage == "online":
             return Unquantized().create_weights(scope, shards, bias)
         return WidenedLinear(scope, quant, shards, bias)
 
@@ -167,13 +167,12 @@ class WidenedLinear:
         read, rows, begin = [], [], 0
         for shard in shards:
             share = shard.rows
-            first, last = share.run.start // group * group, -(-share.run.stop // group) * group
-            run = slice(first, min(last, share.total))
-            read.append(replace(shard, rows=Share(share.total, run, last - first)))
-            start = begin + share.run.start - first
+            groups = share.in_groups(group)
+            read.append(replace(shard, rows=groups))
+            start = begin + share.run.start - groups.run.start
             rows.append(slice(start, start + share.count))
             assert share.count == share.padded_count, "layouts that pad such heads are refused"
-            begin += last - first
+            begin += groups.padded_count
         self.bias = bias
         self.linear: LinearOp = scope.plan.entry("linear")
         UnpackedWeight(scope, _create(scope, read, quant), self._take, rows)
@@ -249,7 +248,7 @@ class _Stack:
         name, size = self.scope.module(shard.part), self.scope.groups.tp.size
         for what, share, step in (("rows", shard.rows, per[0]), ("columns", shard.cols, per[1])):
             run = share.run
-            if run.start % step or (run.stop != share.total and run.stop % step):
+            if share.cuts(step):
                 raise UserError(
                     f"{name}: {step} {what} have one scale or word, but with --tp-size {size} a rank holds {what}"
                     f" {run.start} to {run.stop} of {share.total}; choose a smaller --tp-size"

@@ -145,6 +145,7 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("compressed-tensors", "mxfp8"): Layout(_E4M3, _EXPONENTS),
     ("compressed-tensors", "int8_channel"): Layout(_INT8, _SCALE),
     ("compressed-tensors", "int4_g32"): _INT4,
+    ("compressed-tensors", "int4_g64"): _INT4,
     ("compressed-tensors", "int4_g128"): _INT4,
     # The factors of a compressed-tensors checkpoint divide: 448 * 6 / the largest value.
     ("compressed-tensors", "nvfp4"): Layout(
@@ -176,8 +177,10 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ),
     ("modelopt", "mxfp8"): Layout(_E4M3, _EXPONENTS),
     ("gptq", "int4_g32"): _GPTQ,
+    ("gptq", "int4_g64"): _GPTQ,
     ("gptq", "int4_g128"): _GPTQ,
     ("awq", "int4_g32"): _AWQ,
+    ("awq", "int4_g64"): _AWQ,
     ("awq", "int4_g128"): _AWQ,
 }
 

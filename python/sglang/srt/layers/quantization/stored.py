@@ -28,15 +28,10 @@ def length(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-def groups_of(part: slice, per: int) -> slice:
-    """The groups of `per` that hold these rows or columns."""
-    return slice(part.start // per, -(-part.stop // per))
-
-
 def matrix_part(leaf: Leaf, shard: Shard, per: tuple[int, int], dest: Index) -> Part:
     """A shard's part of a tensor with one element for `per` = (rows, columns)."""
-    shape = (-(-shard.rows.total // per[0]), -(-shard.cols.total // per[1]))
-    source = (groups_of(shard.rows.run, per[0]), groups_of(shard.cols.run, per[1]))
+    (rows, of_rows), (cols, of_cols) = shard.rows.groups(per[0]), shard.cols.groups(per[1])
+    shape, source = (rows, cols), (of_rows, of_cols)
     if leaf.transposed:
         shape, source = shape[::-1], source[::-1]
     return Part(shape, source, dest, leaf.dtypes, leaf.convert)

@@ -20,7 +20,8 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
-from sglang.srt.managers.scheduler.media_steps import MediaRefused, MediaSteps
+from sglang.srt.managers.scheduler.intake import request_of
+from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
@@ -41,7 +42,6 @@ from sglang.srt.managers.wire.io_struct import (
 from sglang.srt.mem_cache.host_tier import Entry, HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
-from sglang.srt.sampling.hidden_states import MAX_HELD_BYTES, VALUE_BYTES
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.depth import AdaptiveDepth
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-MAX_QUEUED_REQUESTS = 1 << 16
-"""Limit of the queue when --max-queued-requests is not given: no queue is unbounded."""
 
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
@@ -515,29 +512,7 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
         self._expire(msg.received)
-        wanted = msg.sampling_params.max_new_tokens
-        capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)  # guesses may lie beyond the end
-        limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
-        refusal, media = None, None
-        try:
-            media = self.media.of_prompt(msg)
-        except MediaRefused as error:
-            refusal = FinishReason("abort", message=str(error), status_code=400)
-        req = Req(msg, seed, limit, stop_ids, media)
-        if len(msg.input_ids) > capacity or (len(msg.input_ids) == capacity and wanted != 0):
-            refusal = FinishReason(
-                "abort",
-                message=f"The prompt has {len(msg.input_ids)} tokens, but this server holds at most {capacity} tokens "
-                f"of one request (context length {self.plan.context_len}, KV cache {self.kv.size} tokens).",
-                status_code=400,
-            )
-        queued = self.args.max_queued_requests or MAX_QUEUED_REQUESTS
-        if len(self.waiting) + len(self.compiling) >= queued:
-            refusal = FinishReason("abort", message=f"The queue is full ({queued} requests).", status_code=503)
-        if msg.rid in self.reqs:
-            refusal = FinishReason("abort", message=f"A request with rid {msg.rid!r} is running.", status_code=400)
-        if refusal is None and req.most_hidden:
-            refusal = self._hidden_refusal(req)
+        req, refusal = request_of(self, msg, seed, stop_ids)
         if refusal is not None:
             self.refuse(req, refusal)
             return None
@@ -547,13 +522,6 @@ class Scheduler:
         if self.host_tier is not None:
             self.host_tier.queued(req)
         return req
-
-    def _hidden_refusal(self, req: Req) -> FinishReason | None:
-        size = (self.held_hidden + req.most_hidden) * self.plan.description.hidden_size * VALUE_BYTES
-        if size <= MAX_HELD_BYTES:
-            return None
-        message = f"The hidden states of all requests together may reach {MAX_HELD_BYTES >> 20} MiB; try again later."
-        return FinishReason("abort", message=message, status_code=503)
 
     def refuse(self, req: Req, reason: FinishReason) -> None:
         """Answer a request that was never queued."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MIMO_V2_MTP
 from sglang.srt.plan.feed_forward import Router
@@ -22,10 +23,10 @@ MIMO_V2 = Family(
         MODEL_NAMES,
         {**ATTENTION_NAMES, **MLP_NAMES, **EXPERT_NAMES},
         aliases=(*CACHE_SCALE_ALIASES, (".self_attn.attention_sink_bias", ".self_attn.sinks")),
-        unread=("model.mtp.",),
+        # Encoders of images and sound (V2.5).
+        unread=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."),
     ),
-    # A fused projection is stored shard by shard in some checkpoints and in order in others: neither is read.
-    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "attention_projection_layout": ("split",)},
+    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), LAYOUT: (SPLIT, FUSED)},
     spellings={"layernorm_epsilon": "rms_norm_eps"},
     window_sinks=True,
     window_kv_factor=2,

@@ -36,6 +36,7 @@ UPSTREAM_SELECTORS: Mapping[str | None, tuple[Selector, ...]] = {
     "mxfp8": ((_W8A8, (1, 32), False),),
     "int8_channel": (("int8_w8a8", None, True), ("int8_w8a8", None, False)),
     "int4_g32": (("int4_w4a16", None, False), ("int4_w4a16", (0, 32), False)),
+    "int4_g64": (("int4_w4a16", None, False), ("int4_w4a16", (0, 64), False)),
     "int4_g128": (("int4_w4a16", None, False), ("int4_w4a16", (0, 128), False)),
 }
 """Scheme -> upstream's names for it, best match first. It has none for FP4: those files have the scheme's name."""

@@ -1,0 +1,34 @@
+"""Reads whether a checkpoint has q, k and v as one tensor, and in how many stripes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.srt.configs.fused_projections import FUSED, LAYOUT, STRIPES
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.weight_names import WeightMap
+
+
+def fuses_projections(keys: ConfigReader, family: Family) -> bool:
+    return keys.values.get(LAYOUT) == FUSED and FUSED in family.allowed.get(LAYOUT, ())
+
+
+def with_fused_names(names: WeightMap) -> WeightMap:
+    return replace(names, layer={**names.layer, "attn.qkv": "self_attn.qkv_proj"})
+
+
+def projection_stripes(keys: ConfigReader, family: Family, heads: int, kv_heads: int) -> int:
+    """Returns the number of stripes (`GQA.stripes`) of a layer with so many heads; 0: q, k and v are apart. `keys`:
+    those of layers without a window. Where no weights tell, it is that of the checkpoints in FP8 that were published
+    first: one for each KV head. Raises UserError for a stated number that does not divide the heads."""
+    if not fuses_projections(keys, family):
+        return 0
+    if keys.values.get(STRIPES) is None:
+        stripes = keys.positive("num_key_value_heads", heads)
+        return stripes if kv_heads % stripes == 0 else 1
+    stripes = keys.positive(STRIPES)
+    if kv_heads % stripes:
+        raise UserError(f"{keys.source}: {STRIPES} {stripes} does not divide the {kv_heads} KV heads of a layer.")
+    return stripes

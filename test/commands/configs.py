@@ -1,0 +1,130 @@
+"""Configs of checkpoints that people serve and that no config file here is of, written from the classes' defaults and
+from what model cards state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from srt.kernels import published
+
+Config = dict[str, Any]
+_FP8_BLOCKS: Config = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def _published(name: str) -> Config:
+    return dict(json.loads(published.config_files()[name].read_text()))
+
+
+def _laguna() -> Config:
+    """33.4B parameters: 48 heads in every fourth layer, 64 in those with a window."""
+    kinds = ["sliding_attention" if i % 4 else "full_attention" for i in range(40)]
+    yarn = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    return {
+        "architectures": ["LagunaForCausalLM"],
+        "model_type": "laguna",
+        "dtype": "bfloat16",
+        "vocab_size": 100352,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 48,
+        "num_attention_heads_per_layer": [64 if kind == "sliding_attention" else 48 for kind in kinds],
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "layer_types": kinds,
+        "sliding_window": 512,
+        "gating": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "moe_routed_scaling_factor": 2.5,
+        "mlp_layer_types": ["dense", *["sparse"] * 39],
+        "rope_parameters": {
+            "full_attention": {**yarn, "beta_fast": 64.0, "beta_slow": 1.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+    }
+
+
+def _mimo() -> Config:
+    """MiMo-V2.5's text in FP8, of MiMo-V2-Flash's sizes, with q, k and v as one tensor."""
+    fused = {"architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2"}
+    kept = [f"model.layers.{i}.self_attn.o_proj" for i in range(48)]
+    return {
+        **_published("MiMo-V2-Flash"),
+        **fused,
+        "attention_projection_layout": "fused_qkv",
+        "max_position_embeddings": 1048576,
+        "quantization_config": {**_FP8_BLOCKS, "ignored_layers": kept},
+    }
+
+
+def _mimo_pro() -> Config:
+    """MiMo-V2.5-Pro with experts in NVFP4 and attention in MXFP8: 70 layers, of which 10 see everything."""
+    layers = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(1, 70)}
+    for i in range(70):
+        names = ("self_attn.qkv_proj", "self_attn.o_proj", *(() if i else ("mlp",)))
+        layers |= {f"model.layers.{i}.{name}": {"quant_algo": "MXFP8"} for name in names}
+    return {
+        **_mimo(),
+        "num_hidden_layers": 70,
+        "hidden_size": 6144,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "swa_num_attention_heads": 128,
+        "hybrid_layer_pattern": [int(i % 7 > 0) for i in range(70)],
+        "moe_layer_freq": [int(i > 0) for i in range(70)],
+        "n_routed_experts": 384,
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": layers,
+        },
+    }
+
+
+def _kimi_linear(quantization: Config) -> Config:
+    return {**_published("Kimi-Linear-48B-A3B-Instruct"), "quantization_config": quantization}
+
+
+def _coder(group: int) -> Config:
+    """Qwen3-Coder-30B-A3B in AWQ."""
+    awq = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    awq["modules_to_not_convert"] = ["mlp.gate"]
+    return {**_published("Qwen3-30B-A3B"), "quantization_config": awq, "max_position_embeddings": 262144}
+
+
+_KIMI_KEPT = ["lm_head", "block_sparse_moe.gate", "self_attn"]
+CONFIGS: dict[str, Config] = {
+    "Laguna-XS.2": _laguna(),
+    "MiMo-V2.5": _mimo(),
+    "MiMo-V2.5-Pro-NVFP4-MXFP8": _mimo_pro(),
+    "Kimi-Linear-48B-A3B-FP8": _kimi_linear({**_FP8_BLOCKS, "modules_to_not_convert": _KIMI_KEPT[:2]}),
+    "Kimi-Linear-48B-A3B-NVFP4": _kimi_linear(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"*{name}*" for name in _KIMI_KEPT]}
+    ),
+    "Qwen3-Coder-30B-A3B-AWQ": _coder(128),
+    "Qwen3-Coder-30B-A3B-AWQ-g64": _coder(64),
+}
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """A directory with a config of these, or of the published ones, and no weights."""
+    if name not in CONFIGS:
+        return published.any_checkpoint(name, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return folder
