@@ -69,7 +69,7 @@ _FP8 = (1,)
 _ANY = (1, 2)
 _FP4 = (0,)
 _FP4_128, _FP4_256 = ((80, 80), (96, 96), (128, 128)), ((160, 160), (192, 128), (192, 192), (256, 256))
-"""Four-bit keys and values of other dims take the tiles of the next power of two, which their groups are filled up to."""
+"""Four-bit keys and values of other dims take the tiles of the next power of two, to which their groups are filled."""
 _NARROW = ((72, 72), (80, 80), (96, 96))
 _WIDEST = ((288, 256),)
 _LATENT = ((512, 512), MLA_LATENT)

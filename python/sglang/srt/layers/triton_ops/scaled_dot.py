@@ -163,7 +163,8 @@ def multiply(
     ONE_SCALE: tl.constexpr,
 ):
     """x[x_rows] @ w[w_rows]^T, and with TWO the same for w[w_rows + second] (otherwise twice the same): fp32 [M, N], or
-    [N, M] with SWAP. EVEN_K: BLOCK_K ("planes": 128 at least) divides K. ONE_SCALE ("group128"): all w_rows have one scale."""
+    [N, M] with SWAP. EVEN_K: BLOCK_K ("planes": 128 at least) divides K. ONE_SCALE ("group128"): all w_rows have one
+    scale."""
     if KIND == "group128":
         first, other = _group128(
             x, x_scale, x_rows, there, x_stride, xs_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
@@ -281,7 +282,7 @@ def _load_strip(at, left, ALWAYS: tl.constexpr):
     if ALWAYS:
         return tl.load(at)
     else:
-        return tl.load(at, mask=left > 0, other=0)
+        return tl.load(at, mask=left > 0, other=0.0)
 
 
 @triton.jit
