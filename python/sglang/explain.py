@@ -171,6 +171,7 @@ def explain(
         notes = (*notes, _of_attention_groups(planner, args, plan["max_total_num_tokens"]))
     return replace(
         nothing,
+        serving=replace(serving, library_prompts=any(c.need.op == "long_prompt_attention" for c in chosen.outcomes)),
         unfit=unfit,
         draft=draft,
         width=1 if settings is None else settings.num_draft_tokens,

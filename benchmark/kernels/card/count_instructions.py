@@ -73,7 +73,7 @@ def tiles(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
             for choice in _tiles_of(scheme, kind, arch):
                 variant = product_variant(kind, scheme, choice, 4096, 1024, 8, sorted(arch.features))
                 width = 2 if kind == "gate_up" else 1
-                weights = choice["BLOCK_N"] * width * STRIP / (32 * choice["num_warps"])
+                weights = choice["BLOCK_N"] * width * choice["BLOCK_K"] / (32 * choice["num_warps"])
                 yield tile_form(scheme, arch.features), tile_key(width, choice), longest_loop(variant, arch) / weights
 
 

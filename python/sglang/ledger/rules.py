@@ -98,6 +98,8 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm90", "decode_attention", "160x160/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "192x192/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/fp4_e2m1/", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "160x160/bfloat16/fp4_e2m1/", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "192x128/bfloat16/fp4_e2m1/", 28, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "256x256/bfloat16/fp4_e2m1/", 36, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "288x256/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "linear", "tiles/mxfp8", 8, "two registers under one of the two Triton versions"),

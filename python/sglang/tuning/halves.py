@@ -16,7 +16,6 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.halves_table import halves_from
 from sglang.srt.plan.halves import has_experts, why_whole
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.tuning.ops import AllReduce, Elementwise, Op
@@ -26,7 +25,6 @@ from sglang.tuning.steps import (
     TimedOp,
     head_ops,
     layer_ops,
-    step_of_group,
     time_step,
     timed,
     total,
@@ -126,7 +124,4 @@ def _ops(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tupl
     rows, quant = expert_rows(model, serving.ranks), model.expert_quant
     yield "embedding", Elementwise("embedding", 4.0 * step.tokens * model.hidden_size)
     for i, layer in enumerate(model.layers):
-        if isinstance(layer.mixer, GQA) and layer.mixer.qk_norm == "whole":  # two numbers of each token
-            tokens = step_of_group(step, serving.attn_dp_size).tokens
-            yield "all_reduce of norms", AllReduce(8 * tokens, serving.attn_tp_size)
         yield from layer_ops(model, i, layer, serving, step, rows, quant.scheme if quant else None)

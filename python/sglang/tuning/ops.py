@@ -137,9 +137,11 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class ExtendAttention:
-    """New tokens of prompts over themselves and what is cached."""
+    """New tokens of prompts over themselves and what is cached. `library`: by FlashInfer, as long prompts are where it
+    is installed and expected to be faster."""
 
     prompt: Prompt
+    library: bool = False
     kind: ClassVar[str] = "extend_attention"
     operand: ClassVar[str] = "half"
 

@@ -16,6 +16,7 @@ from typing import Any
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.bands import Bands, band_of
+from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, SKINNY_LEAST_N, SKINNY_MOST_ROWS
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
@@ -57,7 +58,7 @@ from sglang.tuning.served_attention import (
     served_prompt_seconds,
     shared_times,
 )
-from sglang.tuning.sglang_times import product_seconds
+from sglang.tuning.sglang_times import of_sglang, product_seconds
 from sglang.tuning.sparse_times import attention_seconds, choice_seconds
 from sglang.tuning.streaming import LAUNCH, of_pairs, of_rows, reading_seconds, streamed_seconds
 
@@ -134,11 +135,25 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
 def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.tokens == 1:
         return Predicted(LAUNCH + reading_seconds(op.num_bytes, arch), 0.1, "weights streamed once")
+    if _skinny(op):
+        seconds = LAUNCH + reading_seconds(op.num_bytes / SKINNY_SHARE, arch)
+        return Predicted(seconds, 0.15, "weights streamed once, by the matrix unit")
     seconds = product_seconds(tables_of(arch), "product/bf16/sglang", op)
     if seconds is None:
         ceiling = ceilings_of(arch)
         return Predicted(LIBRARY + 1.1 * ceiling.floor(op.num_bytes, op.operations), 0.2, "cuBLAS by the ceilings")
     return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.1, "cuBLAS as measured")
+
+
+SKINNY_SHARE = 0.95
+"""Of the rate at which one row's kernel reads weights, with 2 to 16 rows: on an H100 all products of Qwen3-8B took 5.34
+ms with one row, 5.59 with 4 and 5.74 with 16 (benchmark/results/2026-11-25-few-rows-h100.md)."""
+
+
+def _skinny(op: Linear) -> bool:
+    """Returns whether `skinny_gemm` computes it, whose rows of weights and of x share their reading."""
+    few = 1 < op.tokens <= SKINNY_MOST_ROWS and op.rows >= SKINNY_LEAST_N
+    return few and op.cols >= FEW_LEAST_K and op.cols % FEW_MULTIPLE == 0
 
 
 def kind_of(scheme: str, arch: ArchTraits) -> str:
@@ -292,6 +307,8 @@ def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
 
 def _extend(op: ExtendAttention, arch: ArchTraits) -> Predicted | None:
     prompt: Prompt = op.prompt
+    if op.library:
+        return _flashinfer(op, arch)
     latent = (prompt.head_dim, prompt.v_head_dim) == (192, 128) and prompt.heads == prompt.kv_heads
     name = "latent_prompt_attention" if latent else "extend_attention"
     choice = _attention_tile(name, (prompt.head_dim, prompt.v_head_dim), prompt.item, arch)
@@ -300,6 +317,20 @@ def _extend(op: ExtendAttention, arch: ArchTraits) -> Predicted | None:
     seconds = served_prompt_seconds(prompt, *choice, arch)
     error = 0.15 if arch.product in CONFIRMED else 0.3
     return Predicted(seconds, error, "matrix products and counted instructions")
+
+
+FLASHINFER = {128: 371.0 / 458.8, 256: 319.0 / 458.8}
+"""By head dim: the share of the best product's rate that FlashInfer's FA2 reached in prompts on an RTX PRO 6000."""
+
+
+def _flashinfer(op: ExtendAttention, arch: ArchTraits) -> Predicted:
+    """As SGLang was timed with it, where there is no prefix; otherwise by the rate that it reached."""
+    known = of_sglang(ExtendAttention(op.prompt), arch) if op.prompt.head_dim in FLASHINFER else None
+    if known is not None and not op.prompt.window:
+        return Predicted(known[0], 0.15, "FlashInfer as measured")
+    share = FLASHINFER.get(op.prompt.head_dim, FLASHINFER[256])
+    computed = op.operations / (share * ceilings_of(arch).products["half"])
+    return Predicted(LIBRARY + max(computed, reading_seconds(op.num_bytes, arch)), 0.3, "FlashInfer by its rate")
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnectio
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.srt.plan.recurrent import CHUNK_TOKENS, GatedDelta, Mamba2
@@ -48,7 +49,7 @@ from sglang.tuning.ops import (
     SelectedAttention,
     floor,
 )
-from sglang.tuning.predicted_times import Predicted, predicted
+from sglang.tuning.predicted_times import FLASHINFER, Predicted, predicted
 from sglang.tuning.rates import ceilings_of
 
 
@@ -270,6 +271,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
         dims = (mixer.head_dim, mixer.v_head_dim)
         size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
+        if mixer.qk_norm == "whole":
+            yield from _whole_norm(step.tokens, (heads + kv) * mixer.head_dim, tp)
         yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
         if mixer.output_gate:
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
@@ -284,7 +287,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
         else:
             local = _own_tokens(step, sharing)
-            yield _attention(local, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window)
+            long = serving.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
+            yield _attention(local, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
         yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
         yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, mixer.token_ranks(tp, serving.dcp_size))
@@ -323,15 +327,28 @@ def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tupl
     yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * width)
 
 
-def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int, window: int = 0) -> tuple[str, Op]:
+LONG_PROMPTS = 512
+"""Tokens of prompts from which a library computes them; a test holds it to that of `attention/sites`."""
+
+
+def _whole_norm(tokens: int, columns: int, ranks: int) -> Iterator[tuple[str, Op]]:
+    """Norms over the heads of all ranks, which sum two numbers of each token in fp32."""
+    yield "qk_whole_norm", Elementwise("qk_whole_norm", (6.0 if ranks > 1 else 4.0) * tokens * columns, min(ranks, 2))
+    if ranks > 1:
+        yield "all_reduce of norms", AllReduce(8 * tokens, ranks)
+
+
+def _attention(
+    step: Step, heads: int, kv: int, dims: tuple[int, int], item: int, window: int = 0, long: bool = False
+) -> tuple[str, Op]:
     name = " in a window" if window else ""
     if step.decodes:
         context = min(step.context, window) if window else step.context
         return "decode_attention" + name, DecodeAttention(Keys(step.batch, context, heads, kv, *dims, item))
-    prefix = step.context - step.new
-    return "extend_attention" + name, ExtendAttention(
-        Prompt(step.batch, step.new, heads, kv, *dims, prefix, window, item)
-    )
+    prompt = Prompt(step.batch, step.new, heads, kv, *dims, step.context - step.new, window, item)
+    if long and not step.verifies and dims[0] == dims[1] and dims[0] in FLASHINFER:
+        return "long_prompt_attention", ExtendAttention(prompt, library=True)
+    return "extend_attention" + name, ExtendAttention(prompt)
 
 
 def _own_tokens(step: Step, sharing: int) -> Step:
@@ -449,6 +466,23 @@ def _gated_streams(residual: GatedStreams, tokens: int, hidden: int) -> Iterator
     yield "gated_streams.up", Linear(tokens, width, residual.rank)
 
 
+FROM_HOST = 60.0
+"""How much slower a GPU reads rows in the host's memory over PCIe 5 than in its own: a guess, 25 GB/s of 1,540."""
+
+
+def _ngrams(table: NgramEmbedding, serving: Serving, tokens: int) -> Iterator[tuple[str, Op]]:
+    """The rows of a table of n-grams, of which each rank looks up those of its heads; and what the streams take of
+    them. Every row lies alone, and is read in whole pieces of 32 bytes."""
+    ranks, item = serving.attn_tp_size, KV_DTYPE_BYTES.get(table.table_dtype or serving.dtype, 2)
+    row = table.table_elements(ranks) / table.rank_rows(ranks) * item
+    pieces = 32.0 * math.ceil(row / 32) * (FROM_HOST if table.on_host else 1.0)
+    yield "ngram_embedding", Elementwise("ngram_embedding", tokens * table.num_heads / ranks * pieces, 2)
+    if ranks > 1:
+        yield "all_gather of n-grams", AllGather(2 * tokens * table.width, ranks)
+    gated = 2.0 * tokens * table.streams * table.stream_size * (3 + 2 * (table.taps > 1))
+    yield "ngram_embedding gates", Elementwise("ngram_embedding gates", gated, 2)
+
+
 def _mean_context(step: Step) -> int:
     """Tokens before one of the step, on average."""
     return step.context - (step.new - 1) // 2
@@ -460,7 +494,9 @@ def _feed_forward(
     """Yields the ops of a feed-forward block. With whole experts by rank, each rank has its share of the pairs, as if
     of fewer tokens that all choose here."""
     tp = serving.tp_size
-    if isinstance(ffn, Dense):
+    if isinstance(ffn, NgramEmbedding):
+        yield from _ngrams(ffn, serving, tokens)
+    elif isinstance(ffn, Dense):
         yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.padded_rows(tp))
     elif isinstance(ffn, MoE):
         yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)

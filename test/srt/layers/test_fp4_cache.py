@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.triton_ops import rope_store
+from sglang.srt.layers.triton_ops.fp4_rows import slot_stride
 from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 DEVICE = interpreter.DEVICE
@@ -98,6 +99,19 @@ def test_the_definition() -> None:
     values = torch.randn(64, 256)
     error = dequantize_fp4_rows(*quantize_fp4_rows(values, 0.01), 0.01) - values
     assert error.norm() / values.norm() < 0.1
+
+
+@pytest.mark.parametrize("dims", fp4_head_dims(), ids=str)
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+def test_slots_are_counted_in_what_divides_them(dims: tuple[int, int], heads: int) -> None:
+    """So that one form of a kernel serves any number of heads; the unit is a function of the head dim alone."""
+    for dim in dims:
+        unit = 8 if dim % 32 else 16
+        codes = torch.empty(5, heads, dim // 2, dtype=torch.uint8)
+        assert slot_stride(codes) * unit == heads * dim // 2
+        assert slot_stride(torch.empty(5, 2 * heads, dim // 2)[:, :heads]) * unit == heads * dim
+    with pytest.raises(AssertionError):
+        slot_stride(torch.empty(5, dims[0] // 2, heads).transpose(1, 2))
 
 
 @interpreter.kernel_test

@@ -289,7 +289,8 @@ def _rope_store_fp4() -> Iterator[Variant]:
     strides = ("row_stride", "k_codes_stride", "v_codes_stride")
     types |= dict.fromkeys((*strides, "k_scales_stride", "v_scales_stride"), "i32")
     served = {dim for dim, v_dim in fp4_head_dims() if dim == v_dim}
-    for dim, rot in (shape for shape in ROPE_SHAPES if shape[0] in served):
+    shapes = (*ROPE_SHAPES, *((dim, dim) for dim in OTHER_HEAD_DIMS))
+    for dim, rot in (shape for shape in shapes if shape[0] in served):
         for heads in (1, 4, 8):
             constants: dict[str, Any] = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot}
             constants |= {"NORM_Q": True, "NORM_K": True, "INTERLEAVED": False}
@@ -300,9 +301,9 @@ def _rope_store_fp4() -> Iterator[Variant]:
                 types,
                 constants,
                 rope_store.fp4_constants(dim, rot, heads),
-                strides,
+                strides[:1] if dim // 2 % 16 else strides,  # slots of an odd number of such heads
             )
-            yield variant
+            yield replace(variant, form_only=dim in OTHER_HEAD_DIMS)
             yield from _rope_store_forms(variant, (dim, rot))
 
 

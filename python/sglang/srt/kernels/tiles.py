@@ -68,6 +68,8 @@ _HALF = (2,)
 _FP8 = (1,)
 _ANY = (1, 2)
 _FP4 = (0,)
+_FP4_128, _FP4_256 = ((80, 80), (96, 96), (128, 128)), ((160, 160), (192, 128), (192, 192), (256, 256))
+"""Four-bit keys and values of other dims take the tiles of the next power of two, to which their groups are filled."""
 _NARROW = ((72, 72), (80, 80), (96, 96))
 _WIDEST = ((288, 256),)
 _LATENT = ((512, 512), MLA_LATENT)
@@ -198,13 +200,13 @@ ROWS: tuple[TileRow, ...] = (
     # Four-bit keys and values are widened in registers. Sizes are predictions: shared memory and registers are on
     # record, times are not measured.
     TileRow("extend_attention", ((64, 64),), _FP4, (_qkv(64, 32, 4, 2), _qkv(32, 32, 8, 2))),
-    TileRow("extend_attention", ((128, 128),), _FP4, (_qkv(64, 32, 8, 2), _qkv(32, 32, 8, 2))),
-    TileRow("extend_attention", ((256, 256),), _FP4, (_qkv(32, 32, 8, 2), _qkv(32, 16, 8, 2))),
+    TileRow("extend_attention", _FP4_128, _FP4, (_qkv(64, 32, 8, 2), _qkv(32, 32, 8, 2))),
+    TileRow("extend_attention", _FP4_256, _FP4, (_qkv(32, 32, 8, 2), _qkv(32, 16, 8, 2))),
     TileRow("extend_attention", ((512, 512),), _FP4, (_qkv(16, 16, 8, 2), _qkv(16, 16, 4, 2))),
     TileRow(
-        "decode_attention", ((64, 64), (128, 128)), _FP4, (_split(16, 64, 4, 2, 3), _split(16, 32, 4, 2, 4)),
+        "decode_attention", ((64, 64), *_FP4_128), _FP4, (_split(16, 64, 4, 2, 3), _split(16, 32, 4, 2, 4)),
     ),
-    TileRow("decode_attention", ((256, 256),), _FP4, (_split(16, 32, 4, 2, 3), _split(16, 16, 4, 2, 3))),
+    TileRow("decode_attention", _FP4_256, _FP4, (_split(16, 32, 4, 2, 3), _split(16, 16, 4, 2, 3))),
     TileRow("decode_attention", ((512, 512),), _FP4, (_split(16, 32, 8, 2, 2), _split(16, 16, 4, 2, 2))),
 )  # fmt: skip
 

@@ -197,6 +197,7 @@ class Serving:
     dp_lm_head: bool = False
     quantized_sums: str = "off"  # as --enable-quantized-all-reduce
     two_batch: str = "off"  # whether steps with prompts run as two halves: auto (where that is predicted to gain), on
+    library_prompts: bool = False  # whether a library's kernel computes long prompts, which times are predicted of
 
     @property
     def ranks(self) -> RankLayout:

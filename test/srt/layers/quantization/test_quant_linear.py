@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 import interpreter
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
@@ -19,6 +21,7 @@ from sglang.srt.layers.quantization.dense import shifted
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
 from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack, quantized_linear
+from sglang.srt.layers.triton_ops.scaled_dot import E4M3_OF_E2M1, _e4m3_of_e2m1
 
 DEVICE = interpreter.DEVICE
 WIDENS, NATIVE = arch_by_name("sm_90"), arch_by_name("sm_120")
@@ -176,6 +179,22 @@ def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.Monkey
     first = many_rows(x, held, SMALL)
     assert_close(first, expected(x, weight, held, rounded=True))
     assert torch.equal(many_rows(x, held, SMALL), first) and not held.arrivals.any()
+
+
+@triton.jit
+def converted_kernel(words, out, WORDS: tl.constexpr):
+    values = _e4m3_of_e2m1(tl.load(words + tl.arange(0, WORDS)[None, :])).to(tl.float32) * E4M3_OF_E2M1
+    tl.store(out + tl.arange(0, WORDS * 8)[None, :], values)
+
+
+@interpreter.kernel_test
+def test_every_pair_of_codes_is_converted_exactly() -> None:
+    """All 256 bytes, at every place of a word."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    data = torch.cat([codes.roll(shift) for shift in range(4)]).to(DEVICE)
+    out = torch.full((1, 2 * len(data)), float("nan"), device=DEVICE)
+    converted_kernel[(1,)](data.view(torch.int32), out, WORDS=len(data) // 4)
+    assert torch.equal(out[0], reference.decode_e2m1(reference.unpack_nibbles(data[None])[0]))
 
 
 @interpreter.kernel_test

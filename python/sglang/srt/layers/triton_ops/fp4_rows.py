@@ -9,6 +9,7 @@ Reference: `native_fp4.quantize_fp4_rows` and `dequantize_fp4_rows`.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -110,3 +111,11 @@ def load_fp4(
 def group_block(dim: int) -> int:
     """The power of two of groups that a row of `dim` columns takes."""
     return triton.next_power_of_2(dim // GROUP)
+
+
+def slot_stride(codes: torch.Tensor) -> int:
+    """The bytes between slots of codes [S, H, D / 2], in units of 16, or of 8 where D is an odd multiple of 16. Kernels
+    multiply by the unit: so they load codes in words, however many heads a slot has, in one form for all of them."""
+    unit = 8 if codes.shape[2] % 16 else 16
+    assert codes.stride(0) % unit == 0 and codes.stride(1) == codes.shape[2]
+    return codes.stride(0) // unit

@@ -333,7 +333,7 @@ def tile_launch(
     product: ScaledProduct, tile: Tile, cols: int, splits: int, features: Collection[str]
 ) -> dict[str, Any]:
     """Constants of `tiles_kernel`, and `chunk`, the columns of a split; the number of splits may get smaller."""
-    step = STRIP.value if product.kind == "planes" else max(tile["BLOCK_K"], STRIP.value)
+    step = max(tile["BLOCK_K"], STRIP.value)
     chunk = triton.cdiv(triton.cdiv(cols, splits), step) * step
     return {
         **tile,

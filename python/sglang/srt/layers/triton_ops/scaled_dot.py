@@ -163,7 +163,8 @@ def multiply(
     ONE_SCALE: tl.constexpr,
 ):
     """x[x_rows] @ w[w_rows]^T, and with TWO the same for w[w_rows + second] (otherwise twice the same): fp32 [M, N], or
-    [N, M] with SWAP. EVEN_K: BLOCK_K ("planes": 128) divides K. ONE_SCALE ("group128"): all w_rows have one scale."""
+    [N, M] with SWAP. EVEN_K: BLOCK_K ("planes": 128 at least) divides K. ONE_SCALE ("group128"): all w_rows have one
+    scale."""
     if KIND == "group128":
         first, other = _group128(
             x, x_scale, x_rows, there, x_stride, xs_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
@@ -172,12 +173,12 @@ def multiply(
     elif KIND == "planes" and ELEMENT == "e2m1" and GROUP == PAIR_PLANE:
         first, other = _planes_of_pairs(
             x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
-            TWO, BLOCK_M, BLOCK_N, EVEN_K, SWAP,
+            TWO, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP,
         )  # fmt: skip
     elif KIND == "planes":
         first, other = _planes(
             x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
-            TWO, ELEMENT, GROUP, BLOCK_M, BLOCK_N, EVEN_K, SWAP,
+            TWO, ELEMENT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP,
         )  # fmt: skip
     elif KIND == "mx":
         first, other = _block_scaled(
@@ -275,11 +276,23 @@ def _both(a_scale, w_scale, SWAP: tl.constexpr, ONE_SCALE: tl.constexpr):
 
 
 @triton.jit
+def _load_strip(at, left, ALWAYS: tl.constexpr):
+    """What belongs to a strip of planes that begins `left` columns before the end: zeros if that is none (ALWAYS: it
+    is there)."""
+    if ALWAYS:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=left > 0, other=0.0)
+
+
+@triton.jit
 def _planes(
     x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
     TWO: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
+    # The strips of a step are asked for together: 64 bytes of a row alone are slow to read.
+    STRIPS: tl.constexpr = BLOCK_K // STRIP if BLOCK_K > STRIP else 1
     k = tl.arange(0, PLANE)
     x_at = x + x_rows[:, None] * x_stride + k[None, :]
     w_at = w + w_rows[:, None] * w_stride + k[None, :]
@@ -289,20 +302,24 @@ def _planes(
     dtype: tl.constexpr = x.dtype.element_ty
     first = zeros(BLOCK_M, BLOCK_N, tl.float32, SWAP)
     other = first
-    for start in range(0, K, STRIP):
-        words = tl.load(w_at + start // PLANES)
-        if TWO:
-            second_words = tl.load(second_at + start // PLANES)
-        for plane in tl.static_range(PLANES):
-            column = start + plane * PLANE
-            a = load_rows_there(x_at + column, there, K - column, PLANE, EVEN_K)
-            if (plane * PLANE) % GROUP == 0:
-                scale = decode_scale(tl.load(ws_at + column // GROUP))[:, None]
-                if TWO:
-                    second_scale = decode_scale(tl.load(second_ws_at + column // GROUP))[:, None]
-            first = dot(a, widen(words, plane, scale, dtype, ELEMENT), first, SWAP)
+    for step in range(0, K, STRIPS * STRIP):
+        for strip in tl.static_range(STRIPS):
+            start = step + strip * STRIP
+            words = _load_strip(w_at + start // PLANES, K - start, EVEN_K or strip == 0)
             if TWO:
-                other = dot(a, widen(second_words, plane, second_scale, dtype, ELEMENT), other, SWAP)
+                second_words = _load_strip(second_at + start // PLANES, K - start, EVEN_K or strip == 0)
+            for plane in tl.static_range(PLANES):
+                column = start + plane * PLANE
+                a = load_rows_there(x_at + column, there, K - column, PLANE, EVEN_K)
+                if (plane * PLANE) % GROUP == 0:
+                    raw = _load_strip(ws_at + column // GROUP, K - start, EVEN_K or strip == 0)
+                    scale = decode_scale(raw)[:, None]
+                    if TWO:
+                        raw = _load_strip(second_ws_at + column // GROUP, K - start, EVEN_K or strip == 0)
+                        second_scale = decode_scale(raw)[:, None]
+                first = dot(a, widen(words, plane, scale, dtype, ELEMENT), first, SWAP)
+                if TWO:
+                    other = dot(a, widen(second_words, plane, second_scale, dtype, ELEMENT), other, SWAP)
     if ELEMENT == "e2m1" and dtype == tl.bfloat16:
         first, other = first * LIFT, other * LIFT
     return first, other
@@ -389,8 +406,10 @@ def _widened_strip(words, scales, dtype: tl.constexpr):
 @triton.jit
 def _planes_of_pairs(
     x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
-    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr,
 ):  # fmt: skip
+    STRIPS: tl.constexpr = BLOCK_K // STRIP if BLOCK_K > STRIP else 1
     # A whole strip at once where registers are left: wgmma takes it from them, and small blocks have few sums.
     WHOLE: tl.constexpr = SWAP or BLOCK_M == 16
     COLUMNS: tl.constexpr = STRIP if WHOLE else PAIR_PLANE
@@ -403,24 +422,26 @@ def _planes_of_pairs(
     dtype: tl.constexpr = x.dtype.element_ty
     first = zeros(BLOCK_M, BLOCK_N, tl.float32, SWAP)
     other = first
-    for start in range(0, K, STRIP):
-        words = tl.load(w_at + start // PLANES)
-        scales = tl.load(ws_at + start // STRIP)
-        if TWO:
-            second_words = tl.load(second_at + start // PLANES)
-            second_scales = tl.load(second_ws_at + start // STRIP)
-        if WHOLE:
-            a = load_rows_there(x_at + start, there, K - start, STRIP, EVEN_K)
+    for step in range(0, K, STRIPS * STRIP):
+        for strip in tl.static_range(STRIPS):
+            start = step + strip * STRIP
+            words = _load_strip(w_at + start // PLANES, K - start, EVEN_K or strip == 0)
+            scales = _load_strip(ws_at + start // STRIP, K - start, EVEN_K or strip == 0)
             if TWO:
-                other = dot(a, _widened_strip(second_words, second_scales, dtype), other, SWAP)
-            first = dot(a, _widened_strip(words, scales, dtype), first, SWAP)
-        else:
-            for plane in tl.static_range(PAIR_PLANES):
-                column = start + plane * PAIR_PLANE
-                a = load_rows_there(x_at + column, there, K - column, PAIR_PLANE, EVEN_K)
+                second_words = _load_strip(second_at + start // PLANES, K - start, EVEN_K or strip == 0)
+                second_scales = _load_strip(second_ws_at + start // STRIP, K - start, EVEN_K or strip == 0)
+            if WHOLE:
+                a = load_rows_there(x_at + start, there, K - start, STRIP, EVEN_K)
                 if TWO:
-                    other = dot(a, _widened_plane(second_words, second_scales, plane, dtype), other, SWAP)
-                first = dot(a, _widened_plane(words, scales, plane, dtype), first, SWAP)
+                    other = dot(a, _widened_strip(second_words, second_scales, dtype), other, SWAP)
+                first = dot(a, _widened_strip(words, scales, dtype), first, SWAP)
+            else:
+                for plane in tl.static_range(PAIR_PLANES):
+                    column = start + plane * PAIR_PLANE
+                    a = load_rows_there(x_at + column, there, K - column, PAIR_PLANE, EVEN_K)
+                    if TWO:
+                        other = dot(a, _widened_plane(second_words, second_scales, plane, dtype), other, SWAP)
+                    first = dot(a, _widened_plane(words, scales, plane, dtype), first, SWAP)
     if dtype == tl.bfloat16:
         first, other = first * LIFT, other * LIFT
     return first, other
@@ -434,8 +455,12 @@ def _block_scaled(
 ):  # fmt: skip
     # Two e2m1 to a byte; NVFP4 (groups of 16) has them on both sides.
     X_BYTES: tl.constexpr = BLOCK_K // 2 if GROUP == 16 else BLOCK_K
-    W_BYTES: tl.constexpr = BLOCK_K // 2 if ELEMENT == "e2m1" else BLOCK_K
-    xk, wk, g = tl.arange(0, X_BYTES), tl.arange(0, W_BYTES), tl.arange(0, BLOCK_K // GROUP)
+    if ELEMENT == "e2m1" and GROUP == 32:  # converted eight codes at a time
+        W_SIZE: tl.constexpr = BLOCK_K // PLANES
+        w, w_stride = w.to(tl.pointer_type(tl.int32)), w_stride // 4
+    else:
+        W_SIZE: tl.constexpr = BLOCK_K // 2 if ELEMENT == "e2m1" else BLOCK_K
+    xk, wk, g = tl.arange(0, X_BYTES), tl.arange(0, W_SIZE), tl.arange(0, BLOCK_K // GROUP)
     x_at = x + x_rows[:, None] * x_stride + xk[None, :]
     w_at = w + w_rows[:, None] * w_stride + wk[None, :]
     xs_at = x_scale + x_rows[:, None] * xs_stride + g[None, :]
@@ -444,16 +469,16 @@ def _block_scaled(
     other = first
     for start in range(0, K, BLOCK_K):
         # Columns past the end are zeros on both sides, with scales that are finite.
-        x_start, w_start, g_start = start * X_BYTES // BLOCK_K, start * W_BYTES // BLOCK_K, start // GROUP
+        x_start, w_start, g_start = start * X_BYTES // BLOCK_K, start * W_SIZE // BLOCK_K, start // GROUP
         left, g_left = K - start, tl.cdiv(K, GROUP) - g_start
-        x_left, w_left = left * X_BYTES // BLOCK_K, left * W_BYTES // BLOCK_K
+        x_left, w_left = left * X_BYTES // BLOCK_K, left * W_SIZE // BLOCK_K
         a = load_rows_there(x_at + x_start, there, x_left, X_BYTES, EVEN_K)
         a_scale = load_rows_there(xs_at + g_start, there, g_left, BLOCK_K // GROUP, EVEN_K)
-        b = load_rows(w_at + w_start, w_left, W_BYTES, EVEN_K)
+        b = load_rows(w_at + w_start, w_left, W_SIZE, EVEN_K)
         b_scale = load_rows(ws_at + g_start, g_left, BLOCK_K // GROUP, EVEN_K)
         first = _scaled_dot(a, a_scale, b, b_scale, first, ELEMENT, GROUP)
         if TWO:
-            c = load_rows(w_at + second * w_stride + w_start, w_left, W_BYTES, EVEN_K)
+            c = load_rows(w_at + second * w_stride + w_start, w_left, W_SIZE, EVEN_K)
             c_scale = load_rows(ws_at + second * ws_stride + g_start, g_left, BLOCK_K // GROUP, EVEN_K)
             other = _scaled_dot(a, a_scale, c, c_scale, other, ELEMENT, GROUP)
     if ELEMENT == "e2m1" and GROUP == 32:
@@ -476,9 +501,20 @@ def _scaled_dot(a, a_scale, w, w_scale, acc, ELEMENT: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def _e4m3_of_e2m1(packed):
-    """uint8 [N, K / 2] -> e4m3 [N, K], divided by E4M3_OF_E2M1: the code in the lowest exponent bits."""
-    low = ((packed & 8) << 4) | ((packed & 7) << 2)
-    high = (packed & 0x80) | ((packed & 0x70) >> 2)
-    both = tl.reshape(tl.join(low, high), (packed.shape[0], packed.shape[1] * 2))
-    return both.to(tl.float8e4nv, bitcast=True)
+def _bytes_of(words):
+    """int32 [N, W] -> uint8 [N, W, 2, 2], the lowest byte first."""
+    even = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
+    return tl.join(even, tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8)))
+
+
+@triton.jit
+def _e4m3_of_e2m1(words):
+    """int32 [N, K / 8] of eight codes -> e4m3 [N, K], divided by E4M3_OF_E2M1: the code in the lowest exponent bits.
+
+    Shifts and masks are those of four codes: compilers do not put instructions on bytes together to such."""
+    signs: tl.constexpr = -2139062144  # 0x80808080
+    codes: tl.constexpr = 0x1C1C1C1C
+    low = ((words << 4) & signs) | ((words << 2) & codes)
+    high = (words & signs) | ((words >> 2) & codes)
+    both = tl.join(_bytes_of(low), _bytes_of(high))
+    return tl.reshape(both, (words.shape[0], words.shape[1] * 8)).to(tl.float8e4nv, bitcast=True)

@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores, row
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace, head_tiles
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block, load_fp4
+from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block, load_fp4, slot_stride
 
 
 @triton.jit
@@ -68,15 +68,14 @@ def attend_fp4(
 
 
 @triton.jit(do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr", "prefix_lens_ptr"],
-            do_not_specialize=["num_tokens", "stride_kss", "stride_ksh", "stride_vss", "stride_vsh"])  # fmt: skip
+            do_not_specialize=["num_tokens", "stride_kcs", "stride_kss", "stride_vcs", "stride_vss"])  # fmt: skip
 def decode_fp4_kernel(
     q_ptr, o_ptr, k_cache_ptr, k_scales_ptr, v_cache_ptr, v_scales_ptr, req_to_token_ptr, req_pool_indices_ptr,
     seq_lens_ptr, prefix_lens_ptr, sinks_ptr, work_ptr, part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, num_tokens,
-    scale, v_scale, cap, window, stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kch, stride_kss,
-    stride_ksh, stride_vcs, stride_vch, stride_vss, stride_vsh, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
+    scale, v_scale, cap, window, stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kss, stride_vcs,
+    stride_vss, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_GV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], codes [S, Hkv, D/2 or Dv/2] and scales [S, Hkv, D/16 or Dv/16], uint8 -> as `decode_kernel`: o
     [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized output and log-sum-exp. Grid:
@@ -109,10 +108,12 @@ def decode_fp4_kernel(
     q_rows = q_row * stride_qb + head * stride_qh
     even_q, odd_q = load_pairs(q_ptr, q_rows, head_ok, BLOCK_G * 8, HEAD_DIM)
 
-    k_base = k_cache_ptr + kv_head * stride_kch
-    k_scale_base = k_scales_ptr + kv_head * stride_ksh
-    v_base = v_cache_ptr + kv_head * stride_vch
-    v_scale_base = v_scales_ptr + kv_head * stride_vsh
+    k_base = k_cache_ptr + kv_head * (HEAD_DIM // 2)
+    k_scale_base = k_scales_ptr + kv_head * (HEAD_DIM // 16)
+    v_base = v_cache_ptr + kv_head * (V_HEAD_DIM // 2)
+    v_scale_base = v_scales_ptr + kv_head * (V_HEAD_DIM // 16)
+    k_stride = stride_kcs * (8 if HEAD_DIM % 32 else 16)
+    v_stride = stride_vcs * (8 if V_HEAD_DIM % 32 else 16)
     slot_ptr = req_to_token_ptr + row * stride_rt
     even_acc = tl.zeros([BLOCK_H, BLOCK_GV * 8], dtype=tl.float32)
     odd_acc = tl.zeros([BLOCK_H, BLOCK_GV * 8], dtype=tl.float32)
@@ -131,7 +132,7 @@ def decode_fp4_kernel(
             keep = pos < end
             even_acc, odd_acc, row_max, row_sum = attend_fp4(
                 even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
-                tl.load(slot_ptr + pos), keep, keep[None, :], stride_kcs, stride_kss, stride_vcs, stride_vss, scale,
+                tl.load(slot_ptr + pos), keep, keep[None, :], k_stride, stride_kss, v_stride, stride_vss, scale,
                 cap, HEAD_DIM, V_HEAD_DIM, BLOCK_G, BLOCK_GV, BLOCK_N, False, HAS_CAP)  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
@@ -141,7 +142,7 @@ def decode_fp4_kernel(
             seen = visible(seen, pos, row_end, window, HAS_WINDOW)
         even_acc, odd_acc, row_max, row_sum = attend_fp4(
             even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
-            tl.load(slot_ptr + pos, mask=pos < end, other=0), keep, seen, stride_kcs, stride_kss, stride_vcs,
+            tl.load(slot_ptr + pos, mask=pos < end, other=0), keep, seen, k_stride, stride_kss, v_stride,
             stride_vss, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_G, BLOCK_GV, BLOCK_N, True, HAS_CAP)  # fmt: skip
 
     cols = 2 * tl.arange(0, BLOCK_GV * 8)
@@ -197,10 +198,10 @@ def decode_fp4_fwd(
         seq_lens if prefix_lens is None else prefix_lens, seq_lens if sinks is None else sinks, workspace.work,
         workspace.part_o, workspace.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LIFT * LOG2E,
         v_scale * LIFT, logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1),
-        k_cache.stride(0), k_cache.stride(1), k_group_scales.stride(0), k_group_scales.stride(1), v_cache.stride(0),
-        v_cache.stride(1), v_group_scales.stride(0), v_group_scales.stride(1), req_to_token.stride(0),
-        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_G=group_block(head_dim),
-        BLOCK_GV=group_block(v_head_dim), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        slot_stride(k_cache), k_group_scales.stride(0), slot_stride(v_cache), v_group_scales.stride(0),
+        req_to_token.stride(0), GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        BLOCK_G=group_block(head_dim), BLOCK_GV=group_block(v_head_dim), BLOCK_H=tile["BLOCK_H"],
+        BLOCK_N=tile["BLOCK_N"],
         HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
         **pdl.options(),

@@ -17,23 +17,22 @@ import triton.language as tl
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import attend_fp4, load_pairs
 from sglang.srt.layers.attention.triton_ops.extend_attention import _attend
-from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block
+from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block, slot_stride
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_blocks", "stride_kss", "stride_ksh", "stride_vss", "stride_vsh"],
+    do_not_specialize=["num_seqs", "num_blocks", "stride_kcs", "stride_kss", "stride_vcs", "stride_vss"],
     do_not_specialize_on_alignment=["req_pool_indices_ptr", "prefix_lens_ptr", "start_loc_ptr"],
 )
 def extend_fp4_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, k_cache_ptr, k_scales_ptr, v_cache_ptr, v_scales_ptr, req_to_token_ptr,
     req_pool_indices_ptr, prefix_lens_ptr, start_loc_ptr, sinks_ptr, num_seqs, num_blocks, num_kv_heads, scale, k_scale,
     v_scale, cap, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_kcs, stride_kch, stride_kss, stride_ksh, stride_vcs, stride_vch, stride_vss, stride_vsh, stride_rt,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    stride_kcs, stride_kss, stride_vcs, stride_vss, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], codes [S, Hkv, D/2 or Dv/2] and scales [S, Hkv, D/16 or Dv/16], uint8
     -> o [T, Hkv * GROUP, Dv]; `scale` and `cap` carry log2(e), k_scale and v_scale LIFT. Grid: (num_blocks * Hkv,)."""
@@ -76,10 +75,12 @@ def extend_fp4_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     even_q, odd_q = load_pairs(q_ptr, q_rows, row_ok, BLOCK_G * 8, HEAD_DIM)
-    k_base = k_cache_ptr + kv_head * stride_kch
-    k_scale_base = k_scales_ptr + kv_head * stride_ksh
-    v_base = v_cache_ptr + kv_head * stride_vch
-    v_scale_base = v_scales_ptr + kv_head * stride_vsh
+    k_base = k_cache_ptr + kv_head * (HEAD_DIM // 2)
+    k_scale_base = k_scales_ptr + kv_head * (HEAD_DIM // 16)
+    v_base = v_cache_ptr + kv_head * (V_HEAD_DIM // 2)
+    v_scale_base = v_scales_ptr + kv_head * (V_HEAD_DIM // 16)
+    k_stride = stride_kcs * (8 if HEAD_DIM % 32 else 16)
+    v_stride = stride_vcs * (8 if V_HEAD_DIM % 32 else 16)
     slot_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + seq) * stride_rt
     prefix_scale = scale * k_scale
     start = first_visible // BLOCK_N * BLOCK_N
@@ -90,7 +91,7 @@ def extend_fp4_kernel(
             keep = pos < prefix_len
             even_acc, odd_acc, row_max, row_sum = attend_fp4(
                 even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
-                tl.load(slot_ptr + pos), keep, keep[None, :], stride_kcs, stride_kss, stride_vcs, stride_vss,
+                tl.load(slot_ptr + pos), keep, keep[None, :], k_stride, stride_kss, v_stride, stride_vss,
                 prefix_scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_G, BLOCK_GV, BLOCK_N, False, HAS_CAP)  # fmt: skip
     for n in range(start, prefix_len, BLOCK_N):
         pos = n + offs_n
@@ -101,7 +102,7 @@ def extend_fp4_kernel(
             visible = visible & (pos[None, :] > q_pos[:, None] - window)
         even_acc, odd_acc, row_max, row_sum = attend_fp4(
             even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
-            tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0), keep, visible, stride_kcs, stride_kss, stride_vcs,
+            tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0), keep, visible, k_stride, stride_kss, v_stride,
             stride_vss, prefix_scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_G, BLOCK_GV, BLOCK_N, True,
             HAS_CAP)  # fmt: skip
     acc = tl.reshape(tl.join(even_acc, odd_acc), (BLOCK_M, BLOCK_DV)) * v_scale
@@ -188,11 +189,10 @@ def extend_fp4_fwd(
         q, k, v, o, k_cache, k_group_scales, v_cache, v_group_scales, req_to_token, req_pool_indices, prefix_lens,
         start_loc, q if sinks is None else sinks, num_seqs, num_blocks, num_kv_heads, scale * LOG2E, k_scale * LIFT,
         v_scale * LIFT, logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1), o.stride(0), o.stride(1), k_cache.stride(0), k_cache.stride(1),
-        k_group_scales.stride(0), k_group_scales.stride(1), v_cache.stride(0), v_cache.stride(1),
-        v_group_scales.stride(0), v_group_scales.stride(1), req_to_token.stride(0), GROUP=group, HEAD_DIM=head_dim,
-        V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe, BLOCK_DV=triton.next_power_of_2(v_head_dim),
-        BLOCK_G=group_block(head_dim), BLOCK_GV=group_block(v_head_dim), BLOCK_M=tile["BLOCK_M"],
-        BLOCK_N=tile["BLOCK_N"], CAUSAL=causal, HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0,
-        HAS_SINKS=sinks is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        v.stride(0), v.stride(1), o.stride(0), o.stride(1), slot_stride(k_cache),
+        k_group_scales.stride(0), slot_stride(v_cache), v_group_scales.stride(0), req_to_token.stride(0), GROUP=group,
+        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
+        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_G=group_block(head_dim), BLOCK_GV=group_block(v_head_dim),
+        BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal, HAS_WINDOW=sliding_window > 0,
+        HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
     )  # fmt: skip

@@ -206,7 +206,7 @@ def grouped_launch(
     product: ScaledProduct, tile: Mapping[str, int], depth: int, second: int, features: Collection[str]
 ) -> dict[str, Any]:
     """Constants of a grouped kernel. depth: columns of the weights; second: rows between gate and up, if both."""
-    step = STRIP.value if product.kind == "planes" else tile["BLOCK_K"]
+    step = max(tile["BLOCK_K"], STRIP.value) if product.kind == "planes" else tile["BLOCK_K"]
     shape = {
         "EVEN_K": depth % step == 0,
         "SWAP": swaps(dict(tile), product.kind, features),

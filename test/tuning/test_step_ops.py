@@ -1,0 +1,111 @@
+"""Which ops a step of a model is predicted of: what steps beside the usual ones have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from srt.kernels.published import configs
+
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.kernels.conditions import SKINNY_LEAST_N, SKINNY_MOST_ROWS
+from sglang.srt.layers.attention import sites
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.tuning import steps
+from sglang.tuning.attention_model import Prompt
+from sglang.tuning.ops import AllGather, AllReduce, Elementwise, ExtendAttention, Linear, Op
+from sglang.tuning.predicted_times import predicted
+from sglang.tuning.steps import Step, decode_step, ops_of, prefill_step, time_step, total
+
+CARD, GEFORCE = arch_by_name("rtx-pro-6000-server"), arch_by_name("rtx-5090")
+
+
+def model_of(name: str) -> ModelDescription:
+    return describe_model(configs()[name], None, False)
+
+
+def named(model: ModelDescription, serving: Serving, step: Step) -> dict[str, list[Op]]:
+    ops: dict[str, list[Op]] = {}
+    for name, op in ops_of(model, serving, step):
+        ops.setdefault(name, []).append(op)
+    return ops
+
+
+def test_long_prompts_are_those_of_a_server() -> None:
+    assert steps.LONG_PROMPTS == sites.LONG_PROMPTS
+
+
+@pytest.mark.parametrize("card", [CARD, GEFORCE], ids=["server", "5090"])
+def test_a_library_computes_long_prompts_where_it_is_chosen(card: ArchTraits) -> None:
+    model, serving = model_of("Qwen3-8B"), Serving("bfloat16", "bfloat16")
+    chosen = replace(serving, library_prompts=True)
+    assert "long_prompt_attention" not in named(model, serving, prefill_step(8192))
+    assert "extend_attention" in named(model, chosen, prefill_step(steps.LONG_PROMPTS - 1))
+    layers = named(model, chosen, prefill_step(steps.LONG_PROMPTS))
+    assert len(layers["long_prompt_attention"]) == len(model.layers) and "extend_attention" not in layers
+    by_triton, by_library = (
+        total(time_step(model, each, prefill_step(8192), card)).seconds for each in (serving, chosen)
+    )
+    assert by_library < by_triton
+    assert named(model, chosen, decode_step(4)).keys() == named(model, serving, decode_step(4)).keys()
+
+
+def test_layers_in_windows_and_narrow_heads_keep_their_kernel() -> None:
+    """Gemma 3 has one layer in six that attends to all tokens; heads of GPT-OSS have 64 dims."""
+    serving = Serving("bfloat16", "bfloat16", library_prompts=True)
+    gemma = named(model_of("Gemma-3-27B"), serving, prefill_step(8192))
+    assert len(gemma["extend_attention in a window"]) > 4 * len(gemma["long_prompt_attention"]) > 0
+    assert "long_prompt_attention" not in named(model_of("gpt_oss"), serving, prefill_step(8192))
+
+
+def test_a_prefix_takes_a_library_the_time_of_its_keys() -> None:
+    """No prompt behind a prefix was timed with it."""
+
+    def seconds(prefix: int) -> float:
+        time = predicted(ExtendAttention(Prompt(1, 4096, 32, 8, 128, 128, prefix, 0, 2), library=True), CARD)
+        assert time is not None
+        return time.seconds
+
+    # 4,096 tokens see 2,048 of each other on average, and all 8,192 before them.
+    assert 3.5 < seconds(8192) / seconds(0) < 6.5
+
+
+@pytest.mark.parametrize(("name", "layers"), [("MiniMax-M2.5", 62)])
+def test_norms_of_whole_rows_are_summed_over_ranks(name: str, layers: int) -> None:
+    model = model_of(name)
+    for tokens in (1, 64):
+        one, four = (named(model, Serving("bfloat16", "bfloat16", tp_size=tp), decode_step(tokens)) for tp in (1, 4))
+        assert "all_reduce of norms" not in one and len(one["qk_whole_norm"]) == layers
+        assert four["all_reduce of norms"] == [AllReduce(8 * tokens, 4)] * layers
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_rows_of_n_grams_are_read_once_for_a_token(tp_size: int) -> None:
+    """As many rows as a token's n-grams have, of all ranks together; each rank gathers them all."""
+    model = model_of("DeepSeek-V4.1-Flash")
+    tables = [layer.ngrams for layer in model.layers if layer.ngrams.weights(8, Serving("", "").ranks, 1)]
+    assert tables
+    ops = named(model, Serving("bfloat16", "bfloat16", tp_size=tp_size), decode_step(16))
+    assert len(ops["ngram_embedding"]) == len(tables)
+    for op, table in zip(ops["ngram_embedding"], tables, strict=True):
+        assert isinstance(op, Elementwise)
+        rows = 16 * table.num_heads / tp_size  # type: ignore[union-attr]
+        row = op.size / rows / (steps.FROM_HOST if table.on_host else 1)  # type: ignore[union-attr]
+        assert table.dim / 2 <= row < 2 * table.dim + 64 and row % 32 == 0  # type: ignore[union-attr]
+    gathered = ops.get("all_gather of n-grams", [])
+    assert len(gathered) == (len(tables) if tp_size > 1 else 0) and all(isinstance(op, AllGather) for op in gathered)
+
+
+def test_few_rows_of_16_bits_are_read_once() -> None:
+    """The kernels of one row, of up to 16, and cuBLAS: times grow with the rows, and by little up to 16."""
+
+    def seconds(tokens: int, rows: int = 6144) -> tuple[float, str]:
+        time = predicted(Linear(tokens, rows, 4096), CARD)
+        assert time is not None
+        return time.seconds, time.how
+
+    one, most = seconds(1), seconds(SKINNY_MOST_ROWS)
+    assert one[0] < most[0] < 1.15 * one[0]
+    assert seconds(2)[1] == most[1] != one[1]
+    assert seconds(SKINNY_MOST_ROWS + 1)[1] != most[1] != seconds(4, SKINNY_LEAST_N - 16)[1]
