@@ -138,11 +138,11 @@ def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
     if _skinny(op):
         seconds = LAUNCH + reading_seconds(op.num_bytes / SKINNY_SHARE, arch)
         return Predicted(seconds, 0.15, "weights streamed once, by the matrix unit")
-    seconds = product_seconds(tables_of(arch), "product/bf16/sglang", op)
-    if seconds is None:
+    measured = product_seconds(tables_of(arch), "product/bf16/sglang", op)
+    if measured is None:
         ceiling = ceilings_of(arch)
         return Predicted(LIBRARY + 1.1 * ceiling.floor(op.num_bytes, op.operations), 0.2, "cuBLAS by the ceilings")
-    return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.1, "cuBLAS as measured")
+    return Predicted(beyond_cache(measured, op.num_bytes, arch), 0.1, "cuBLAS as measured")
 
 
 SKINNY_SHARE = 0.95

@@ -20,7 +20,7 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
-from sglang.srt.managers.scheduler.intake import request_of
+from sglang.srt.managers.scheduler.intake import Intake
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
@@ -105,6 +105,7 @@ class Scheduler:
         self._alone = args.attn_dp_size == 1
         """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
+        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs)
         self.held_hidden = 0
         """Hidden states that these may come to hold."""
         self.outbox: list[BatchTokenIDOut] = []
@@ -512,7 +513,8 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
         self._expire(msg.received)
-        req, refusal = request_of(self, msg, seed, stop_ids)
+        num_queued = len(self.waiting) + len(self.compiling)
+        req, refusal = self.intake.request_of(msg, seed, stop_ids, num_queued, self.held_hidden)
         if refusal is not None:
             self.refuse(req, refusal)
             return None
