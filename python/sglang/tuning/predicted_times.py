@@ -136,8 +136,8 @@ def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.tokens == 1:
         return Predicted(LAUNCH + reading_seconds(op.num_bytes, arch), 0.1, "weights streamed once")
     if _skinny(op):
-        seconds = LAUNCH + reading_seconds(op.num_bytes / SKINNY_SHARE, arch)
-        return Predicted(seconds, 0.15, "weights streamed once, by the matrix unit")
+        reading = LAUNCH + reading_seconds(op.num_bytes / SKINNY_SHARE, arch)
+        return Predicted(reading, 0.15, "weights streamed once, by the matrix unit")
     seconds = product_seconds(tables_of(arch), "product/bf16/sglang", op)
     if seconds is None:
         ceiling = ceilings_of(arch)
