@@ -47,7 +47,6 @@ from sglang.tuning.predict import Palette, Point, best_pair, point, small_palett
 from sglang.tuning.search_space import (
     BATCH_SIZES,
     KINDS,
-    STRIP,
     MoeShape,
     candidates,
     deepest_stages,
@@ -86,11 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def worth_recording(shape: MoeShape, kind: str, tile: GroupedTile) -> bool:
     """A part of the space: weight rows of 64 to 256 bytes that divide the sum if they can, 64 to 256 of them (128 where
-    they are widened, which takes registers; but high blocks need more, else every warp widens all of them; rows of 128
-    bytes for low blocks alone, and in two stages, with which most programs share an SM); the deepest pipelines (of up
-    to 4 stages) that one and that two programs on an SM allow; 8 warps where 4 would hold many sums. Of one scale a
-    row, whose tiles were also timed on RTX PRO 6000 cards: rows from 32 on and either number of warps, because the
-    fastest there are among those."""
+    they are widened, which takes registers; but high blocks need more, else every warp widens all of them); the
+    deepest pipelines (of up to 4 stages) that one and that two programs on an SM allow; 8 warps where 4 would hold
+    many sums. Of one scale a row, whose tiles were also timed on RTX PRO 6000 cards: rows from 32 on and either number
+    of warps, because the fastest there are among those."""
     scheme, width = shape.scheme, 2 if kind == "gate_up" else 1
     sums = tile["BLOCK_M"] * tile["BLOCK_N"] * width // 128
     rows, timed = tile["BLOCK_N"] * width, scheme == "fp8_channel"
@@ -100,8 +98,6 @@ def worth_recording(shape: MoeShape, kind: str, tile: GroupedTile) -> bool:
         return False
     bits = SCHEMES[scheme].bits if scheme else 16
     row_bytes, ragged = tile["BLOCK_K"] * bits // 8, shape.depth(kind) % tile["BLOCK_K"] != 0
-    if widens(scheme, ARCH) and tile["BLOCK_K"] > STRIP:
-        return tile["BLOCK_M"] < 64 and tile["num_stages"] == 2
     if row_bytes > 256 or row_bytes < 64 or (ragged and tile["BLOCK_K"] > 128):
         return False
     if bits == 8 and row_bytes == 64 and shape.depth(kind) % 128 == 0:

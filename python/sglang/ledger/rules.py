@@ -83,8 +83,6 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "a register of the tile of 32 rows under Triton 3.6; a stage more spills nothing, and a third fewer blocks run",
     ),
     AcceptedSpill("sm120", "fused_moe", "down/mxfp4_mxfp8/ragged/bias", 12, _THREE_REGISTERS),
-    AcceptedSpill("sm120", "fused_moe", "gate_up/int4_g32/zero_points/even", 12, _THREE_REGISTERS),
-    AcceptedSpill("sm120", "linear", "tiles/nvfp4/widened/split", 8, _THREE_REGISTERS),
     AcceptedSpill("sm90", "fused_moe", "down/mxfp4/ragged/bias", 168, _FASTEST),
     AcceptedSpill("sm90", "fused_moe", "gate_up/fp8_block/", 48, _FASTEST),
     AcceptedSpill("sm120", "decode_attention", "", 40, _GUESSES),
@@ -92,7 +90,7 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "sm120",
         "fused_moe",
         "down/nvfp4/widened/",
-        80,
+        72,
         "one tile under Triton 3.6; widened are NVFP4 weights with 16-bit activations, and all without packed"
         " instructions",
     ),

@@ -27,7 +27,7 @@ BLOCK_N = {"gate_up": (16, 32, 64, 128), "down": (16, 32, 64, 128, 256)}
 BLOCK_K = (64, 128, 256)
 NUM_WARPS = (4, 8)
 STRIP = 128
-"""Columns that a step of widened four-bit weights takes at least."""
+"""Columns that a step of widened four-bit weights takes, whatever BLOCK_K is."""
 NUM_STAGES = (2, 3, 4, 5)
 MAX_ACCUMULATORS = 128
 """fp32 sums a thread may hold: with twice as many, nothing is left of its 255 registers for operands."""
@@ -105,7 +105,7 @@ def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -
         return f"larger than the weights: BLOCK_N {n} for {shape.columns(kind)} rows"
     if shape.scheme == "fp8_block" and k > 128:
         return f"scales: BLOCK_K {k} spans several blocks of 128"
-    if widens(shape.scheme, arch) and k < STRIP:
+    if widens(shape.scheme, arch) and k != STRIP:
         return f"no effect: widened weights are read {STRIP} columns at a time, not BLOCK_K {k}"
     least = least_shared_bytes(shape.scheme, kind, choice)
     if least > arch.smem_per_block:

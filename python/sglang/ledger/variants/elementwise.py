@@ -291,17 +291,19 @@ def _rope_store_fp4() -> Iterator[Variant]:
     served = {dim for dim, v_dim in fp4_head_dims() if dim == v_dim}
     shapes = (*ROPE_SHAPES, *((dim, dim) for dim in OTHER_HEAD_DIMS))
     for dim, rot in (shape for shape in shapes if shape[0] in served):
-        for heads in (1, 4, 8):
+        # Slots of an odd number of heads of 80 dims are no multiples of 16 bytes.
+        forms = {"": strides} | ({"/odd_heads": strides[:1]} if dim // 2 % 16 else {})
+        for heads, (form, divisible) in itertools.product((1, 4, 8), forms.items()):
             constants: dict[str, Any] = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot}
             constants |= {"NORM_Q": True, "NORM_K": True, "INTERLEAVED": False}
             variant = describe(
                 "qk_norm_rope_store",
-                f"{dim}r{rot}/fp4_e2m1/{heads}",
+                f"{dim}r{rot}/fp4_e2m1/{heads}{form}",
                 rope_store.qk_norm_rope_store_fp4_kernel,
                 types,
                 constants,
                 rope_store.fp4_constants(dim, rot, heads),
-                strides[:1] if dim // 2 % 16 else strides,  # slots of an odd number of such heads
+                divisible,
             )
             yield replace(variant, form_only=dim in OTHER_HEAD_DIMS)
             yield from _rope_store_forms(variant, (dim, rot))

@@ -32,8 +32,7 @@ def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Scaled
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group, "num_warps": warps, "num_stages": stages}
 
 
-# Few rows are read through narrow tiles, many at a time; K is split besides until all SMs read. "planes": of 256
-# columns, as the experts' (`fused_moe_triton.tiles`).
+# Few rows are read through narrow tiles, many at a time; K is split besides until all SMs read.
 TILES: Mapping[str, tuple[LinearTile, ...]] = {
     "scaled": (
         LinearTile(16, _tile(16, 32, 256, 1, 4, 4)),
@@ -50,8 +49,8 @@ TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(ANY, _tile(128, 128, 64, 8, 8, 4)),
     ),
     "planes": (
-        LinearTile(16, _tile(16, 64, 256, 1, 4, 3)),
-        LinearTile(32, _tile(32, 64, 256, 1, 4, 3)),
+        LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 8, 3)),
         LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
         LinearTile(ANY, _tile(128, 128, 128, 8, 8, 2)),
@@ -81,11 +80,6 @@ WIDE_TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
         LinearTile(512, _tile(64, 128, 128, 8, 4, 4)),
         LinearTile(ANY, _tile(128, 128, 128, 8, 8, 4)),
-    ),
-    "planes": (
-        LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
-        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
-        *TILES["planes"][2:],
     ),
     "mx": (
         *TILES["mx"][:3],

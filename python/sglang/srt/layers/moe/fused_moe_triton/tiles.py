@@ -43,8 +43,7 @@ def swaps(tile: GroupedTile, kind: str, features: Collection[str]) -> bool:
 _ANY = float("inf")
 
 # gate_up holds two BLOCK_N wide operands and accumulators. "planes": every warp widens the weights that it multiplies,
-# so that BLOCK_N above BLOCK_M has them widened once and not by each. Few rows are bound by reading: 256 columns are a
-# whole line of the L2 cache, 128 columns half of one.
+# so that BLOCK_N above BLOCK_M has them widened once and not by each.
 TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     "plain": (
         MoeTiles(12, tile(16, 32, 128, 1, 4, 4), tile(16, 64, 128, 1, 4, 4)),
@@ -65,8 +64,8 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
         MoeTiles(_ANY, tile(128, 64, 64, 8, 8, 4), tile(128, 128, 64, 8, 8, 4)),
     ),
     "planes": (
-        MoeTiles(12, tile(16, 64, 256, 1, 4, 2), tile(16, 128, 256, 1, 4, 2)),
-        MoeTiles(27, tile(32, 64, 256, 1, 4, 2), tile(32, 128, 256, 1, 4, 2)),
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
         MoeTiles(56, tile(64, 128, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
         MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 2), tile(128, 64, 128, 8, 4, 3)),
     ),
@@ -79,12 +78,12 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     # Packed e2m1 beside e4m3: each warp converts what it multiplies, which above 32 rows are the same weights for most,
     # unless the block has more columns than rows.
     "mx_e2m1": (
-        MoeTiles(12, tile(16, 64, 256, 1, 4, 3), tile(16, 64, 256, 1, 4, 3)),
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(36, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
         MoeTiles(_ANY, tile(64, 128, 128, 8, 8, 2), tile(64, 128, 128, 8, 4, 3)),
     ),
     "mx4": (
-        MoeTiles(12, tile(16, 64, 256, 1, 4, 3), tile(16, 128, 256, 1, 4, 3)),
+        MoeTiles(12, tile(16, 64, 256, 1, 4, 3), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 4)),
         MoeTiles(56, tile(64, 64, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
         MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 3), tile(128, 128, 128, 8, 8, 3)),
