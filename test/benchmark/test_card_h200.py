@@ -105,10 +105,10 @@ def test_every_form_that_is_widened_or_streamed_is_counted() -> None:
 
 
 def test_more_columns_than_rows_share_the_widening_out() -> None:
-    """What the tiles of e2m1 beside e4m3 were chosen by."""
+    """What the tiles of e2m1 beside e4m3 were chosen by: where each warp converts weights that others convert, too, it
+    takes more instructions."""
     counted = instructions.widening("mxfp4_mxfp8", "mma", to_half=False).counted
-    assert counted[2, 64, 128, 8] < 7 < 40 < counted[2, 64, 64, 8]
-    assert counted[1, 64, 128, 4] < 8 < 12 < counted[1, 64, 128, 8]
+    assert max(count for (_, m, n, _), count in counted.items() if n > m) < 3.6 < 4 < counted[1, 128, 128, 8]
 
 
 def test_loops_of_machine_code() -> None:
