@@ -181,6 +181,16 @@ def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.Monkey
     assert torch.equal(many_rows(x, held, SMALL), first) and not held.arrivals.any()
 
 
+@interpreter.kernel_test
+@pytest.mark.parametrize("cols", [512, 640])
+@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g128", "mxfp4", "nvfp4_a16"])
+def test_steps_of_two_strips_add_what_steps_of_one_do(scheme: str, cols: int) -> None:
+    """In the same order; also where the last step has one."""
+    held, x = pack(weight_of(scheme, (48, 16), cols), NATIVE), activations(7, cols)
+    assert held.product.kind == "planes"
+    assert torch.equal(many_rows(x, held, {**SMALL, "BLOCK_K": 256}), many_rows(x, held, SMALL))
+
+
 @triton.jit
 def converted_kernel(words, out, WORDS: tl.constexpr):
     values = _e4m3_of_e2m1(tl.load(words + tl.arange(0, WORDS)[None, :])).to(tl.float32) * E4M3_OF_E2M1
