@@ -46,7 +46,6 @@ _FASTEST_PROMPTS = "blocks of 32 and 64 heads, the fastest of the tiles for prom
 _LONG_ROWS = "rows of 53,248 elements: the MLP of Llama 3.1 405B whole, on one rank, which has no room for it"
 _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
-_THREE_REGISTERS = "three registers or fewer of one tile under Triton 3.6"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill(
         "sm120",
@@ -82,7 +81,9 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         8,
         "a register of the tile of 32 rows under Triton 3.6; a stage more spills nothing, and a third fewer blocks run",
     ),
-    AcceptedSpill("sm120", "fused_moe", "down/mxfp4_mxfp8/ragged/bias", 12, _THREE_REGISTERS),
+    AcceptedSpill(
+        "sm120", "fused_moe", "down/mxfp4_mxfp8/ragged/bias", 12, "three registers of one tile under Triton 3.6"
+    ),
     AcceptedSpill("sm90", "fused_moe", "down/mxfp4/ragged/bias", 168, _FASTEST),
     AcceptedSpill("sm90", "fused_moe", "gate_up/fp8_block/", 48, _FASTEST),
     AcceptedSpill("sm120", "decode_attention", "", 40, _GUESSES),
