@@ -2,13 +2,15 @@
 """Prompts as two halves and sums in eight bits, each without and with the other, on two GPUs; about four minutes.
 
     python benchmark/parallel/halves.py [--shapes glm,dense] [--tokens 8192] [--device cuda] [--links host,peers]
+        [--kernels] [--skip-tokens]
 
 For each way between the GPUs (host: NCCL without peer-to-peer copies, as a stand-in for PCIe cards that have none):
 the embedded model's greedy tokens in all four settings, then the time of a prompt of a few layers of GLM-4.7-FP8 and of
 a dense FP8 model of Qwen3-32B's shapes with random weights. Beside it stands what the time of the same prompt without
-sums and the time of a sum predict (`sglang.tuning.halves.in_turns`). Ends with status 1 if halves change more answers
-of the embedded model than roundings explain. `--device cpu` shows over gloo that it runs, with small shapes and times
-that do not count.
+sums and the time of a sum predict (`sglang.tuning.halves.in_turns`), and how long the host takes to launch it: what is
+not shorter than the whole is bound by the host. `--kernels` adds the kernels whose time differs most between the prompt
+whole and in halves, without sums. Ends with status 1 if halves change more answers of the embedded model than roundings
+explain. `--device cpu` shows over gloo that it runs, with small shapes and times that do not count.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.environ import adopt_environment  # noqa: E402
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner  # noqa: E402
 from sglang.srt.mem_cache.kv_table import KVTable  # noqa: E402
-from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
+from sglang.srt.model_executor.model_runner import ModelRunner, padding_step  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.log import configure_logging  # noqa: E402
 from sglang.tuning.halves import SLOWDOWN, Stretch, in_turns  # noqa: E402
@@ -62,6 +64,7 @@ LINKS = {
     "peers": ({}, {}),
 }
 LEAST, TIMES, NEW_TOKENS, LIMIT_S = 1024, 5, 24, 280
+KERNELS_SHOWN = 14
 SAME_ANSWERS = 0.6
 """In bf16: a prompt that is cut attends to its first part in the cache, so that sums of another order decide ties."""
 
@@ -140,18 +143,48 @@ def compare_tokens(runner: ModelRunner, vocab: int) -> dict[str, Any]:
     return {"tokens": found}
 
 
-def time_prompt(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
+def launch_ms(runner: ModelRunner, num_tokens: int) -> float:
+    """Median of the milliseconds until the host has launched the prompt, whatever the device still has to do."""
+    found = []
+    for _ in range(TIMES):
+        synchronize()
+        started = time.perf_counter()
+        with runner.without_graphs():
+            result = runner.run(padding_step(num_tokens, 0, runner.state.guesses))
+        found.append(1e3 * (time.perf_counter() - started))
+        result.wait()
+    return float(np.median(found))
+
+
+def kernel_ms(runner: ModelRunner, num_tokens: int) -> dict[str, tuple[float, int]]:
+    """Milliseconds and launches of the kernels of a prompt, by name."""
+    synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        runner.run_padding(num_tokens)
+        synchronize()
+    return {
+        event.key: (event.self_device_time_total / 1e3, event.count)
+        for event in profile.key_averages()
+        if event.self_device_time_total > 0
+    }
+
+
+def time_prompt(runner: ModelRunner, num_tokens: int, kernels: bool) -> dict[str, Any]:
     group, hidden = parallel_state.groups().tp, runner.plan.description.hidden_size
-    found: dict[str, Any] = {"measured": {}, "sums": {}, "blocks": 2 * len(runner.model.layers)}
+    found: dict[str, Any] = {"measured": {}, "sums": {}, "launched": {}, "blocks": 2 * len(runner.model.layers)}
     for setting in SETTINGS:
         with applied(runner, setting, LEAST):
             found["measured"][str(setting)] = median_ms(lambda: runner.run_padding(num_tokens))
+            found["launched"][str(setting)] = launch_ms(runner, num_tokens)
             rows = num_tokens // 2 if setting.halves else num_tokens
             x = torch.zeros((rows, hidden), dtype=runner.model.dtype, device=runner.device)
             found["sums"][str(setting)] = median_ms(lambda x=x: group.all_reduce(x))
     for setting in SETTINGS[:2]:
         with applied(runner, setting, LEAST), without_sums():
             found["sums"][f"{setting} without"] = median_ms(lambda: runner.run_padding(num_tokens))
+            found["launched"][f"{setting} without"] = launch_ms(runner, num_tokens)
+            if kernels and torch.cuda.is_available():
+                found.setdefault("kernels", {})[str(setting)] = kernel_ms(runner, num_tokens)
     return found
 
 
@@ -165,18 +198,23 @@ def predicted_ms(found: dict[str, Any], setting: Setting) -> float:
     return in_turns(half, half, SLOWDOWN)
 
 
-def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, output: Path) -> None:
+def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, output: Path, kernels: bool) -> None:
     configure_logging("warning", f"TP{rank}")
     with torch.inference_mode():
         runner = create_runner(args, rank, meeting)
-        found = time_prompt(runner, num_tokens) if num_tokens else compare_tokens(runner, runner.plan.model.vocab_size)
+        if num_tokens:
+            found = time_prompt(runner, num_tokens, kernels)
+        else:
+            found = compare_tokens(runner, runner.plan.model.vocab_size)
     if rank == 0:
         output.write_text(json.dumps(found))
     parallel_state.meet()
     parallel_state.shutdown()
 
 
-def run(folder: Path, config: Path, num_tokens: int, links: str, device: str) -> dict[str, Any] | None:
+def run(
+    folder: Path, config: Path, num_tokens: int, links: str, device: str, kernels: bool = False
+) -> dict[str, Any] | None:
     """What rank 0 has seen; None if a rank failed or time was over."""
     environment, flags = LINKS[links]
     small: dict[str, Any] = {"max_total_tokens": 4096} if device == "cpu" else {"mem_fraction_static": 0.8}
@@ -192,7 +230,9 @@ def run(folder: Path, config: Path, num_tokens: int, links: str, device: str) ->
     os.environ.update(environment)
     context = multiprocessing.get_context("spawn")
     meeting = f"file://{folder}/{config.name}.{links}"
-    ranks = [context.Process(target=rank_process, args=(r, args, num_tokens, meeting, output)) for r in range(2)]
+    ranks = [
+        context.Process(target=rank_process, args=(r, args, num_tokens, meeting, output, kernels)) for r in range(2)
+    ]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + LIMIT_S
@@ -230,16 +270,31 @@ def show_tokens(found: dict[str, Any], links: str, least: float) -> bool:
 
 
 def show_times(found: dict[str, Any], name: str, links: str) -> None:
-    print(f"\n{links}, {name}, ms of a prompt | measured | predicted | times as fast | a sum", flush=True)
+    print(f"\n{links}, {name}, ms of a prompt | measured | launched | predicted | times as fast | a sum", flush=True)
     for setting in SETTINGS:
         measured, neither = found["measured"][str(setting)], found["measured"]["neither"]
         print(
-            f"{setting!s:>12} | {measured:9.2f} | {predicted_ms(found, setting):9.2f} | {neither / measured:5.2f}"
+            f"{setting!s:>12} | {measured:9.2f} | {found['launched'][str(setting)]:9.2f} | {predicted_ms(found, setting):9.2f} | {neither / measured:5.2f}"
             f" | {found['sums'][str(setting)]:7.3f}",
             flush=True,
         )
     whole, halves = (found["sums"][f"{setting} without"] for setting in SETTINGS[:2])
+    launched = (found["launched"][f"{setting} without"] for setting in SETTINGS[:2])
     print(f"without sums | {whole:9.2f} whole, {halves:9.2f} in halves", flush=True)
+    print("    launched | {:9.2f} whole, {:9.2f} in halves".format(*launched), flush=True)
+    if "kernels" in found:
+        show_kernels(found["kernels"])
+
+
+def show_kernels(found: dict[str, dict[str, tuple[float, int]]]) -> None:
+    whole, halves = (found[str(setting)] for setting in SETTINGS[:2])
+    totals = [sum(ms for ms, _ in kernels.values()) for kernels in (whole, halves)]
+    print("     kernels | {:9.2f} whole, {:9.2f} in halves".format(*totals), flush=True)
+    none = (0.0, 0)
+    more = {name: halves.get(name, none)[0] - whole.get(name, none)[0] for name in whole | halves}
+    for name in sorted(more, key=lambda name: -abs(more[name]))[:KERNELS_SHOWN]:
+        (one, count), (other, times) = whole.get(name, none), halves.get(name, none)
+        print(f"{one:9.2f} ms in {count:4}, {other:9.2f} ms in {times:4}: {name[:90]}", flush=True)
 
 
 def main() -> int:
@@ -247,6 +302,8 @@ def main() -> int:
     parser.add_argument("--shapes", default="glm,dense")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--links", default="host,peers")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--skip-tokens", action="store_true", help="of the embedded model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     adopt_environment()
@@ -255,11 +312,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="halves-") as directory:
         folder = Path(directory)
         for links in options.links.split(","):
-            found = run(folder, Path(DEFAULT_MODEL_PATH), 0, links, options.device)
-            least = 1.0 if options.device == "cpu" else SAME_ANSWERS
-            right &= found is not None and show_tokens(found, links, least)
+            if not options.skip_tokens:
+                found = run(folder, Path(DEFAULT_MODEL_PATH), 0, links, options.device)
+                least = 1.0 if options.device == "cpu" else SAME_ANSWERS
+                right &= found is not None and show_tokens(found, links, least)
             for name in options.shapes.split(","):
-                found = run(folder, write_config(name, options.device, folder), num_tokens, links, options.device)
+                config = write_config(name, options.device, folder)
+                found = run(folder, config, num_tokens, links, options.device, options.kernels)
                 if found is None:
                     print(f"{links}, {name}: no result", flush=True)
                     right = False

@@ -5,7 +5,7 @@
 
 Other options are the server's. Weights are loaded once; graphs are captured again for each way. With --turn it says
 FILE.ready when it could begin, and begins when there is a FILE: several of these can start side by side and be measured
-one after the other. The output has a row for each way and batch size; with --profile also the kernels that take longest
+one after the other. --one-way leaves out the other ways. The output has a row for each way and batch size; with --profile also the kernels that take longest
 in a prompt, and those of a decode step.
 """
 
@@ -55,6 +55,7 @@ class Order:
     output: Path
     turn: Path | None
     profile: bool
+    one_way: bool
     batch_sizes: tuple[int, ...]
     input_len: int
     output_len: int
@@ -172,7 +173,7 @@ def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
     """Writes what it has after each way."""
     bench, _ = bench_one_batch.BenchArgs.parse(["--model-path", "-", "--result-filename", ""])
     compute, found = one_prompt(runner, kv, order.input_len), dict[str, Any]()
-    choices = ways()
+    choices = dict(list(ways().items())[: 1 if order.one_way else None])
     for number, (name, reducer) in enumerate(choices.items()):
         if number:
             switch_to(runner, reducer, order.input_len)
@@ -224,6 +225,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--turn", type=Path)
     parser.add_argument("--profile", action="store_true", help="Say which kernels a prompt takes longest in.")
+    parser.add_argument("--one-way", action="store_true", help="Only what the server has chosen.")
     parser.add_argument("--batch-sizes", default="1,16,64")
     parser.add_argument("--lengths", default=f"{INPUT_LEN},{OUTPUT_LEN}", help="Tokens of a prompt and of an output.")
     options, rest = parser.parse_known_args()
@@ -234,7 +236,9 @@ def main() -> int:
     if args.max_running_requests is None:
         args.max_running_requests = max(batch_sizes)
     args.cuda_graph_bs = list(batch_sizes)
-    order = Order(args, options.output, options.turn, options.profile, batch_sizes, input_len, output_len)
+    order = Order(
+        args, options.output, options.turn, options.profile, options.one_way, batch_sizes, input_len, output_len
+    )
     num_ranks = asked_layout(args).world_size
     if num_ranks == 1:
         run_rank(order, 0, None)

@@ -2,7 +2,7 @@
 """This server and upstream SGLang on the same GPU in one run: latency of one batch, and throughput under load.
 
     python benchmark/peers/compare.py --peer-site DIR --model DIR [--model DIR] --out results.json
-        [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256]
+        [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256] [--context-length N]
 
 `--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models
 need a config.json and a tokenizer; weights are random. One load generator (ours) drives both servers. Prints
@@ -63,8 +63,9 @@ class Side:
         ]
 
 
-IN_ONE_STEP = ("--chunked-prefill-size", "-1")
-"""All prompts of a batch at once, which upstream's benchmark of batches does whatever its server would."""
+IN_ONE_STEP = ("--chunked-prefill-size", str(max(BATCH_SIZES) * INPUT_LEN))
+"""All prompts of a batch at once, which upstream's benchmark of batches does whatever its server would. Not -1: that
+asks for memory for a step of a whole context, which for a million tokens no GPU has."""
 
 
 def latency(side: Side, model: str, *flags: str) -> list[dict[str, float]]:
@@ -221,16 +222,20 @@ def main() -> None:
     parser.add_argument("--peer-backends", default="triton,flashinfer")
     parser.add_argument("--peer-server-backend", default="flashinfer")
     parser.add_argument("--peer-flags", default="", help="More flags of the peer, in one argument.")
+    parser.add_argument(
+        "--context-length", help="Of both sides, where a model's own would fill the memory with tables."
+    )
     parser.add_argument("--concurrency", default="64,256")
     parser.add_argument("--port", type=int, default=PORT, help="One for each GPU that compares at the same time.")
     args = parser.parse_args()
     log_dir = args.out.parent
     concurrencies = [int(c) for c in args.concurrency.split(",")]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ours = Side("ours", our_path, {}, [], log_dir)
+    context = ["--context-length", args.context_length] if args.context_length else []
+    ours = Side("ours", our_path, {}, context, log_dir)
     sides = [ours]
     if args.peer_site:
-        flags = ["--sampling-backend", "pytorch", *shlex.split(args.peer_flags)]
+        flags = [*context, "--sampling-backend", "pytorch", *shlex.split(args.peer_flags)]
         sides += [
             Side(f"peer_{b}", peer_path(args.peer_site), PEER_ENV, [*flags, "--attention-backend", b], log_dir)
             for b in args.peer_backends.split(",")

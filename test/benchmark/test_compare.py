@@ -27,3 +27,9 @@ def test_every_ratio_of_a_server_that_is_twice_as_good_is_two() -> None:
 def test_a_peer_that_served_nothing_leaves_our_figures() -> None:
     text = compare.table({"models/Tiny": {"ours": side(1), "peer_triton": {}}})
     assert "output tok/s" in text and "x)" not in text
+
+
+def test_a_step_has_as_many_tokens_as_the_largest_batch() -> None:
+    """Memory is planned for a step of so many tokens; -1 would plan for one of a whole context."""
+    flag, tokens = compare.IN_ONE_STEP
+    assert flag == "--chunked-prefill-size" and int(tokens) == max(compare.BATCH_SIZES) * compare.INPUT_LEN

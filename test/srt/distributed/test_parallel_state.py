@@ -17,6 +17,20 @@ from sglang.srt.plan.ranks import RankLayout, even_slice
 PAYLOADS = [b"", b"x", *((bytes(range(256)) * 4)[: 1015 + i] for i in range(3)), bytes(range(256)) * 1000]
 
 
+class _Recorded:
+    """Adds up by the library, and says so."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.sums = group, 0
+
+    def can_serve_tensor(self, x: torch.Tensor) -> bool:
+        return x.is_contiguous()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return self.group.library_all_reduce(x)
+
+
 class _OfVectors:
     """Serves four values."""
 
@@ -50,10 +64,22 @@ def _rank(rank: int, size: int, folder: str) -> None:
     assert torch.equal(groups.tp.exchange((parts + 100 * rank).T.contiguous().T), expected)
 
     for_each = torch.arange(4.0 * size).view(size, 2, 2) + 100 * rank
-    assert torch.equal(
-        groups.tp.reduce_scatter(for_each),
-        torch.arange(4.0 * size).view(size, 2, 2)[rank] * size + 100 * sum(range(size)),
-    )
+    expected_share = torch.arange(4.0 * size).view(size, 2, 2)[rank] * size + 100 * sum(range(size))
+    assert torch.equal(groups.tp.reduce_scatter(for_each), expected_share)
+
+    recorded = _Recorded(groups.tp)
+    groups.tp.reduce_with(recorded, adds_up_to=size * 32)
+    values = torch.arange(8.0).view(2, 4) - 10 * rank  # with a sign, and of a multiple of 16 bytes
+    everyones = [torch.arange(8.0).view(2, 4) - 10 * r for r in range(size)]
+    for dim in (0, 1, -1):
+        assert torch.equal(groups.tp.gather_values(values.clone(), dim), torch.cat(everyones, dim))
+        assert torch.equal(groups.tp.gather_values(values.T, dim), torch.cat([t.T for t in everyones], dim))
+        assert torch.equal(groups.tp.all_gather_rows(values.long()), torch.cat(everyones).long()), "never numbers alone"
+    assert recorded.sums == 6
+    scattered = groups.tp.reduce_scatter(for_each.clone())
+    assert recorded.sums == 7 and torch.equal(scattered, expected_share)
+    assert torch.equal(groups.tp.gather_values(values.repeat(4, 1), 0), torch.cat([t.repeat(4, 1) for t in everyones]))
+    assert recorded.sums == 7, "many bytes are the library's"
 
     groups.experts.reduce_with(_OfVectors())
     assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"

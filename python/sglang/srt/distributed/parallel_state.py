@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
+from sglang.srt.distributed.quantized_sums import DTYPES, PeerSums, QuantizedSums
 from sglang.srt.distributed.turns import Turns
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
@@ -67,6 +67,7 @@ class Group:
         self.rank, self.size = rank, size
         self._process_group = process_group
         self._reducer: Reducer | None = None
+        self._adds_up_to = 0
         self._quantized: QuantizedSums | None = None
         self.peers: PeerSums | None = None
         """What can add up quantized values in peers' memory."""
@@ -77,9 +78,16 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.rank} of {self.size})"
 
-    def reduce_with(self, reducer: Reducer) -> None:
-        """Use this before the library's all-reduce from now on; before the first graph is captured."""
-        self._reducer = reducer
+    def reduce_with(self, reducer: Reducer, adds_up_to: int = 0) -> None:
+        """Use this before the library's all-reduce from now on; before the first graph is captured. adds_up_to: the
+        bytes of all ranks' parts up to which it also gathers, as a sum in which other ranks' parts are zeros."""
+        self._reducer, self._adds_up_to = reducer, adds_up_to
+
+    def adds_up(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Returns whether parts of all ranks of so many bytes are exchanged as a sum, which keeps numbers, but not the
+        sign of zeros; alike on all ranks."""
+        travels = self._turns is not None and self._turns.under_way
+        return nbytes <= self._adds_up_to and not travels and nbytes % 16 == 0 and dtype in DTYPES
 
     def quantize_with(self, sums: QuantizedSums) -> None:
         """Use this before anything else for what it covers, from now on; before the first graph is captured."""
@@ -149,12 +157,21 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
+    def gather_values(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """As `all_gather`, of numbers alone: zeros may lose their sign."""
+        if not self.adds_up(self.size * x.nbytes, x.dtype):
+            return self.all_gather(x, dim)
+        dim %= x.dim()
+        whole = x.new_zeros((*x.shape[:dim], self.size, *x.shape[dim:]))
+        whole.select(dim, self.rank).copy_(x)
+        return self.all_reduce(whole, exact=True).flatten(dim, dim + 1)
+
     def all_gather_rows(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Rows [T, ...] of each rank -> [ranks * T, ...], as `all_gather` along dim 0; unless `exact` quantized where a
         sum of as many is: then also this rank's own."""
         quantized = self._quantized_for(x, exact)
         if quantized is None or self.size == 1:
-            return self.all_gather(x, dim=0)
+            return self.gather_values(x, dim=0)
         return self._travel("gather", x, lambda: quantized.all_gather(x))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,6 +191,8 @@ class Group:
     def _scattered(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
         if (quantized := self._quantized_for(x[0], exact)) is not None:
             return quantized.reduce_scatter(x)
+        if self.adds_up(x.nbytes, x.dtype):
+            return self._summed(x.contiguous(), exact=True)[self.rank]
         total = torch.empty_like(x[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(total, x.contiguous().flatten(0, 1), group=self.communicator())
         return total

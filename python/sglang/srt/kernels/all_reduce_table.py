@@ -94,6 +94,29 @@ def quantized_from(topology: Topology | None, ranks: int) -> tuple[int, str]:
     return 4 * MIB, f"{_HALF_THE_BYTES}, of more ranks than the table has"
 
 
+@dataclass(frozen=True, slots=True)
+class GatherBand:
+    """Up to `most` bytes of all ranks' parts are gathered and exchanged as a sum, whose other parts are zeros."""
+
+    topologies: frozenset[Topology]
+    ranks: frozenset[int]
+    most: int
+    reason: str
+
+
+GATHERS: tuple[GatherBand, ...] = (
+    GatherBand(_NVLINK, _ranks(2, 2), 1 * MIB, "predicted: one shot up to 8 us, where NCCL has 11.7 for anything"),
+    GatherBand(_NVLINK, _ranks(3, 8), 256 * KIB, "predicted: one shot up to 7 us, where NCCL has 14.6 for anything"),
+    GatherBand(PCIE, _ranks(2, 2), 128 * KIB, "predicted: half of NCCL's latency, for twice the bytes"),
+    GatherBand(PCIE, _ranks(3, 8), 16 * KIB, "predicted: packed sums, 7.5 us where NCCL has 24"),
+)  # fmt: skip
+
+
+def gathers_up_to(topology: Topology, ranks: int) -> int:
+    """Bytes of all ranks' parts up to which a sum gathers them."""
+    return next((band.most for band in GATHERS if topology in band.topologies and ranks in band.ranks), 0)
+
+
 LARGEST = max(band.most for band in BANDS)
 NORMED_ROWS, NORMED_ROW_BYTES = 64, 4 * KIB
 """Most rows, and most bytes of each, whose norm is worth doing in the same kernel, where a block has a whole row: on

@@ -275,6 +275,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "q_norm_rope": (KernelSpec("torch_native", f"{_NATIVE}:q_norm_rope"),),
     "value_norm": (KernelSpec("torch_native", f"{_NATIVE}:value_norm"),),
     "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
+    **{op: _elementwise(op, "part_rows") for op in ("pack_parts", "merge_parts")},
     "latent_absorb": (
         KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),
         KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),

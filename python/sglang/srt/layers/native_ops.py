@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 
+LSE_BYTES = 16
+"""Of the logarithm behind a row of `pack_parts`."""
 WIDENED_ELEMENTS = 1 << 20
 """Number of elements of a weight that a CPU widens to fp32 at a time: they stay in its caches."""
 
@@ -221,6 +223,41 @@ def latent_norm_rope_store(
     entries = torch.cat((rmsnorm(latent[:, :rank], weight, eps), key), dim=-1)
     store_cache(cache, entries[:, None], out_cache_loc, scale)
     return entries
+
+
+def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | None) -> torch.Tensor:
+    """parts [T, ranks * H, D] of this rank's tokens, for the heads of each rank, and lse [T, ranks * H] fp32, the
+    natural logarithms of the sums of their exponentials -> [ranks, T, H, D + extra], a message for each rank: behind
+    the columns of a part, 16 bytes with the logarithm, as the sum of three numbers of the parts' type. With `own`, this
+    rank's number: [ranks, ranks, T, H, D + extra], by source and target, with zeros from other sources."""
+    num_tokens, heads_of_all, dims = parts.shape
+    shape = (num_tokens, ranks, heads_of_all // ranks)
+    message = parts.new_zeros((ranks, num_tokens, shape[2], dims + LSE_BYTES // parts.element_size()))
+    message[..., :dims] = parts.view(*shape, dims).transpose(0, 1)
+    rest = lse
+    for column in range(dims, dims + 3):
+        rounded = rest.to(parts.dtype)
+        message[..., column] = rounded.view(shape).transpose(0, 1)
+        rest = torch.where(rounded == float("-inf"), 0.0, rest - rounded.float())
+    if own is None:
+        return message
+    of_sources = message.new_zeros((ranks, *message.shape))
+    of_sources[own] = message
+    return of_sources
+
+
+def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
+    """received [ranks, T, H, D + extra] from each rank, as `pack_parts` makes it -> out [T, H, D] over the tokens of all
+    ranks, zeros where nobody has one. sinks [H] fp32: one more logit a head, without a value."""
+    dims = out.shape[2]
+    lse = received[..., dims : dims + 3].float().sum(-1)
+    if sinks is not None:
+        lse = torch.cat((lse, sinks.to(lse.dtype).expand(lse.shape[1:])[None]))
+    top = lse.amax(0)
+    weights = (lse - top.masked_fill(top == float("-inf"), 0.0)).exp()
+    total = weights.sum(0)
+    weights = weights[: len(received)] / total.masked_fill(total == 0.0, 1.0)
+    out.copy_((received[..., :dims] * weights[..., None]).sum(0))
 
 
 def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -165,6 +165,14 @@ class LatentStoreOp(Protocol):
     ) -> torch.Tensor: ...
 
 
+class PackPartsOp(Protocol):
+    def __call__(self, parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | None) -> torch.Tensor: ...
+
+
+class MergePartsOp(Protocol):
+    def __call__(self, received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None: ...
+
+
 class LatentAbsorbOp(Protocol):
     def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor: ...
 
@@ -468,6 +476,8 @@ OPS: Mapping[str, type] = {
     "attention_output_gate": OutputGateOp,
     "attention_head_gate": HeadGateOp,
     "latent_norm_rope_store": LatentStoreOp,
+    "pack_parts": PackPartsOp,
+    "merge_parts": MergePartsOp,
     "latent_absorb": LatentAbsorbOp,
     "latent_prompt_attention": LatentPromptFactory,
     "latent_pack_store": LatentPackStoreOp,

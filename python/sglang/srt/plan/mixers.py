@@ -196,7 +196,9 @@ class GQA:
         }
         traits = [name for name, here in present.items() if here]
         traits += [self.among_recurrent] if self.among_recurrent else []
-        traits += ["token_shares"] if self.token_ranks(serving.attn_tp_size, serving.dcp_size) > 1 else []
+        if self.token_ranks(serving.attn_tp_size, serving.dcp_size) > 1:
+            traits.append("token_shares")
+            yield from _parts(serving)
         yield serving.need("extend_attention", dims, traits)
         yield serving.need("decode_attention", dims, traits)
         if self.indexer is not None:
@@ -383,6 +385,8 @@ class MLA:
         # Over shared out tokens a rank attends with the heads of all that share them.
         token_ranks = self.token_ranks(serving.attn_tp_size, serving.dcp_size)
         traits = ["mla", "token_shares"] if token_ranks > 1 else ["mla"]
+        if token_ranks > 1:
+            yield from _parts(serving)
         heads = (heads[0] * token_ranks, 1)
         # In sparse layers: over requests with no more tokens than are selected.
         dense = replace(serving, kv_dtype=serving.dtype) if self.packed(serving.kv_dtype) else serving
@@ -437,3 +441,9 @@ class MLA:
         expanded = 3 * self.qk_dim + 5 * self.v_dim
         heads = self.shares(tp_size).padded_heads
         return heads * max(absorbed, expanded) + self.kv_lora_rank + self.q_lora_rank
+
+
+def _parts(serving: Serving) -> Iterator[Need]:
+    """Of ranks that attend to their own tokens and merge what they make of them."""
+    for op in ("pack_parts", "merge_parts"):
+        yield Need(op, q_dtype=serving.dtype)

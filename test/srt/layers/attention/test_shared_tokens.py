@@ -9,12 +9,14 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.kernels.tiles import MLA_LATENT
+from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.part_merge import _weights
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens, own_rows, own_slots, with_own_table
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.step_rows import DecodeRows, TokenSlots
+from sglang.srt.layers.triton_ops import part_rows
 from srt.layers.attention.backend_harness import FakeArch, layer_of, plan_of
 from srt.layers.attention.reference import Problem, reference_decode, relative_error
 
@@ -81,6 +83,53 @@ def test_parts_of_ranks_are_one_softmax(size: int, latent: bool, kv_dtype: torch
 def test_parts_of_the_reference_are_one_softmax(latent: bool) -> None:
     p = problem(latent, None, 4, "cpu")
     assert relative_error(merged(p, 4, TorchNativeAttnBackend), reference_decode(p, p.head_dim**-0.5)) < 2e-3
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(
+    ("size", "heads", "dims", "dtype"),
+    [(2, 3, 512, torch.bfloat16), (3, 1, 80, torch.float16), (8, 2, 64, torch.float32)],
+    ids=str,
+)
+def test_messages_of_parts(size: int, heads: int, dims: int, dtype: torch.dtype, added: bool) -> None:
+    """What each rank packs, exchanged as messages or as a sum, and merged: in both forms of the kernels, beside the
+    softmax over the tokens of all. Of the first token one rank has nothing, of the second nobody has."""
+    torch.manual_seed(size)
+    parts = torch.randn((size, 3, size * heads, dims), device=interpreter.DEVICE).to(dtype)
+    lse = torch.randn((size, 3, size * heads), device=interpreter.DEVICE) * 9
+    lse[0, 0], lse[:, 1] = float("-inf"), float("-inf")
+    parts[0, 0], parts[:, 1] = 0, 0
+    sinks = torch.randn(heads, device=interpreter.DEVICE)
+    weights = _weights(lse, None)[..., None] * parts.float()
+    for ops in (native_ops, part_rows):
+        sent = [ops.pack_parts(parts[rank], lse[rank], size, rank if added else None) for rank in range(size)]
+        assert not added or all(not message[1 - rank].any() for rank, message in enumerate(sent[:2]))
+        total = sum(sent[1:], sent[0]) if added else None
+        for rank in range(size):
+            received = torch.stack([message[rank] for message in sent]) if total is None else total[:, rank]
+            own = slice(rank * heads, (rank + 1) * heads)
+            for more in (None, sinks):
+                out = torch.full((3, 2 * heads, dims), float("nan"), device=interpreter.DEVICE, dtype=dtype)[:, :heads]
+                ops.merge_parts(received, more, out)
+                wanted = weights[:, :, own].sum(0)
+                if more is not None:
+                    both = torch.logaddexp(lse[..., own].logsumexp(0), more)
+                    wanted = wanted * (lse[..., own].logsumexp(0) - both).exp()[..., None]
+                torch.testing.assert_close(
+                    out.float(), wanted, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5
+                )
+
+
+@interpreter.kernel_test
+def test_logarithms_arrive_as_they_were_sent() -> None:
+    """Within 24 bits, also in 16-bit messages; what is no number stays none."""
+    lse = torch.tensor([[83.123456, -0.001234567, float("nan"), float("-inf")]], device=interpreter.DEVICE)
+    for ops in (native_ops, part_rows):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            parts = torch.zeros((1, 4, 16), dtype=dtype, device=interpreter.DEVICE)
+            arrived = ops.pack_parts(parts, lse, 1, None)[0, 0, :, 16:19].float().sum(-1)
+            torch.testing.assert_close(arrived, lse[0], rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

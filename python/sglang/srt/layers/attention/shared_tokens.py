@@ -218,7 +218,7 @@ def builders_of(
 def _shared(
     site: AttentionSite, decode: AttentionBackend, extend: AttentionBackend, plan: Plan, context: Group
 ) -> tuple[SharedDecode, SharedExtend]:
-    merge = PartMerge(context, plan.merge_method)
+    merge = PartMerge(plan)
     parts, prompts = _part_backend(decode), _part_backend(extend)
     return (
         SharedDecode(parts.part_builder(site.gathered, plan.max_running_requests), merge),

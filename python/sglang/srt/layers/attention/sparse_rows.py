@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.step_rows import requests_of_tokens
@@ -126,7 +125,7 @@ class LatentSite(SparseSite):
         super().__init__(spec.top_k, plan.context_len, spec.packed(plan.kv_cache_dtype))
         attentions: SparseAttentionFactory = plan.entry("sparse_attention")
         self.attention: SparseAttentionOp = attentions(plan)
-        self.merge = PartMerge(parallel_state.groups().context, plan.merge_method)
+        self.merge = PartMerge(plan)
         self._own: tuple[Selection, Selection] | None = None
 
     def attend(

@@ -14,7 +14,7 @@ from sglang.srt.distributed.nodes import agree, use_interface
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
 from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
 from sglang.srt.hardware.topology import Topology, pci_topology
-from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for, gathers_up_to
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
@@ -132,10 +132,13 @@ def _connect_gpus(
         links, reducer = PeerLinks(topology, reason), None
     elif links.problem:
         return replace(links, fusion_problem=links.problem)
-    group = parallel_state.groups().tp
+    groups = parallel_state.groups()
+    group = groups.tp
     group.peers = reducer
     if reducer is not None:
-        group.reduce_with(reducer)
+        for alike in (group, groups.context, groups.dp):  # those of as many ranks have the same ones, in their order
+            if alike.size == group.size:
+                alike.reduce_with(reducer, gathers_up_to(topology, group.size))
     if fuse:
         problem = fused_by_flashinfer(group, parallel_state.host_group(), hidden_size, model.dtype, reducer)
         links = replace(links, fusion_problem=problem)
