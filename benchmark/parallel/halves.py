@@ -153,6 +153,7 @@ def launch_ms(runner: ModelRunner, num_tokens: int) -> float:
             result = runner.run(padding_step(num_tokens, 0, runner.state.guesses))
         found.append(1e3 * (time.perf_counter() - started))
         result.wait()
+        runner.state.lens[0] = 0
     return float(np.median(found))
 
 
@@ -272,10 +273,11 @@ def show_tokens(found: dict[str, Any], links: str, least: float) -> bool:
 def show_times(found: dict[str, Any], name: str, links: str) -> None:
     print(f"\n{links}, {name}, ms of a prompt | measured | launched | predicted | times as fast | a sum", flush=True)
     for setting in SETTINGS:
-        measured, neither = found["measured"][str(setting)], found["measured"]["neither"]
+        measured, launched = found["measured"][str(setting)], found["launched"][str(setting)]
+        neither = found["measured"]["neither"]
         print(
-            f"{setting!s:>12} | {measured:9.2f} | {found['launched'][str(setting)]:9.2f} | {predicted_ms(found, setting):9.2f} | {neither / measured:5.2f}"
-            f" | {found['sums'][str(setting)]:7.3f}",
+            f"{setting!s:>12} | {measured:9.2f} | {launched:9.2f} | {predicted_ms(found, setting):9.2f}"
+            f" | {neither / measured:5.2f} | {found['sums'][str(setting)]:7.3f}",
             flush=True,
         )
     whole, halves = (found["sums"][f"{setting} without"] for setting in SETTINGS[:2])

@@ -5,8 +5,8 @@
 
 Other options are the server's. Weights are loaded once; graphs are captured again for each way. With --turn it says
 FILE.ready when it could begin, and begins when there is a FILE: several of these can start side by side and be measured
-one after the other. --one-way leaves out the other ways. The output has a row for each way and batch size; with --profile also the kernels that take longest
-in a prompt, and those of a decode step.
+one after the other. --one-way leaves out the other ways. The output has a row for each way and batch size; with
+--profile also the kernels that take longest in a prompt, and those of a decode step.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
 
 INPUT_LEN, OUTPUT_LEN = 1024, 64
-PROMPTS = 7
-"""Times that one prompt is computed; the median counts."""
+PROMPTS, LONG = 7, 8192
+"""Times that one prompt of up to so many tokens is computed; the median counts. Longer ones are computed less often."""
 KERNELS, LONGEST, DECODE = 9, "kernels of a prompt", "kernels of a decode step, batch "
 DECODE_STEPS = 8
 """That are profiled together."""
@@ -173,6 +173,7 @@ def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
     """Writes what it has after each way."""
     bench, _ = bench_one_batch.BenchArgs.parse(["--model-path", "-", "--result-filename", ""])
     compute, found = one_prompt(runner, kv, order.input_len), dict[str, Any]()
+    prompts = max(1, PROMPTS * LONG // max(LONG, order.input_len))
     choices = dict(list(ways().items())[: 1 if order.one_way else None])
     for number, (name, reducer) in enumerate(choices.items()):
         if number:
@@ -182,7 +183,7 @@ def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
         found[name] = {
             "decode_ms": [row["median_decode_latency"] * 1e3 for row in rows],
             "prefill_ms": [row["prefill_latency"] * 1e3 for row in rows],
-            "prompt_ms": float(np.median([seconds(compute) for _ in range(PROMPTS)])) * 1e3,
+            "prompt_ms": float(np.median([seconds(compute) for _ in range(prompts)])) * 1e3,
         }
         if rank == 0:
             order.output.write_text(json.dumps(found, indent=1))

@@ -222,9 +222,7 @@ def main() -> None:
     parser.add_argument("--peer-backends", default="triton,flashinfer")
     parser.add_argument("--peer-server-backend", default="flashinfer")
     parser.add_argument("--peer-flags", default="", help="More flags of the peer, in one argument.")
-    parser.add_argument(
-        "--context-length", help="Of both sides, where a model's own would fill the memory with tables."
-    )
+    parser.add_argument("--context-length", help="Of both sides, in place of the model's own.")
     parser.add_argument("--concurrency", default="64,256")
     parser.add_argument("--port", type=int, default=PORT, help="One for each GPU that compares at the same time.")
     args = parser.parse_args()

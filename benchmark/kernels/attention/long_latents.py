@@ -1,5 +1,5 @@
-"""Decoding over latents behind long contexts, as ranks have it that share out heads (64 heads over all tokens) or tokens
-(128 heads over half of them): the same products, and half of the bytes.
+"""Decoding over latents behind long contexts, as ranks have it that share out heads (64 heads over all tokens) or
+tokens (128 heads over half of them): the same products, and half of the bytes.
 
     python long_latents.py [--processes 12] [--seconds 100] [--cache bfloat16]
 

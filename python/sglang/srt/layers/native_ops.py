@@ -247,8 +247,8 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | No
 
 
 def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-    """received [ranks, T, H, D + extra] from each rank, as `pack_parts` makes it -> out [T, H, D] over the tokens of all
-    ranks, zeros where nobody has one. sinks [H] fp32: one more logit a head, without a value."""
+    """received [ranks, T, H, D + extra] from each rank, as `pack_parts` makes it -> out [T, H, D] over the tokens of
+    all ranks, zeros where nobody has one. sinks [H] fp32: one more logit a head, without a value."""
     dims = out.shape[2]
     lse = received[..., dims : dims + 3].float().sum(-1)
     if sinks is not None:
