@@ -23,8 +23,8 @@ from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.nodes import rendezvous
 from sglang.srt.environ import envs
-from sglang.srt.kernels.launch import step_downs
 from sglang.srt.kernels import late_compiles
+from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
