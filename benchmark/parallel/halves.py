@@ -40,7 +40,7 @@ from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.environ import adopt_environment  # noqa: E402
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner  # noqa: E402
 from sglang.srt.mem_cache.kv_table import KVTable  # noqa: E402
-from sglang.srt.model_executor.model_runner import ModelRunner, padding_step  # noqa: E402
+from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.log import configure_logging  # noqa: E402
 from sglang.tuning.halves import SLOWDOWN, Stretch, in_turns  # noqa: E402
@@ -143,49 +143,62 @@ def compare_tokens(runner: ModelRunner, vocab: int) -> dict[str, Any]:
     return {"tokens": found}
 
 
-def launch_ms(runner: ModelRunner, num_tokens: int) -> float:
-    """Median of the milliseconds until the host has launched the prompt, whatever the device still has to do."""
-    found = []
-    for _ in range(TIMES):
-        synchronize()
-        started = time.perf_counter()
-        with runner.without_graphs():
-            result = runner.run(padding_step(num_tokens, 0, runner.state.guesses))
-        found.append(1e3 * (time.perf_counter() - started))
-        result.wait()
-        runner.state.lens[0] = 0
-    return float(np.median(found))
+class Prompt:
+    """One of so many tokens with slots of its own: padding has a single one, which all SMs would read at once."""
 
+    def __init__(self, runner: ModelRunner, num_tokens: int) -> None:
+        self.runner, self.kv, self.num_tokens = runner, direct_table(runner), num_tokens
+        self.ids = np.random.default_rng(1).integers(1, runner.plan.model.vocab_size, num_tokens).tolist()
 
-def kernel_ms(runner: ModelRunner, num_tokens: int) -> dict[str, tuple[float, int]]:
-    """Milliseconds and launches of the kernels of a prompt, by name."""
-    synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        runner.run_padding(num_tokens)
+    def compute(self) -> None:
+        batch = DirectBatch(self.runner, self.kv, [self.ids], 1)
+        batch.prefill(self.num_tokens)
+        batch.close()
+
+    def launch_ms(self) -> float:
+        """Median of the milliseconds until the host has launched it, whatever the device still has to do."""
+        found = []
+        for _ in range(TIMES):
+            batch = DirectBatch(self.runner, self.kv, [self.ids], 1)
+            synchronize()
+            started = time.perf_counter()
+            _, result = batch._prefill_step([self.num_tokens], self.num_tokens)
+            found.append(1e3 * (time.perf_counter() - started))
+            result.wait()
+            batch.close()
+        return float(np.median(found))
+
+    def kernel_ms(self) -> dict[str, tuple[float, int]]:
+        """Milliseconds and launches of its kernels, by name."""
         synchronize()
-    return {
-        event.key: (event.self_device_time_total / 1e3, event.count)
-        for event in profile.key_averages()
-        if event.self_device_time_total > 0
-    }
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.compute()
+            synchronize()
+        return {
+            event.key: (event.self_device_time_total / 1e3, event.count)
+            for event in profile.key_averages()
+            if event.self_device_time_total > 0
+        }
 
 
 def time_prompt(runner: ModelRunner, num_tokens: int, kernels: bool) -> dict[str, Any]:
     group, hidden = parallel_state.groups().tp, runner.plan.description.hidden_size
+    prompt = Prompt(runner, num_tokens)
     found: dict[str, Any] = {"measured": {}, "sums": {}, "launched": {}, "blocks": 2 * len(runner.model.layers)}
     for setting in SETTINGS:
         with applied(runner, setting, LEAST):
-            found["measured"][str(setting)] = median_ms(lambda: runner.run_padding(num_tokens))
-            found["launched"][str(setting)] = launch_ms(runner, num_tokens)
+            found["measured"][str(setting)] = median_ms(prompt.compute)
+            found["launched"][str(setting)] = prompt.launch_ms()
             rows = num_tokens // 2 if setting.halves else num_tokens
             x = torch.zeros((rows, hidden), dtype=runner.model.dtype, device=runner.device)
             found["sums"][str(setting)] = median_ms(lambda x=x: group.all_reduce(x))
     for setting in SETTINGS[:2]:
         with applied(runner, setting, LEAST), without_sums():
-            found["sums"][f"{setting} without"] = median_ms(lambda: runner.run_padding(num_tokens))
-            found["launched"][f"{setting} without"] = launch_ms(runner, num_tokens)
+            found["sums"][f"{setting} without"] = median_ms(prompt.compute)
+            found["launched"][f"{setting} without"] = prompt.launch_ms()
+            found.setdefault("padding", {})[str(setting)] = median_ms(lambda: runner.run_padding(num_tokens))
             if kernels and torch.cuda.is_available():
-                found.setdefault("kernels", {})[str(setting)] = kernel_ms(runner, num_tokens)
+                found.setdefault("kernels", {})[str(setting)] = prompt.kernel_ms()
     return found
 
 
@@ -284,6 +297,7 @@ def show_times(found: dict[str, Any], name: str, links: str) -> None:
     launched = (found["launched"][f"{setting} without"] for setting in SETTINGS[:2])
     print(f"without sums | {whole:9.2f} whole, {halves:9.2f} in halves", flush=True)
     print("    launched | {:9.2f} whole, {:9.2f} in halves".format(*launched), flush=True)
+    print("  on padding | {neither:9.2f} whole, {halves:9.2f} in halves".format(**found["padding"]), flush=True)
     if "kernels" in found:
         show_kernels(found["kernels"])
 

@@ -69,6 +69,7 @@ from sglang.srt.layers.triton_ops import (
     ngram,
     norm,
     norm_quantize,
+    part_rows,
     quant_linear,
     quantized_sums,
     rope_store,
@@ -147,6 +148,10 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
         once(_MIXERS[type(layer.mixer)], layer.mixer, tp_size, arch)
+        if isinstance(layer.mixer, MLA) or (isinstance(layer.mixer, GQA) and layer.mixer.caches_tokens):
+            for dcp_size in (size for size in range(2, tp_size + 1) if tp_size % size == 0):
+                shape = layer.mixer.attention_shape(tp_size)
+                once(_parts_of_ranks, shape.num_heads, shape.v_head_dim, layer.mixer.token_ranks(tp_size, dcp_size))
         if isinstance(layer.mixer, GQA) and layer.mixer.window and model.architecture in SEEING_THEMSELVES:
             once(_images_both_ways, layer.mixer.attention_shape(tp_size), layer.mixer.window, arch)
         for block in layer.token_blocks:
@@ -480,6 +485,16 @@ def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
                 latent_prompt.latent_prompt_attention(
                     queries, entries, w_uk, w_uv, out, bounds, cache, prefix, scale=0.1, tile=tile
                 )
+
+
+def _parts_of_ranks(heads: int, v_head_dim: int, ranks: int) -> None:
+    """What ranks that share out tokens exchange, in messages and as sums, merged with sinks and without."""
+    for tokens, own in itertools.product((1, 100), (None, 0) if ranks > 1 else ()):
+        parts = empty(tokens, ranks * heads, v_head_dim)
+        packed = part_rows.pack_parts(parts, empty(tokens, ranks * heads, dtype=torch.float32), ranks, own)
+        received = packed if own is None else packed[:, own]
+        for sinks in (None, empty(heads, dtype=torch.float32)):
+            part_rows.merge_parts(received, sinks, empty(tokens, heads, v_head_dim))
 
 
 def _compressed_sparse(mixer: CompressedSparse, tp_size: int, arch: ArchTraits) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
@@ -20,6 +22,7 @@ from sglang.srt.layers.triton_ops import (
     latent_store,
     ngram,
     norm,
+    part_rows,
     rope_store,
     sampling,
     skinny_gemm,
@@ -43,6 +46,8 @@ OPS = (
     "qk_whole_norm",
     "qk_norm_rope_store",
     "latent_norm_rope_store",
+    "pack_parts",
+    "merge_parts",
     "topk_softmax",
     "topk_sigmoid",
     "topk_sqrtsoftplus",
@@ -63,6 +68,8 @@ FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128), (128, 64))
 """The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3, MiniMax-M3, Step)."""
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512))
 """(head dim, rotary dim) of published models."""
+PART_DIMS = tuple(dict.fromkeys(dim for _, dim in HEAD_DIMS if dim % 16 == 0))
+"""Columns of values that ranks exchange which share out tokens."""
 INTERLEAVED_SHAPES = ((128, 64),)
 """Those of models whose neighbouring dims rotate together (GLM-4)."""
 OTHER_HEAD_DIMS = tuple(
@@ -112,6 +119,14 @@ FORM_RULES = {
         free=frozenset({"Q_HEADS", "NOPE"}),
         at_most=frozenset({"INTERLEAVED"}),
         counts=frozenset({"num_absorbed"}),
+    ),
+    "part_rows.pack_parts_kernel": FormRule(
+        counts=frozenset({"num_tokens", "num_heads", "num_ranks", "num_sources", "own", "source_rows"}),
+    ),
+    "part_rows.merge_parts_kernel": FormRule(
+        at_most=frozenset({"HAS_SINKS"}),
+        counts=frozenset({"num_heads", "num_ranks", "source_rows"}),
+        absent={"HAS_SINKS": ("sinks",)},
     ),
     "topk.topk_kernel": FormRule(
         free=frozenset({"K", "COLUMNS", "MEMBERS"}),
@@ -330,6 +345,24 @@ def _latent_store() -> Iterator[Variant]:
             )
 
 
+def _pack_parts() -> Iterator[Variant]:
+    counts = ("num_tokens", "num_heads", "num_ranks", "num_sources", "own", "source_rows")
+    types = {"parts": "*bf16", "lse": "*fp32", "packed": "*bf16"} | dict.fromkeys(counts, "i32")
+    for dims in PART_DIMS:
+        launch = part_rows.launch_constants(dims, torch.bfloat16)
+        yield describe("pack_parts", f"{dims}", part_rows.pack_parts_kernel, types, {}, launch)
+
+
+def _merge_parts() -> Iterator[Variant]:
+    strides = ("out_stride", "head_stride")
+    types = {"received": "*bf16", "sinks": "*fp32", "out": "*bf16"}
+    types |= dict.fromkeys(("num_heads", "num_ranks", "source_rows", *strides), "i32")
+    for dims in PART_DIMS:
+        launch = part_rows.launch_constants(dims, torch.bfloat16)
+        kernel, constants = part_rows.merge_parts_kernel, {"HAS_SINKS": True}
+        yield describe("merge_parts", f"{dims}", kernel, types, constants, launch, strides)
+
+
 def _routing(score: str) -> Iterator[Variant]:
     """The widest form: with bias, shared expert, padding and a map of experts."""
     types = {"weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32"}
@@ -437,6 +470,8 @@ _VARIANTS = {
     "qk_whole_norm": _whole_norm,
     "qk_norm_rope_store": _rope_store,
     "latent_norm_rope_store": _latent_store,
+    "pack_parts": _pack_parts,
+    "merge_parts": _merge_parts,
     "topk_softmax": lambda: _routing("softmax"),
     "topk_sigmoid": lambda: _routing("sigmoid"),
     "topk_sqrtsoftplus": lambda: _routing("sqrtsoftplus"),

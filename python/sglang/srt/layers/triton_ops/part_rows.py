@@ -29,7 +29,7 @@ def pack_parts_kernel(
     num_ranks,
     num_sources,
     own,
-    source_stride,
+    source_rows,
     DIMS: tl.constexpr,
     EXTRA: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -54,13 +54,12 @@ def pack_parts_kernel(
     third = (rest - second.to(tl.float32)).to(dtype)
     logarithm = tl.where(behind == 0, first, tl.where(behind == 1, second, tl.where(behind == 2, third, 0.0)))
     values = tl.load(parts + row * DIMS + cols, mask=cols < DIMS, other=0.0)
-    row_size: tl.constexpr = DIMS + EXTRA
-    at = packed + ((target.to(tl.int64) * num_tokens + token) * num_heads + head) * row_size
+    at = packed + ((target.to(tl.int64) * num_tokens + token) * num_heads + head) * (DIMS + EXTRA)
     for source in range(num_sources):
         keep = source == own
         tl.store(at + cols, tl.where(keep, values, 0.0).to(dtype), mask=cols < DIMS)
         tl.store(at + DIMS + behind, tl.where(keep, logarithm, 0.0).to(dtype))
-        at += source_stride
+        at += source_rows.to(tl.int64) * (DIMS + EXTRA)
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def merge_parts_kernel(
     out,  # [T, H, DIMS]
     num_heads,
     num_ranks,
-    source_stride,
+    source_rows,
     out_stride,
     head_stride,
     DIMS: tl.constexpr,
@@ -100,7 +99,7 @@ def merge_parts_kernel(
     at = row
     for _ in range(num_ranks):
         top = tl.maximum(top, _logarithm(at, DIMS))
-        at += source_stride
+        at += source_rows.to(tl.int64) * (DIMS + EXTRA)
     base = tl.where(top == float("-inf"), 0.0, top)
     weights = 0.0
     if HAS_SINKS:
@@ -111,7 +110,7 @@ def merge_parts_kernel(
         weight = tl.exp(_logarithm(at, DIMS) - base)
         acc += weight * tl.load(at + cols, mask=cols < DIMS, other=0.0).to(tl.float32)
         weights += weight
-        at += source_stride
+        at += source_rows.to(tl.int64) * (DIMS + EXTRA)
     acc = acc / tl.where(weights == 0.0, 1.0, weights)
     to = out + token.to(tl.int64) * out_stride + head * head_stride + cols
     tl.store(to, acc.to(out.dtype.element_ty), mask=cols < DIMS)
@@ -133,7 +132,7 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | No
     packed = parts.new_empty((sources, ranks, num_tokens, heads, dims + launch["EXTRA"]))
     if packed.numel():
         pack_parts_kernel[(num_tokens, heads_of_all)](
-            parts, lse, packed, num_tokens, heads, ranks, sources, own or 0, packed.stride(0), **launch,
+            parts, lse, packed, num_tokens, heads, ranks, sources, own or 0, packed.stride(0) // packed.shape[-1], **launch,
             **pdl.options(),
         )  # fmt: skip
     return packed[0] if own is None else packed
@@ -145,7 +144,7 @@ def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.T
     ranks, num_tokens, heads, _ = received.shape
     if out.numel():
         merge_parts_kernel[(num_tokens, heads)](
-            received, out if sinks is None else sinks, out, heads, ranks, received.stride(0), out.stride(0),
+            received, out if sinks is None else sinks, out, heads, ranks, received.stride(0) // received.shape[-1], out.stride(0),
             out.stride(1), HAS_SINKS=sinks is not None, **launch_constants(out.shape[2], received.dtype),
             **pdl.options(),
         )  # fmt: skip
