@@ -15,9 +15,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
-from latent_tiles import CACHES, DIM, RANK, calls, compile_one, load_of, named
+from latent_tiles import CACHES, DIM, RANK, calls, compile_one, grid, load_of
 from timing import matmul_ceiling, read_ceiling, time_calls
 
+SHOWN = 24
 LOADS = ((1, 65536, 64), (1, 32768, 128), (8, 65536, 64), (8, 32768, 128), (1, 65536, 128), (1, 32768, 64))
 """Requests, tokens of each that a rank has, query heads."""
 TILES = {
@@ -53,13 +54,11 @@ def main() -> None:
         for tile in TILES[args.cache]:
             if errors[tile][0] is None:
                 continue
-            for waves in (1, 2, 4):
-                ctas = 2 if tile[0] == 16 or (tile[:2] == (32, 32) and tile[2] == 4) else 1
-                choice = named(tile, ctas, waves)
+            for choice in grid(tile, args.cache):
                 seconds = time_calls(calls(load, heads, choice), least=4, budget_s=0.01)
-                timed.append((seconds, f"{'x'.join(map(str, tile))} {ctas} {waves}"))
+                timed.append((seconds, f"{'x'.join(map(str, tile))} {choice['ctas_per_sm']} {choice['waves']}"))
         print(f"\n{batch} x {context:,} tokens, {heads} heads: tile, programs an SM, waves | us | TB/s | TFLOP/s")
-        for seconds, tile in sorted(timed)[:10]:
+        for seconds, tile in sorted(timed)[:SHOWN]:
             print(f"{tile:20} | {seconds * 1e6:7.1f} | {size / seconds / 1e12:5.2f} | {flops / seconds / 1e12:4.0f}")
         del load
         torch.cuda.empty_cache()
