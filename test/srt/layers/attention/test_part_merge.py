@@ -1,0 +1,71 @@
+"""The ways in which ranks exchange parts of a softmax, over gloo: messages, a sum of messages, and weighted parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rank_processes import run_ranks
+
+from sglang.srt.configs.merge_methods import MERGE_METHODS
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers import native_ops
+from sglang.srt.layers.attention.part_merge import PartMerge
+from sglang.srt.plan.ranks import RankLayout
+
+TOKENS, HEADS, DIMS = 3, 4, 16
+
+
+class LibrarySums:
+    """A reducer that counts what comes to it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.sums = group, 0
+
+    def can_serve_tensor(self, x: torch.Tensor) -> bool:
+        return x.is_contiguous()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return self.group.library_all_reduce(x)
+
+
+def _rank(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    group = parallel_state.init(RankLayout(size, dcp_size=size), rank, "gloo", f"file://{folder}/meeting").context
+    generator = torch.Generator().manual_seed(7)
+    keys = torch.randn((size, TOKENS, 5, DIMS), generator=generator)
+    queries = torch.randn((size, TOKENS, HEADS, DIMS), generator=generator)
+    sinks = torch.randn((size, HEADS), generator=generator)
+
+    def attend(q: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
+        scores = q @ keys[rank].transpose(1, 2)
+        if rank == 0:
+            scores[1] = float("-inf")  # of this token the first rank has none
+        lse.copy_(scores.logsumexp(-1))
+        parts.copy_(scores.softmax(-1).nan_to_num() @ keys[rank])
+
+    everything = keys.transpose(0, 1).flatten(1, 2)
+    scores = queries[rank] @ everything.transpose(1, 2)
+    scores[1, :, :5] = float("-inf")
+    for method in MERGE_METHODS:
+        for most in (0, 1 << 20):
+            sums = LibrarySums(group)
+            group.reduce_with(sums, most)
+            merge = PartMerge(SimpleNamespace(merge_method=method, entry=lambda op: getattr(native_ops, op)))
+            for extra in (None, sinks[rank]):
+                out = torch.full((TOKENS, HEADS, DIMS), float("nan"))
+                merge.attend(queries[rank].clone(), attend, out, extra)
+                logits = scores if extra is None else torch.cat((scores, extra.expand(TOKENS, -1)[..., None]), -1)
+                wanted = logits.softmax(-1)[..., : everything.shape[1]] @ everything
+                torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+            assert sums.sums == (4 if most else 0), f"{method}: queries and parts as sums where they are small"
+    parallel_state.shutdown()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_exchange_parts(size: int, tmp_path: Path) -> None:
+    run_ranks(_rank, (size, str(tmp_path)), size)
