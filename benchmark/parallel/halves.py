@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from sglang.srt.mem_cache.kv_table import KVTable  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.log import configure_logging  # noqa: E402
-from sglang.tuning.halves import SLOWDOWN, Stretch, in_turns  # noqa: E402
+from sglang.tuning.halves import SLOWDOWN, TURN_S, Stretch, in_turns  # noqa: E402
 
 CONFIGS = ROOT / "test" / "srt" / "kernels" / "configs"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -71,16 +71,22 @@ SAME_ANSWERS = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """Of both a server may leave sums of halves as they are; `always`: in eight bits anyway."""
+
     halves: bool
     eight_bits: bool
+    always: bool = False
 
     def __str__(self) -> str:
+        if self.always:
+            return "always both"
         return {(False, False): "neither", (False, True): "eight bits", (True, False): "halves"}.get(
             (self.halves, self.eight_bits), "both"
         )
 
 
 SETTINGS = [Setting(halves, eight_bits) for eight_bits in (False, True) for halves in (False, True)]
+SETTINGS.append(Setting(True, True, always=True))
 
 
 @contextmanager
@@ -89,12 +95,16 @@ def applied(runner: ModelRunner, setting: Setting, least: int) -> Iterator[None]
     quantized = [group._quantized for group in groups]
     for group in groups if not setting.eight_bits else ():
         group._quantized = None
+    assert runner.halves is not None
+    turns, exact = runner.halves.turns, runner.halves.turns.exact
+    turns.exact = exact and not setting.always
     try:
         with runner.in_halves_from(least if setting.halves else None):
             yield
     finally:
         for group, sums in zip(groups, quantized, strict=True):
             group._quantized = sums
+        turns.exact = exact
 
 
 @contextmanager
@@ -185,6 +195,7 @@ def time_prompt(runner: ModelRunner, num_tokens: int, kernels: bool) -> dict[str
     group, hidden = parallel_state.groups().tp, runner.plan.description.hidden_size
     prompt = Prompt(runner, num_tokens)
     found: dict[str, Any] = {"measured": {}, "sums": {}, "launched": {}, "blocks": 2 * len(runner.model.layers)}
+    found["exact"] = runner.halves is not None and runner.halves.turns.exact
     for setting in SETTINGS:
         with applied(runner, setting, LEAST):
             found["measured"][str(setting)] = median_ms(prompt.compute)
@@ -196,7 +207,6 @@ def time_prompt(runner: ModelRunner, num_tokens: int, kernels: bool) -> dict[str
         with applied(runner, setting, LEAST), without_sums():
             found["sums"][f"{setting} without"] = median_ms(prompt.compute)
             found["launched"][f"{setting} without"] = prompt.launch_ms()
-            found.setdefault("padding", {})[str(setting)] = median_ms(lambda: runner.run_padding(num_tokens))
             if kernels and torch.cuda.is_available():
                 found.setdefault("kernels", {})[str(setting)] = prompt.kernel_ms()
     return found
@@ -205,11 +215,12 @@ def time_prompt(runner: ModelRunner, num_tokens: int, kernels: bool) -> dict[str
 def predicted_ms(found: dict[str, Any], setting: Setting) -> float:
     """Of the times without sums, in as many equal stretches as there are blocks, and of a sum."""
     blocks, sums = found["blocks"], found["sums"]
-    alone = sums[f"{replace(setting, eight_bits=False)} without"]
+    alone, as_they_are = sums["neither without"], found["exact"] and not setting.always
     if not setting.halves:
         return float(alone + blocks * sums[str(setting)])
-    half = [Stretch(alone / 2 / blocks, sums[str(setting)])] * blocks + [Stretch(0.0, 0.0)]
-    return in_turns(half, half, SLOWDOWN)
+    each = sums["halves" if as_they_are else str(setting)]
+    half = [Stretch(alone / 2 / blocks, each)] * blocks + [Stretch(0.0, 0.0)]
+    return in_turns(half, half, SLOWDOWN, 1e3 * TURN_S)
 
 
 def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, output: Path, kernels: bool) -> None:
@@ -275,7 +286,7 @@ def write_config(name: str, device: str, folder: Path) -> Path:
 def show_tokens(found: dict[str, Any], links: str, least: float) -> bool:
     """Whether halves leave so much of the answers as they are, beside exact sums and beside those in eight bits."""
     tokens, right = found["tokens"], True
-    for one, other in (("neither", "halves"), ("eight bits", "both"), ("neither", "eight bits")):
+    for one, other in (("neither", "halves"), ("eight bits", "always both"), ("neither", "eight bits")):
         pairs = list(zip(tokens[one], tokens[other], strict=True))
         alike = sum(a == b for a, b in pairs)
         right &= other == "eight bits" or alike >= least * len(pairs)
@@ -297,7 +308,6 @@ def show_times(found: dict[str, Any], name: str, links: str) -> None:
     launched = (found["launched"][f"{setting} without"] for setting in SETTINGS[:2])
     print(f"without sums | {whole:9.2f} whole, {halves:9.2f} in halves", flush=True)
     print("    launched | {:9.2f} whole, {:9.2f} in halves".format(*launched), flush=True)
-    print("  on padding | {neither:9.2f} whole, {halves:9.2f} in halves".format(**found["padding"]), flush=True)
     if "kernels" in found:
         show_kernels(found["kernels"])
 

@@ -45,6 +45,8 @@ SAME_TEXTS = 0.9
 """Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
 EMBEDDED_HEADS = 4
 RATIO = 1.2
+HALVED_LOADS, LONG_PROMPTS = ((64, 256), (64, 192)), (2048, 16)
+"""Requests at a time and in all: of short prompts, and of these long ones, at most, with short answers."""
 LEAST_GAIN = 1.3
 """Of halves with sums in eight bits, where sums travel through memory of the host."""
 ALONE, ALONE_LENGTHS = 16, (1024, 128)
@@ -127,11 +129,18 @@ class Bench:
             enough = same >= least * len(texts)
             self.row(f"{name}: texts as one rank's", f"{same} of {len(texts)}", f"{least:.0%}", enough)
 
-    def served(self, name: str, server: Server) -> list[float]:
-        """Output tokens a second under each load, behind a warm-up of each."""
+    def served(
+        self,
+        name: str,
+        server: Server,
+        loads: Sequence[tuple[int, int]] | None = None,
+        lengths: tuple[int, int] = two_gpus.SERVER_LENGTHS,
+    ) -> list[float]:
+        """Output tokens a second under each load, behind a warm-up of each. loads: as `loads`, which are taken without.
+        lengths: of prompts and answers, at most."""
         found = []
-        for concurrency, prompts in self.loads():
-            lengths = (48, 8) if self.cpu else two_gpus.SERVER_LENGTHS
+        lengths = (48, 8) if self.cpu else lengths
+        for concurrency, prompts in self.loads() if loads is None or self.cpu else loads:
             load(self.window, server, concurrency, concurrency, lengths)
             row = load(self.window, server, concurrency, prompts, lengths)
             tokens, first, between = (row[key] for key in ("output_throughput", "mean_ttft_ms", "median_itl_ms"))
@@ -141,9 +150,9 @@ class Bench:
             found.append(tokens)
         return found
 
-    def alone(self, name: str, server: Server) -> tuple[float, float]:
+    def alone(self, name: str, server: Server, count: int = ALONE) -> tuple[float, float]:
         """Milliseconds until the first token and from token to token, of a request that has the server for itself."""
-        count, lengths = (2, (48, 8)) if self.cpu else (ALONE, ALONE_LENGTHS)
+        count, lengths = (2, (48, 8)) if self.cpu else (count, ALONE_LENGTHS)
         load(self.window, server, 1, 2, lengths, 1.0)
         row = load(self.window, server, 1, count, lengths, 1.0)
         first, between = row["median_ttft_ms"], row["median_tpot_ms"]
@@ -318,9 +327,10 @@ def sums(bench: Bench) -> None:
 
 
 def halves(bench: Bench) -> None:
-    """Prompts as two halves and sums in eight bits beside neither: answers, and load through memory of the host."""
-    apart = ("--two-batch-overlap-min-tokens", "2" if bench.cpu else "1024", "--attention-backend", "triton")
-    both = (*QUANTIZED, "prefill", "--enable-two-batch-overlap", *(apart[:2] if bench.cpu else apart))
+    """Prompts as two halves and sums in eight bits beside neither: answers, and loads through memory of the host, of
+    short prompts and of long ones. Which steps are halves the server decides."""
+    apart = ("--two-batch-overlap-min-tokens", "2") if bench.cpu else ("--attention-backend", "triton")
+    both = (*QUANTIZED, "prefill", "--enable-two-batch-overlap", *apart)
     settings: dict[str, tuple[str, ...]] = {"neither": ("--disable-two-batch-overlap",), "both": both}
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
@@ -338,8 +348,10 @@ def halves(bench: Bench) -> None:
                 f"{name}_through_the_host", bench.model, *bench.large(*bench.tp, *flags, *THROUGH_HOST), **NO_PEERS
             )
             server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
-            bench.alone(name, server)
-            speeds[name] = bench.served(name, server)
+            bench.alone(name, server, 6)
+            speeds[name] = bench.served(name, server, HALVED_LOADS[:1])
+            long = f"{name}, prompts of up to {LONG_PROMPTS[0]:,}"
+            speeds[name] += bench.served(long, server, HALVED_LOADS[1:], LONG_PROMPTS)
     if len(speeds) == 2:
         ratios = [both / neither for neither, both in zip(*speeds.values(), strict=True)]
         enough = None if bench.cpu else max(ratios) >= LEAST_GAIN

@@ -100,13 +100,14 @@ def test_which_steps_are_predicted_as_halves(
     assert not runs_in_halves(model, replace(serving, two_batch="auto"), step, H200)
 
 
-def test_two_clocks() -> None:
+def test_three_clocks() -> None:
     """Computation hides sums, or sums hide it; what stands at the ends is not hidden."""
     long_sums = [Stretch(1.0, 10.0), Stretch(1.0, 0.0)]
-    assert in_turns(long_sums, long_sums, 1.0) == 1.0 + 20.0 + 1.0
+    assert in_turns(long_sums, long_sums, 1.0, 0.0) == 1.0 + 20.0 + 1.0
     short_sums = [Stretch(10.0, 1.0), Stretch(10.0, 0.0)]
-    assert in_turns(short_sums, short_sums, 1.0) == 40.0
-    assert in_turns(short_sums, short_sums, 1.5) == 60.0
+    assert in_turns(short_sums, short_sums, 1.0, 0.0) == 40.0
+    assert in_turns(short_sums, short_sums, 1.5, 0.0) == 60.0
+    assert in_turns(short_sums, short_sums, 1.0, 25.0) == 100.0, "the host is the slowest"
     first, second = halves_of(prefill_step(8191))
     assert (first.new, first.context, second.new, second.context) == (4096, 4096, 4095, 8191)
     first, second = halves_of(Step(3, 512, 512))

@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import read_ceiling, time_calls
 
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
-from sglang.srt.layers.attention.triton_ops.latent_decode import TOKENS_FIRST
 
 RANK, DIM = 512, 576
 SCALE = 192**-0.5
@@ -69,9 +68,8 @@ def load_of(cache: str, batch: int, context: int, most_bytes: int = 600 << 20) -
 
 
 def named(tile: tuple[int, ...], ctas: int = 1, waves: int = 2) -> dict[str, int]:
-    """tile: heads, tokens, warps, stages, and 1 for tokens in the place of rows."""
-    names = ("BLOCK_H", "BLOCK_N", "num_warps", "num_stages", TOKENS_FIRST)
-    return dict(zip(names, tile, strict=False)) | {"ctas_per_sm": ctas, "waves": waves}
+    names = ("BLOCK_H", "BLOCK_N", "num_warps", "num_stages")
+    return dict(zip(names, tile, strict=True)) | {"ctas_per_sm": ctas, "waves": waves}
 
 
 def calls(load: Load, heads: int, tile: dict[str, int]) -> list[Callable[[], None]]:

@@ -1,9 +1,9 @@
 """Steps with prompts as two halves, whose sums over ranks travel while the other half computes
 (--enable-two-batch-overlap).
 
-Two clocks follow the turns of `distributed/turns`: what is computed, in the order A1, B1, A2, B2, ..., and the sums,
-one behind the other. A half is priced as a step of its own: the second one of a prompt attends to the first, and each
-reads all weights. While sums travel, what is computed takes longer by SLOWDOWN.
+Three clocks follow the turns of `distributed/turns`: the host's launches and what is computed, in the order A1, B1, A2,
+B2, ..., and the sums, one behind the other. A half is priced as a step of its own: the second one of a prompt attends
+to the first, and each reads all weights. While sums travel, what is computed takes longer by SLOWDOWN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.halves_table import halves_from
+from sglang.srt.kernels.halves_table import HalvesBand, halves_from
 from sglang.srt.plan.halves import has_experts, why_whole
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
@@ -32,7 +32,10 @@ from sglang.tuning.steps import (
 )
 
 SLOWDOWN = 1.1
-"""A guess, not measured: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
+"""A guess: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
+TURN_S = 0.85e-3
+"""What the host takes to launch a half up to its next sum, and for the other one to go on: measured beside an H100,
+where a whole step takes half of it for as many launches (benchmark/results/2026-11-26-divided-h100.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,13 @@ def runs_in_halves(model: ModelDescription, serving: Serving, step: Step, arch: 
     whole = why_whole(serving.tp_size, serving.dcp_size) or serving.attn_dp_size > 1
     if serving.two_batch == "off" or whole or not prompt:
         return False
-    links = Topology.NVLINK if "nvlink" in arch.features else Topology.HOST_BRIDGE
-    band = halves_from(links, serving.tp_size, has_experts(model), serving.quantized_sums != "off")
+    band = _band(model, serving, arch)
     return step.tokens >= band.least and (band.unasked or serving.two_batch == "on")
+
+
+def _band(model: ModelDescription, serving: Serving, arch: ArchTraits) -> HalvesBand:
+    links = Topology.NVLINK if "nvlink" in arch.features else Topology.HOST_BRIDGE
+    return halves_from(links, serving.tp_size, has_experts(model), serving.quantized_sums != "off")
 
 
 def step_time(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> StepTime:
@@ -67,7 +74,9 @@ def step_time(model: ModelDescription, serving: Serving, step: Step, arch: ArchT
 def halved_seconds(
     model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits, slowdown: float = SLOWDOWN
 ) -> float:
-    """The seconds of a step of prompts as two halves."""
+    """The seconds of a step of prompts as two halves, whose sums are exact where the table says so."""
+    if _band(model, serving, arch).exact:
+        serving = replace(serving, quantized_sums="off")
     unserved = unserved_ops(model, serving, arch)
     first, second = (stretches(model, serving, half, unserved, arch) for half in halves_of(step))
     head = timed(head_ops(model, serving, step.batch), unserved, arch)
@@ -97,13 +106,16 @@ def stretches(
     return [*before_sums, Stretch(compute, 0.0)]
 
 
-def in_turns(first: Sequence[Stretch], second: Sequence[Stretch], slowdown: float = SLOWDOWN) -> float:
-    """The seconds until both halves are computed, of as many stretches."""
-    computed = travelled = 0.0
+def in_turns(
+    first: Sequence[Stretch], second: Sequence[Stretch], slowdown: float = SLOWDOWN, turn: float = TURN_S
+) -> float:
+    """The seconds until both halves are computed, of as many stretches. turn: of the host, for each of them."""
+    launched = computed = travelled = 0.0
     arrived = [0.0, 0.0]
     for pair in zip(first, second, strict=True):
         for half, stretch in enumerate(pair):
-            computed = max(computed, arrived[half]) + slowdown * stretch.compute
+            launched += turn
+            computed = max(launched, max(computed, arrived[half]) + slowdown * stretch.compute)
             travelled = max(travelled, computed) + stretch.sums
             arrived[half] = travelled
     return computed

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.quantized_sums import QuantizedSums
 from sglang.srt.distributed.turns import HalvesDiffer, LateLane, Turns
 
 
@@ -83,3 +87,18 @@ def test_a_half_computes_without_gradients() -> None:
     turns = Turns(LateLane())
     with torch.inference_mode():
         assert turns.run(torch.is_inference_mode_enabled, torch.is_inference_mode_enabled) == (True, True)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sums_of_halves_stay_exact_where_they_are_hidden_anyway(exact: bool) -> None:
+    """Between halves alone: a whole step's are quantized as the group says."""
+    group, turns = Group(0, 2), Turns(LateLane())
+    turns.exact = exact
+    group.give_way_in(turns)
+    sums = SimpleNamespace(covers=lambda x: True, all_reduce=lambda x: x + 8, all_gather=lambda x: x + 80)
+    group.quantize_with(cast(QuantizedSums, sums))
+    group.library_all_reduce = lambda x: x + 1  # type: ignore[method-assign]
+    x = torch.zeros(2, 32)
+    seen = turns.run(*(lambda: float(group.all_reduce(x)[0, 0]) for _ in range(2)))
+    assert seen == ((1.0, 1.0) if exact else (8.0, 8.0))
+    assert float(group.all_reduce(x)[0, 0]) == 8.0

@@ -105,7 +105,8 @@ class Group:
         return self._turns.travel((what, self.size, x.dtype, width), collective)
 
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
-        sums = self._quantized
+        sums, turns = self._quantized, self._turns
+        exact = exact or (turns is not None and turns.under_way and turns.exact)
         return sums if sums is not None and not exact and sums.covers(x) else None
 
     def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:

@@ -113,6 +113,8 @@ class Turns:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="second half")
         self.under_way = False
         """True inside `run`: collectives are to go through `travel`."""
+        self.exact = False
+        """True: what travels so is never quantized."""
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """The results of both, whose collectives go through `travel`. Raises what the first of them that fails

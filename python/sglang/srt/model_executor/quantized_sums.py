@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.distributed.quantized_sums import Codec, QuantizedSums, TorchCodec
-from sglang.srt.kernels.all_reduce_table import PIECE_BYTES
+from sglang.srt.kernels.all_reduce_table import LIBRARY_PIECE_BYTES
 from sglang.srt.plan.plan import Plan
 
 
@@ -19,4 +19,6 @@ def quantize_sums(groups: Groups, plan: Plan) -> None:
 
         codec = TritonCodec()
     least = rule.least_bytes, rule.least_rows
-    groups.quantize_with(lambda group: QuantizedSums(group.communicator(), codec, *least, PIECE_BYTES, group.peers))
+    groups.quantize_with(
+        lambda group: QuantizedSums(group.communicator(), codec, *least, LIBRARY_PIECE_BYTES, group.peers)
+    )

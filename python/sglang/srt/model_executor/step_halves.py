@@ -110,17 +110,20 @@ def halves_of(step: StepInput, cut: Cut) -> Halves:
 class StepHalves:
     """Computes steps as two halves."""
 
-    def __init__(self, state: DeviceState, groups: Groups, least_tokens: int | None) -> None:
+    def __init__(self, state: DeviceState, groups: Groups, least_tokens: int | None, exact: bool = False) -> None:
+        """exact: sums of halves are never quantized."""
         lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
         self.state, self.groups, self.least_tokens = state, groups, least_tokens
         """None: no step runs as two."""
         self.turns = Turns(lane)
+        self.turns.exact = exact
         for group in groups.of_layers:
             group.give_way_in(self.turns)
 
     @classmethod
     def of_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> StepHalves | None:
-        return None if plan.halves is None else cls(state, groups, plan.halves.least_tokens)
+        rule = plan.halves
+        return None if rule is None else cls(state, groups, rule.least_tokens, rule.exact)
 
     def halves_of(self, step: StepInput) -> Halves | None:
         """Returns the halves of a step; None if it runs as one. All ranks answer alike."""

@@ -23,6 +23,8 @@ class HalvesRule:
 
     least_tokens: int
     reason: str
+    exact: bool = False
+    """Their sums travel as they are, also where those of whole steps take eight bits."""
 
     def __str__(self) -> str:
         return f"from {self.least_tokens:,} tokens on ({self.reason})"
@@ -48,8 +50,8 @@ def halves_rule(
     if problem:
         return None
     if args.two_batch_overlap_min_tokens is not None:
-        return HalvesRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens")
-    return HalvesRule(band.least, band.reason)
+        return HalvesRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens", band.exact)
+    return HalvesRule(band.least, band.reason, band.exact)
 
 
 def has_experts(model: ModelDescription) -> bool:

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
-from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, AttentionTile, attention_tiles, fp4_head_dims
+from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
-from sglang.srt.layers.attention.triton_ops.latent_decode import TOKENS_FIRST
 from sglang.srt.layers.step_rows import ExtendRows, Guesses, TokenSlots
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
@@ -35,16 +34,11 @@ if not interpreter.INTERPRETED:
 
 
 def run(
-    p: Problem,
-    rows: int,
-    kv_name: str = "bfloat16",
-    fp4: dict[str, torch.Tensor] | None = None,
-    tile: AttentionTile | None = None,
-    **features: object,
+    p: Problem, rows: int, kv_name: str = "bfloat16", fp4: dict[str, torch.Tensor] | None = None, **features: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and the lengths up to which tokens count."""
     arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
-    tile = tile or attention_tiles("decode_attention", p.head_dim, p.v_head_dim, kv_name, arch.features)[0]
+    tile = attention_tiles("decode_attention", p.head_dim, p.v_head_dim, kv_name, arch.features)[0]
     lens = (p.prefix + rows - torch.tensor(MISSING, device=p.device).clamp(max=rows - 1)).int()
     workspace = DecodeWorkspace.allocate(
         len(lens) + 2, p.num_heads * rows, p.num_kv_heads, p.v_head_dim, 8, tile, p.device
@@ -93,16 +87,6 @@ def problem(rows: int, heads: tuple[int, int], dims: tuple[int, int], **options:
 def test_head_dims(dims: tuple[int, int]) -> None:
     heads = (16, 1) if dims == MLA_LATENT else (6, 2)
     check(problem(4, heads, dims), 4, BOUNDS[None])
-
-
-@interpreter.kernel_test
-@pytest.mark.parametrize("rows", [1, 4])
-def test_latents_with_tokens_as_rows(rows: int) -> None:
-    """The kernel for `wgmma`, of two blocks of heads, the second of which is not full."""
-    tile = {"BLOCK_H": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "ctas_per_sm": 1, "waves": 2}
-    tile |= {"BLOCK_H": 16, "BLOCK_N": 32} if interpreter.INTERPRETED else {}
-    tile |= {TOKENS_FIRST: 1}
-    check(problem(rows, (tile["BLOCK_H"] + 4, 1), MLA_LATENT), rows, BOUNDS[None], tile=tile)
 
 
 @interpreter.kernel_test

@@ -24,11 +24,7 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, visible
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
-from sglang.srt.layers.attention.triton_ops.latent_decode_wide import latent_decode_wide_kernel
 from sglang.srt.layers.triton_ops import pdl
-
-TOKENS_FIRST = "tokens_first"
-"""Key of a tile of `latent_decode_wide`."""
 
 
 @triton.jit
@@ -205,20 +201,11 @@ def launch_latent_decode(
     if not fp8 and latents.dtype != q.dtype:
         raise TypeError(f"latents are {latents.dtype}: neither float8 nor the queries' {q.dtype}; view them first")
     entries = latents.view(torch.int16) if fp8 else latents
-    operands = (
+    latent_decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
         q, o, entries, req_to_token, req_pool_indices, req_to_token if prefix_lens is None else prefix_lens,
         workspace.work, workspace.part_o, workspace.part_lse, tiles, num_heads, num_rows // num_seqs,
         scale * k_scale * LOG2E, float(v_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1), entries.stride(0),
-        req_to_token.stride(0),
-    )  # fmt: skip
-    launch = {
-        "RANK": rank, "ROPE": head_dim - rank, "BLOCK_H": tile["BLOCK_H"], "BLOCK_N": tile["BLOCK_N"],
-        "HAS_GUESSES": prefix_lens is not None, "num_warps": tile["num_warps"], "num_stages": tile["num_stages"],
-    }  # fmt: skip
-    grid = (workspace.num_pieces(num_seqs) * tiles,)
-    if TOKENS_FIRST in tile:
-        latent_decode_wide_kernel[grid](*operands, **launch, **pdl.options())
-        return
-    latent_decode_kernel[grid](
-        *operands, FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, **launch, **pdl.options()
+        req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, HAS_GUESSES=prefix_lens is not None,
+        num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
     )  # fmt: skip
