@@ -47,8 +47,8 @@ HALVES: tuple[HalvesBand, ...] = (
     HalvesBand(PCIE, _EIGHT, True, False, 2048, True, _EXPERTS),
     HalvesBand(PCIE, _EIGHT, True, True, 4096, True, _EXPERTS),
 )  # fmt: skip
-"""Of two ranks halves keep sums exact: beside an H100 whose sums pass through main memory, a prompt of 8,192 tokens took
-118 ms so, 131 with both, 153 in eight bits alone and 177 with neither."""
+"""Of two ranks halves keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens took 118
+ms so, 131 with both, 153 in eight bits alone and 177 with neither."""
 
 
 def halves_from(topology: Topology | None, ranks: int, experts: bool, eight_bits: bool) -> HalvesBand:

@@ -144,10 +144,9 @@ ROWS: tuple[TileRow, ...] = (
         (_split(16, 16, 4, 3, 3), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 32, 4, 3, 2),)},
     ),
     TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 2), _split(16, 16, 4, 2, 2))),
-    # Three stages: one for the slots, two for latents. With `wgmma` 64 tokens in one buffer: on an H100 8 x 32,768 tokens
-    # and 128 heads take 295 us where 32 tokens in two take 334, and one request of 65,536 with 64 heads 65 for 63. Eight
-    # warps for twice as many float8 latents at a time, which
-    # take as many bytes.
+    # Three stages: one for the slots, two for latents. With `wgmma` 64 tokens in one buffer: on an H100 8 x 32,768
+    # tokens and 128 heads take 295 us where 32 tokens in two take 334, and one request of 65,536 with 64 heads 65 for
+    # 63. Eight warps for twice as many float8 latents at a time, which take as many bytes.
     TileRow(
         "decode_attention", (MLA_LATENT,), _HALF, (_split(16, 32, 4, 3, 1, 2), _split(16, 16, 4, 3, 1, 2)),
         {

@@ -131,9 +131,9 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | No
     heads, sources = heads_of_all // ranks, 1 if own is None else ranks
     packed = parts.new_empty((sources, ranks, num_tokens, heads, dims + launch["EXTRA"]))
     if packed.numel():
+        source_rows = ranks * num_tokens * heads
         pack_parts_kernel[(num_tokens, heads_of_all)](
-            parts, lse, packed, num_tokens, heads, ranks, sources, own or 0, packed.stride(0) // packed.shape[-1], **launch,
-            **pdl.options(),
+            parts, lse, packed, num_tokens, heads, ranks, sources, own or 0, source_rows, **launch, **pdl.options()
         )  # fmt: skip
     return packed[0] if own is None else packed
 
@@ -143,8 +143,9 @@ def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.T
     of all tokens, zeros where nobody has one. sinks [H] fp32: one more logit a head, without a value."""
     ranks, num_tokens, heads, _ = received.shape
     if out.numel():
+        launch = launch_constants(out.shape[2], received.dtype)
+        source_rows = received.stride(0) // received.shape[3]
         merge_parts_kernel[(num_tokens, heads)](
-            received, out if sinks is None else sinks, out, heads, ranks, received.stride(0) // received.shape[-1], out.stride(0),
-            out.stride(1), HAS_SINKS=sinks is not None, **launch_constants(out.shape[2], received.dtype),
-            **pdl.options(),
+            received, out if sinks is None else sinks, out, heads, ranks, source_rows, out.stride(0), out.stride(1),
+            HAS_SINKS=sinks is not None, **launch, **pdl.options(),
         )  # fmt: skip
