@@ -11,12 +11,14 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels import tables
 from sglang.srt.kernels.all_reduce_table import (
     BANDS,
+    GATHERS,
     KIB,
     LARGEST,
     NORMED_ROW_BYTES,
     NORMED_ROWS,
     algorithms,
     bands_for,
+    gathers_up_to,
 )
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
@@ -107,3 +109,12 @@ def test_flashinfer_adds_up_only_where_it_was_asked_for(name: str) -> None:
     off = replace(asked, links=PeerLinks(Topology.SWITCH, "--disable-custom-all-reduce"))
     assert chosen(off, arch, installed).name == "flashinfer"
     assert chosen(replace(asked, q_dtype="float32"), arch, installed).name == "sgl_kernel"
+
+
+@pytest.mark.parametrize("topology", Topology)
+@pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
+def test_what_sums_gather_is_what_they_serve(topology: Topology, ranks: int) -> None:
+    most = gathers_up_to(topology, ranks)
+    assert most <= max((band.most for band in bands_for(topology, ranks)), default=0)
+    assert (most > 0) == any(topology in band.topologies and ranks in band.ranks for band in GATHERS)
+    assert all(band.reason for band in GATHERS)

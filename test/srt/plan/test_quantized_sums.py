@@ -12,7 +12,7 @@ from sglang.srt.distributed import quantized_sums
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.all_reduce_table import MIB, PIECE_BYTES, QUANTIZED, quantized_from
+from sglang.srt.kernels.all_reduce_table import LIBRARY_PIECE_BYTES, MIB, PIECE_BYTES, QUANTIZED, quantized_from
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.quantized_sums import GROUP, QuantizedSumRule, quantized_sum_rule
 from sglang.srt.server_args import ServerArgs
@@ -68,7 +68,7 @@ def test_every_group_has_a_least_size() -> None:
 
 
 def test_numbers_are_those_of_the_sums() -> None:
-    assert quantized_sums.GROUP == GROUP and PIECE_BYTES % (2 * GROUP) == 0
+    assert quantized_sums.GROUP == GROUP and PIECE_BYTES % (2 * GROUP) == 0 == LIBRARY_PIECE_BYTES % (2 * GROUP)
 
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
