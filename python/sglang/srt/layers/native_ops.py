@@ -225,10 +225,10 @@ def latent_norm_rope_store(
     return entries
 
 
-def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | None) -> torch.Tensor:
+def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | None) -> torch.Tensor:
     """parts [T, ranks * H, D] of this rank's tokens, for the heads of each rank, and lse [T, ranks * H] fp32, the
     natural logarithms of the sums of their exponentials -> [ranks, T, H, D + extra], a message for each rank: behind
-    the columns of a part, 16 bytes with the logarithm, as the sum of three numbers of the parts' type. With `own`, this
+    the columns of a part, 16 bytes with the logarithm, as the sum of three numbers of the parts' type. With `rank`, this
     rank's number: [ranks, ranks, T, H, D + extra], by source and target, with zeros from other sources."""
     num_tokens, heads_of_all, dims = parts.shape
     shape = (num_tokens, ranks, heads_of_all // ranks)
@@ -239,10 +239,10 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | No
         rounded = rest.to(parts.dtype)
         message[..., column] = rounded.view(shape).transpose(0, 1)
         rest = torch.where(rounded == float("-inf"), 0.0, rest - rounded.float())
-    if own is None:
+    if rank is None:
         return message
     of_sources = message.new_zeros((ranks, *message.shape))
-    of_sources[own] = message
+    of_sources[rank] = message
     return of_sources
 
 

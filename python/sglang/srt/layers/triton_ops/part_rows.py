@@ -28,14 +28,14 @@ def pack_parts_kernel(
     num_heads,
     num_ranks,
     num_sources,
-    own,
+    rank,
     source_rows,
     DIMS: tl.constexpr,
     EXTRA: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, head of all): its row from source `own`, and zeros from the others."""
+    """Program (token, head of all): its row from source `rank`, and zeros from the others."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,7 +56,7 @@ def pack_parts_kernel(
     values = tl.load(parts + row * DIMS + cols, mask=cols < DIMS, other=0.0)
     at = packed + ((target.to(tl.int64) * num_tokens + token) * num_heads + head) * (DIMS + EXTRA)
     for source in range(num_sources):
-        keep = source == own
+        keep = source == rank
         tl.store(at + cols, tl.where(keep, values, 0.0).to(dtype), mask=cols < DIMS)
         tl.store(at + DIMS + behind, tl.where(keep, logarithm, 0.0).to(dtype))
         at += source_rows.to(tl.int64) * (DIMS + EXTRA)
@@ -122,20 +122,20 @@ def launch_constants(dims: int, dtype: torch.dtype) -> dict[str, int]:
     return {"DIMS": dims, "EXTRA": LSE_BYTES // dtype.itemsize, "BLOCK": block, "num_warps": 1 if block <= 128 else 2}
 
 
-def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, own: int | None) -> torch.Tensor:
+def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | None) -> torch.Tensor:
     """parts [T, ranks * H, D] and lse [T, ranks * H] fp32, contiguous, of this rank's tokens for the heads of each rank
-    -> [ranks, T, H, D + extra], a message for each; or with `own`, this rank's number, [ranks, ranks, T, H, D + extra],
+    -> [ranks, T, H, D + extra], a message for each; or with `rank`, this one's number, [ranks, ranks, T, H, D + extra],
     by source and target, with zeros from other sources."""
     num_tokens, heads_of_all, dims = parts.shape
     launch = launch_constants(dims, parts.dtype)
-    heads, sources = heads_of_all // ranks, 1 if own is None else ranks
+    heads, sources = heads_of_all // ranks, 1 if rank is None else ranks
     packed = parts.new_empty((sources, ranks, num_tokens, heads, dims + launch["EXTRA"]))
     if packed.numel():
         source_rows = ranks * num_tokens * heads
         pack_parts_kernel[(num_tokens, heads_of_all)](
-            parts, lse, packed, num_tokens, heads, ranks, sources, own or 0, source_rows, **launch, **pdl.options()
+            parts, lse, packed, num_tokens, heads, ranks, sources, rank or 0, source_rows, **launch, **pdl.options()
         )  # fmt: skip
-    return packed[0] if own is None else packed
+    return packed[0] if rank is None else packed
 
 
 def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
