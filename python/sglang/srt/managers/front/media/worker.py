@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +87,7 @@ class _Worker:
         self._decoding, self._containers = decoding, containers
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
-        self._image = processors.image_processor(settings.files)
+        self._image = processors.image_processor(settings.files, settings.pixel_dtype)
         self._video = video_processors.video_processor(settings.files)
 
     def answer(self, job: MediaJob) -> Reply:
@@ -111,8 +111,9 @@ class _Worker:
     def _video_reply(self, job: MediaJob) -> Decoded:
         result = self._video(self._opened_video(job))
         num_runs = sum(isinstance(part, int) for part in result.parts)
-        seen = ("", result.frame_seconds, np.ascontiguousarray(result.patches.pixels).data)
-        features = self._features(job, result.patches, seen, num_runs, result.frame_seconds)
+        pixels = as_type(np.ascontiguousarray(result.patches.pixels, np.float32), self._pixel_dtype)
+        seen = ("", result.frame_seconds, pixels.data)
+        features = self._features(job, replace(result.patches, pixels=pixels), seen, num_runs, result.frame_seconds)
         return Decoded(items=[features], parts=result.parts)
 
     def _opened_video(self, job: MediaJob):  # type: ignore[no-untyped-def]
@@ -131,11 +132,10 @@ class _Worker:
         num_runs: int = 1,
         frame_seconds: float = 0.0,
     ) -> Features:
-        """seen: what the patches depend on beside the model's files. Of an image that is the picture as decoded, which
-        has an eighth of the bytes of its patches."""
-        settings, what, content = seen
-        pixels = np.ascontiguousarray(patches.pixels, np.float32)
-        digest = hashlib.blake2b(repr((job.kind, patches.grid, pixels.shape, settings, what)).encode(), digest_size=32)
+        """patches: in the type in which the encoder takes them. seen: what they depend on beside the model's files. Of
+        an image that is the picture as decoded, which has a quarter of the bytes of its patches."""
+        (settings, what, content), pixels = seen, patches.pixels
+        digest = hashlib.sha256(repr((job.kind, patches.grid, pixels.shape, settings, what)).encode())
         digest.update(content)
         return Features(
             grid=patches.grid,
@@ -147,6 +147,6 @@ class _Worker:
 
     def _shared(self, job: MediaJob, pixels: np.ndarray) -> SharedArray:
         try:
-            return shared_array.write(self._directory, as_type(pixels, self._pixel_dtype), job.name, self._pixel_dtype)
+            return shared_array.write(self._directory, pixels, job.name, self._pixel_dtype)
         except OSError as error:
             raise _NoRoom(error.strerror) from None
