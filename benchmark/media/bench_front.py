@@ -44,7 +44,9 @@ def main() -> None:
         from bench_served import image_body, write_model
 
         model = write_model(Path(folder), tiny=False)
-        files = {side: image_body(side, side)["image_data"][0].partition(",")[2] for side in map(int, args.sides.split(","))}
+        files = {
+            side: image_body(side, side)["image_data"][0].partition(",")[2] for side in map(int, args.sides.split(","))
+        }
         print(f"| side | {' | '.join(STAGES)} |\n|{'---|' * (1 + len(STAGES))}")
         for side, text in files.items():
             rows = stages(model, Path(shared), text.encode())

@@ -65,6 +65,13 @@ def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
     )
 
 
+def torch_flash_heads(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuse heads that torch's flash kernels are not made for."""
+    if need.head_dim % 8 or need.head_dim > 256:
+        return [f"head dim {need.head_dim} (has multiples of 8 up to 256)"]
+    return only_equal_head_dims(need, arch)
+
+
 def flashinfer_latents(need: Need, arch: ArchTraits) -> list[str]:
     """Refuse the sizes that FA2's latent kernels are not made for."""
     latent = (need.head_dim, need.v_head_dim)
