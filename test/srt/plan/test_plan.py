@@ -304,7 +304,6 @@ def test_graphs_whatever_the_encoder_of_images_runs_on(build: Any) -> None:
     assert not any("graphs are off" in warning for warning in plan.warnings)
 
 
-
 def test_describe_is_json(build: Any) -> None:
     described = json.loads(json.dumps(build().describe()))
     assert described["arch"] == "sm_120" and described["max_total_num_tokens"] > 0

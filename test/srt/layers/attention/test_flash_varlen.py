@@ -29,7 +29,8 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequenc
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 96, 128])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_sequences_and_shares(lengths: list[int], head_dim: int, dtype: torch.dtype) -> None:
-    """Queries, keys and values are views of one product, as encoders have them. Nothing but the share is written."""
+    """Queries, keys and values are views of one product, as encoders have them. Nothing but the share is written, and
+    its bits are those of the whole."""
     generator = torch.Generator().manual_seed(head_dim)
     q, k, v = torch.randn(sum(lengths), 3, 4, head_dim, generator=generator).to("cuda", dtype).unbind(1)
     starts = torch.tensor((0, *lengths), device="cuda").cumsum(0).int()
@@ -41,6 +42,9 @@ def test_sequences_and_shares(lengths: list[int], head_dim: int, dtype: torch.dt
             done = len(q) * (i + 1) // shares
             assert not got[:done].isnan().any() and got[done:].isnan().all()
         assert float((got.double() - want).norm() / want.norm()) < BOUND
+        whole = torch.empty_like(got)
+        flash_attention(q, k, v, whole, starts, longest=max(lengths), is_causal=False, scale=scale)
+        assert torch.equal(got, whole)
 
 
 @pytest.mark.gpu
