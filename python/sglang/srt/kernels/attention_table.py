@@ -27,6 +27,7 @@ from sglang.srt.kernels.conditions import (
     only_latent,
     packed_latents,
     torch_flash_heads,
+    torch_flash_is_faster,
 )
 from sglang.srt.kernels.spec import KernelSpec
 
@@ -130,7 +131,7 @@ PREFILL_ATTENTION = (
         "torch_flash",
         f"{_ATTENTION}.flash_varlen:flash_attention",
         CP_ASYNC,
-        refuse=all_of(HALF, torch_flash_heads, library_fails),
+        refuse=all_of(HALF, torch_flash_heads, torch_flash_is_faster, library_fails),
         graph_safe=False,
     ),
     KernelSpec(

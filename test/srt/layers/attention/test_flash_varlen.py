@@ -72,6 +72,15 @@ def test_what_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.why_not(Need("prefill_attention", 72, 72, library_problem=problem), arch, frozenset()) == [problem]
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
+def test_who_attends(head_dim: int) -> None:
+    """With wgmma Triton's kernel is faster with all heads but those of 72 elements, on SM120 with those of 64 alone."""
+    need = Need("prefill_attention", head_dim, head_dim)
+    (row,) = (spec for spec in TABLES["prefill_attention"] if spec.name == "torch_flash")
+    flash = [not row.why_not(need, arch_by_name(name), frozenset()) for name in ("sm_90", "sm_120")]
+    assert flash == [head_dim == 72, head_dim != 64]
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), [(20, "bfloat16"), (264, "bfloat16"), (72, "float32")])
 def test_what_it_has_no_kernel_for(head_dim: int, dtype: str) -> None:
     (row,) = (spec for spec in TABLES["prefill_attention"] if spec.name == "torch_flash")

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -85,6 +86,7 @@ class _Worker:
         from sglang.srt.managers.front.media import containers, decoding, processors, video_processors
 
         self._decoding, self._containers = decoding, containers
+        self._beside = ThreadPoolExecutor(1)  # hashes while numpy makes patches
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
         self._image = processors.image_processor(settings.files, settings.pixel_dtype)
@@ -104,15 +106,16 @@ class _Worker:
     def _image_reply(self, job: MediaJob) -> Decoded:
         data = self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes)
         picture = self._decoding.decode_image(data, job.detail)
+        content = self._beside.submit(lambda: hashlib.sha256(picture.tobytes()).digest())
         patches = self._image(picture)
-        seen = (repr(self._files.image), picture.size, picture.tobytes())
+        seen = (repr(self._files.image), picture.size, content.result())
         return Decoded(items=[self._features(job, patches, seen)], parts=[patches.num_tokens])
 
     def _video_reply(self, job: MediaJob) -> Decoded:
         result = self._video(self._opened_video(job))
         num_runs = sum(isinstance(part, int) for part in result.parts)
         pixels = as_type(np.ascontiguousarray(result.patches.pixels, np.float32), self._pixel_dtype)
-        seen = ("", result.frame_seconds, pixels.data)
+        seen = ("", result.frame_seconds, hashlib.sha256(pixels.data).digest())
         features = self._features(job, replace(result.patches, pixels=pixels), seen, num_runs, result.frame_seconds)
         return Decoded(items=[features], parts=result.parts)
 
@@ -128,15 +131,14 @@ class _Worker:
         self,
         job: MediaJob,
         patches: Patches,
-        seen: tuple[str, object, bytes | memoryview],
+        seen: tuple[str, object, bytes],
         num_runs: int = 1,
         frame_seconds: float = 0.0,
     ) -> Features:
-        """patches: in the type in which the encoder takes them. seen: what they depend on beside the model's files. Of
-        an image that is the picture as decoded, which has a quarter of the bytes of its patches."""
-        (settings, what, content), pixels = seen, patches.pixels
-        digest = hashlib.sha256(repr((job.kind, patches.grid, pixels.shape, settings, what)).encode())
-        digest.update(content)
+        """patches: in the type in which the encoder takes them. seen: what they depend on beside the model's files, and
+        a digest of the picture as decoded, which has a quarter of the bytes of its patches, or of those of a video."""
+        pixels = patches.pixels
+        digest = hashlib.sha256(repr((job.kind, patches.grid, pixels.shape, seen)).encode())
         return Features(
             grid=patches.grid,
             pixels=self._shared(job, pixels),
