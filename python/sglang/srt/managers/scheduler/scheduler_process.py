@@ -23,6 +23,7 @@ from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.nodes import rendezvous
 from sglang.srt.environ import envs
+from sglang.srt.kernels import late_compiles
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler import storage_control
@@ -298,4 +299,5 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
     start_pipe.send_bytes(READY)
     if envs.SGLANG_GRAMMAR_WARM_UP and not (args.skip_server_warmup or args.is_embedding):
         process.grammars.warm_up()
+    late_compiles.watch()
     process.run_forever()
