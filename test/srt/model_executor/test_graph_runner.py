@@ -10,6 +10,7 @@ import torch
 
 from sglang.bench.direct import DirectBatch, direct_table
 from sglang.srt.layers.step_rows import DecodeRows
+from sglang.srt.layers.recurrent.records import RecurrentRecords
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -132,7 +133,7 @@ def test_times_of_graphs_with_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
         graphs, timed = runner.graphs, []
         assert graphs is not None
 
-        def milliseconds(shape: StepShape) -> float:
+        def milliseconds(shape: StepShape, tokens: torch.Tensor | None = None) -> float:
             graphs.graphs[shape].replay()
             arrays = graphs._arrays[shape.has_prompts]
             timed.append((shape.num_tokens, shape.num_decodes, int(arrays["num_tokens"])))
@@ -144,3 +145,45 @@ def test_times_of_graphs_with_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
         timed.clear()
         assert graphs.step_times() == {(1, 1): 1.0, (24, 1): 24.0}
         assert timed == [(1, 1, 1), (24, 24, 24)]
+
+
+def test_times_of_steps_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of both graphs, what keeps the states of accepted tokens included, of request slots that differ in their
+    tokens; and they leave the tables of requests as they were."""
+    save_tiny("qwen3_5", tmp_path)
+    args = ServerArgs.from_kwargs(
+        model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, speculative_algorithm="NGRAM",
+        speculative_num_steps=2, max_running_requests=4, max_total_tokens=1024,
+    )  # fmt: skip
+    runner = create_runner(args)
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    committed: list[list[int]] = []
+    commit = RecurrentRecords.commit
+
+    def counted(records: RecurrentRecords, counts: torch.Tensor) -> None:
+        committed.append([len(records.layers), *records.requests.req_pool_indices.tolist()])
+        commit(records, counts)
+
+    monkeypatch.setattr(RecurrentRecords, "commit", counted)
+    with in_graphs(runner, GraphSizes((1, 4), (16,))):
+        graphs, timed = runner.graphs, {}
+        assert graphs is not None
+        states = [store["state"] for store in runner.model.caches if store.name == "state"]
+        committed.clear()
+
+        def milliseconds(shape: StepShape, tokens: torch.Tensor) -> float:
+            before = [state.clone() for state in states]
+            runner.state.next_tokens.copy_(tokens)
+            graphs.graphs[shape].replay()
+            assert all(torch.equal(*pair) for pair in zip(before, states, strict=True)), "guesses may be taken back"
+            graphs._settle[shape](graphs._tokens[:0])
+            changed = [(old != new).flatten(1).any(1) for old, new in zip(before, states, strict=True)]
+            assert all(rows.nonzero().flatten().tolist() == [*range(1, shape.num_decodes + 1)] for rows in changed)
+            timed[shape.num_decodes, shape.width] = graphs.outputs[shape].batch.input_ids.tolist()
+            return 1.0
+
+        monkeypatch.setattr(graphs, "_milliseconds", milliseconds)
+        assert graphs.step_times() == {(1, 3): 1.0, (4, 3): 1.0}
+    assert committed == [[len(states), 1], [len(states), 1, 2, 3, 4]], "all layers at once"
+    assert all(len(set(ids)) == len(ids) for ids in timed.values())
+    assert not runner.state.next_tokens.any() and not runner.state.lens.any()
