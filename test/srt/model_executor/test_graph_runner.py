@@ -3,6 +3,7 @@ they are. A graph is replaced by its step here, so that a CPU can tell whether t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import LaunchedForward, StepInput
 from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.memory import Sizes, verified_bytes
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -147,10 +150,14 @@ def test_times_of_graphs_with_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
         assert timed == [(1, 1, 1), (24, 24, 24)]
 
 
-def test_times_of_steps_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SIZES_OF_PLAN = Sizes(1, 128, 64, (), 1, RankLayout())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "kimi_linear"])
+def test_times_of_steps_with_guesses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are of both graphs, what keeps the states of accepted tokens included, of request slots that differ in their
-    tokens; and they leave the tables of requests as they were."""
-    save_tiny("qwen3_5", tmp_path)
+    tokens; and they leave the tables of requests as they were. The rows that are kept take what is planned."""
+    save_tiny(name, tmp_path)
     args = ServerArgs.from_kwargs(
         model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, speculative_algorithm="NGRAM",
         speculative_num_steps=2, max_running_requests=4, max_total_tokens=1024,
@@ -158,9 +165,12 @@ def test_times_of_steps_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyP
     runner = create_runner(args)
     with_attention(runner, DeviceLengths(), DeviceLengths())
     committed: list[list[int]] = []
+    kept: list[int] = []
     commit = RecurrentRecords.commit
 
     def counted(records: RecurrentRecords, counts: torch.Tensor) -> None:
+        rows_of = [(rows.x, rows.x, rows.log_decays, rows.betas) for rows in records.layers]
+        kept.append(sum(tensor.nbytes for rows in rows_of for tensor in rows))  # what is convolved is as large as x
         committed.append([len(records.layers), *records.requests.req_pool_indices.tolist()])
         commit(records, counts)
 
@@ -187,3 +197,6 @@ def test_times_of_steps_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert committed == [[len(states), 1], [len(states), 1, 2, 3, 4]], "all layers at once"
     assert all(len(set(ids)) == len(ids) for ids in timed.values())
     assert not runner.state.next_tokens.any() and not runner.state.lens.any()
+    asked = replace(SIZES_OF_PLAN, max_running_requests=4, verified_tokens=3)
+    assert max(kept) == verified_bytes(runner.plan.description, "float32", asked)
+    assert verified_bytes(runner.plan.description, "float32", replace(asked, verified_tokens=1)) == 0
