@@ -83,9 +83,9 @@ def measure(title: str, flags: list[str], sizes: list[int], rows: int) -> dict[s
     scheduler = Scheduler(args, runner, StopChecker(None), None)
     late, results = late_compiles.watch(), {}
     for size in sizes:
-        for attempt in ("warms up", "again"):
+        for seed, attempt in enumerate(("warms up", "again", "the same prompts again")):
             faulthandler.dump_traceback_later(SLOW_S, exit=False)
-            rate = run(scheduler, size, 512, 128)
+            rate = run(scheduler, size, 512, 128, min(seed, 1))
             faulthandler.cancel_dump_traceback_later()
             print(f"{title}, {size} requests ({attempt}): {rate['tokens_per_s']:.1f} tokens/s", flush=True)
             for kernel, seconds in [] if late is None else late.kernels:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sglang.bench.direct import DirectBatch, direct_table
-from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.layers.recurrent.records import RecurrentRecords
+from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.layers.recurrent.records import join_records
+from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels, VerifiedRows
 from sglang.srt.mem_cache.memory_pool import CacheStore
 

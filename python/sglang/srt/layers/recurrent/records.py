@@ -55,9 +55,7 @@ def _sent(numbers: tuple[int, ...], layers: int, device: torch.device) -> torch.
     return torch.tensor(numbers, dtype=torch.int64, device=device).view(layers, -1)
 
 
-def join_records(
-    records: list[StateRecord], core: RecurrentCore, requests: ExtendRows, rows: VerifiedRows
-) -> None:
+def join_records(records: list[StateRecord], core: RecurrentCore, requests: ExtendRows, rows: VerifiedRows) -> None:
     """Adds a layer to the records of a step: to those of layers like it where there are any."""
     for record in records:
         if isinstance(record, RecurrentRecords) and _alike(record, core, rows):
