@@ -9,9 +9,9 @@ drafts and MTP of sparse models), `chains` (EAGLE-3 and MTP of models that upstr
 (predictions for SM120 beside published records, which need no GPU) and `tiny` (with `--device cpu`, to try the script).
 First all cases run at once with few layers, so that their kernels are compiled side by side; then each is measured
 alone, in a process of its own, for `--part-seconds` at most. With `--peer-site` (see benchmark/peers) both servers then
-serve the models of `chains` over HTTP; where two GPUs are visible upstream starts on the last one meanwhile. Kernels
-that are compiled while a run is measured are named below its row: there should be none. Prints each row as soon as it is known, and an error in place of the rest of a
-case that fails or takes too long.
+serve the models of `chains` over HTTP; where two GPUs are visible upstream starts on the last one meanwhile. Prints
+each row as soon as it is known, with the kernels that were compiled while it was measured (there should be none), and
+an error in place of the rest of a case that fails or takes too long.
 """
 
 from __future__ import annotations

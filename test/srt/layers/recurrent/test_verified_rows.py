@@ -75,8 +75,8 @@ def addresses(layers: list[VerifiedRows]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [DELTA, SSD, CHANNELS, BOUNDED])
 @pytest.mark.parametrize(("num_sms", "state_dtype"), [(1, torch.bfloat16), (10_000, torch.float32)])
 def test_rows_are_those_of_decoding(kind: str, num_sms: int, state_dtype: torch.dtype) -> None:
-    """In two layers at once, with both tiles. Interpreted, every bit is that of decoding; padding gives 0 and touches no
-    state, and neither does a token that is taken back."""
+    """In two layers at once, with both tiles. Interpreted, every bit is that of decoding; padding gives 0 and touches
+    no state, and neither does a token that is taken back."""
     kernels, slots = KERNELS[kind], torch.tensor(SLOTS, device=DEVICE)
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=DEVICE)
     heads = (2, 4) if kind in (DELTA, SSD) else (3, 3)

@@ -121,7 +121,7 @@ def channel_recurrence_verify(
     betas: torch.Tensor,
     num_sms: int = 1,
 ) -> None:
-    """T tokens, as many for each request of `slots` [B]: as `recurrence.recurrence_verify`, with log_decays [T, H, K]."""
+    """T tokens, as many for each request of `slots` [B]: as `recurrence.recurrence_verify`, log_decays [T, H, K]."""
     num_tokens, heads, value_dim = v.shape
     if num_tokens == 0:
         return

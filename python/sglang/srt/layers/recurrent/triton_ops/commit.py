@@ -1,5 +1,5 @@
-"""States of many layers go on by the tokens of a verified step that stand: one launch for the states of recurrences, and
-one for those of convolutions, whatever the number of layers.
+"""States of many layers go on by the tokens of a verified step that stand: one launch for the states of recurrences,
+and one for those of convolutions, whatever the number of layers.
 
 A layer's tensors are found by their addresses, a row of a table for each layer, in the order of the fields of
 `step_kernels.VerifiedRows`. The arguments of the same names say only of which type they are. Memory-bound: a state is
@@ -108,8 +108,8 @@ def commit_states(
     num_sms: int = 1,
 ) -> None:
     """The states of the requests `slots` [B] int64 go on by the first `counts` [B] int32 of `width` tokens of each, in
-    all `layers`, which are alike but for where their tensors lie: addresses [L, NUM_ADDRESSES] int64. Rows of slot 0 are
-    padding. `num_sms` as in `recurrence_decode`. CUDA-graph safe."""
+    all `layers`, which are alike but for where their tensors lie: addresses [L, NUM_ADDRESSES] int64. Rows of slot 0
+    are padding. `num_sms` as in `recurrence_decode`. CUDA-graph safe."""
     first, batch = layers[0], len(counts)
     if batch == 0:
         return

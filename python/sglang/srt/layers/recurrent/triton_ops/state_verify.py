@@ -1,5 +1,5 @@
-"""Several tokens of a recurrence for each request, which may all be taken back: the state is read once, goes through the
-tokens in registers, and is not written.
+"""Several tokens of a recurrence for each request, which may all be taken back: the state is read once, goes through
+the tokens in registers, and is not written.
 
 Each token is computed as `state_step` computes one, and the state is rounded between tokens as it would be kept.
 Memory-bound: heads * K * V elements of the state a request and layer. Reference: `native.recurrence_verify`.
@@ -19,8 +19,8 @@ def state_verify_kernel(
     ab_stride, out_stride, slot_stride, scale, dt_min, dt_max, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `state_step_kernel` with `width` rows a request, q, k, v, a, b and out [B width, ..]; and of each row its decay
-    and gate, log_decays, betas [B width, heads] fp32. Grid: (blocks of V, heads, B)."""
+    """As `state_step_kernel` with `width` rows a request, q, k, v, a, b and out [B width, ..]; and of each row its
+    decay and gate, log_decays, betas [B width, heads] fp32. Grid: (blocks of V, heads, B)."""
     head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     k_cols = tl.arange(0, BLOCK_K)
     v_cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
