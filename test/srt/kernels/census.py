@@ -833,9 +833,8 @@ def _verify(
     slots, counts, addresses = empty(4, dtype=torch.int64), empty(4, dtype=torch.int32), empty(1, 7, dtype=torch.int64)
     causal_conv.causal_conv_verify(x, *conv, slots, out, kept.x, *norm)
     causal_conv.CAUSAL_CONV.commit([kept], addresses, slots, counts, 2)
-    for num_sms in (1, 1000):
-        kernels.verify(*given, kept.states, slots, result, kept.log_decays, kept.betas, num_sms)
-        kernels.commit(given[0], [kept], addresses, slots, counts, 2, num_sms)
+    kernels.verify(*given, kept.states, slots, result, kept.log_decays, kept.betas)
+    kernels.commit(given[0], [kept], addresses, slots, counts, 2)
 
 
 def _absent(mixer: Absent, tp_size: int, arch: ArchTraits) -> None: ...

@@ -165,16 +165,17 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}
             yield _described(op, key, state_step.state_step_kernel, arguments, constants, tile, _STRIDES)
-            key, verify = f"verify/{dims}/{state}", state_verify.state_verify_kernel
-            yield _described(op, key, verify, arguments | _KEPT, constants, tile, _STRIDES)
-            yield _commit(op, f"{dims}/{state}", pointer, shape, tile)
+        key, verify, tile = f"verify/{dims}/{state}", state_verify.state_verify_kernel, state_verify.VERIFY_TILE
+        yield _described(op, key, verify, arguments | _KEPT, shape | {"HAS_SKIP": not delta}, tile, _STRIDES)
+        yield _commit(op, f"{dims}/{state}", pointer, shape)
 
 
-def _commit(op: str, key: str, states: str, shape: Mapping[str, Any], tile: Mapping[str, int]) -> Variant:
+def _commit(op: str, key: str, states: str, shape: Mapping[str, Any]) -> Variant:
     types = {"states": states, "k": "*bf16", "v": "*bf16"} | _KEPT | _INDEX | _COUNTS
     types |= dict.fromkeys(_STRIDES, "i32")
     constants = {"DELTA": True, "BY_CHANNEL": False, "NUM_ADDRESSES": commit.NUM_ADDRESSES} | shape
-    return _described(op, f"commit/{key}", commit.commit_states_kernel, types, constants, tile, _STRIDES)
+    kernel, tile = commit.commit_states_kernel, state_verify.VERIFY_TILE
+    return _described(op, f"commit/{key}", kernel, types, constants, tile, _STRIDES)
 
 
 def _channels(op: str, dim: int) -> Iterator[Variant]:
@@ -203,10 +204,13 @@ def _channels(op: str, dim: int) -> Iterator[Variant]:
             for tile in state_step.STEP_TILES:
                 constants = shape | {"BOUNDED": bounded}
                 yield _described(op, key, channel_step.channel_step_kernel, arguments, constants, tile, aligned)
-                verify, kept = channel_verify.channel_verify_kernel, arguments | _KEPT
-                yield _described(op, key.replace("step", "verify"), verify, kept, constants, tile, aligned)
-        for tile in state_step.STEP_TILES:
-            yield _commit(op, f"{dim}/{state}", pointer, shape | {"BY_CHANNEL": True}, tile)
+            key, verify, tile = (
+                key.replace("step", "verify"),
+                channel_verify.channel_verify_kernel,
+                state_verify.VERIFY_TILE,
+            )
+            yield _described(op, key, verify, arguments | _KEPT, shape | {"BOUNDED": bounded}, tile, aligned)
+        yield _commit(op, f"{dim}/{state}", pointer, shape | {"BY_CHANNEL": True})
 
 
 def _norms() -> Iterator[Variant]:

@@ -53,16 +53,14 @@ def decoded(given: Problem, kernels: RecurrenceKernels, slots: torch.Tensor, num
     return out, states
 
 
-def verified(
-    given: Problem, kernels: RecurrenceKernels, slots: torch.Tensor, num_sms: int
-) -> tuple[torch.Tensor, VerifiedRows]:
+def verified(given: Problem, kernels: RecurrenceKernels, slots: torch.Tensor) -> tuple[torch.Tensor, VerifiedRows]:
     out = torch.full_like(given.out, 7.0)
     wide = torch.promote_types(given.v.dtype, torch.float32)
     betas = torch.empty(given.v.shape[:2], dtype=wide, device=DEVICE)
     decays = betas if given.a.ndim == 2 else torch.empty(given.a.shape, dtype=wide, device=DEVICE)
     kept = VerifiedRows(given.states.clone(), torch.empty(0), torch.empty(0), given.k, given.v, decays.clone(), betas)
     parts = (given.q, given.k, given.v, given.a, given.b, given.a_log, given.dt_bias, given.skip)
-    kernels.verify(given.rule, *parts, kept.states, slots, out, kept.log_decays, kept.betas, num_sms)
+    kernels.verify(given.rule, *parts, kept.states, slots, out, kept.log_decays, kept.betas)
     assert torch.equal(kept.states, given.states), "they may be taken back"
     return out, kept
 
@@ -75,29 +73,29 @@ def addresses(layers: list[VerifiedRows]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [DELTA, SSD, CHANNELS, BOUNDED])
 @pytest.mark.parametrize(("num_sms", "state_dtype"), [(1, torch.bfloat16), (10_000, torch.float32)])
 def test_rows_are_those_of_decoding(kind: str, num_sms: int, state_dtype: torch.dtype) -> None:
-    """In two layers at once, with both tiles. Interpreted, every bit is that of decoding; padding gives 0 and touches
-    no state, and neither does a token that is taken back."""
+    """In two layers at once, beside both tiles of decoding. Interpreted, every bit is that of decoding; padding gives 0
+    and touches no state, and neither does a token that is taken back."""
     kernels, slots = KERNELS[kind], torch.tensor(SLOTS, device=DEVICE)
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=DEVICE)
-    heads = (2, 4) if kind in (DELTA, SSD) else (3, 3)
+    heads = (1, 2) if kind in (DELTA, SSD) else (2, 2)
     layers, expected = [], []
     for _ in range(2):
         lens = (1,) * (len(SLOTS) * WIDTH)
-        given = problem(kind, lens, lens, heads, (24, 40), torch.bfloat16, state_dtype, device=DEVICE)
-        exact_out, _ = verified(given.exact(), native.RECURRENCE, slots, num_sms)
-        out, kept = verified(given, kernels, slots, num_sms)
+        given = problem(kind, lens, lens, heads, (24, 12), torch.bfloat16, state_dtype, device=DEVICE)
+        exact_out, _ = verified(given.exact(), native.RECURRENCE, slots)
+        out, kept = verified(given, kernels, slots)
         of_decoding, states = decoded(given, kernels, slots, num_sms)
         assert relative(out, exact_out) < 1e-2 and not out[WIDTH : 2 * WIDTH].any()
         if interpreter.INTERPRETED:
             assert torch.equal(out, of_decoding)
-        assert relative(out, of_decoding.double()) < 1e-3
+        assert relative(out, of_decoding.double()) < (1e-3 if state_dtype is torch.float32 else 4e-3)
         after = given.states.clone()
         for slot, count in zip(SLOTS, COUNTS, strict=True):
             after[slot] = states[count][slot] if slot else after[slot]
         layers.append(kept)
         expected.append(after)
     natively = [replace_states(layer, layer.states.clone()) for layer in layers]
-    kernels.commit(given.rule, layers, addresses(layers), slots, counts, WIDTH, num_sms)
+    kernels.commit(given.rule, layers, addresses(layers), slots, counts, WIDTH)
     native.commit_states(given.rule, natively, addresses(natively), slots, counts, WIDTH)
     for layer, other, after in zip(layers, natively, expected, strict=True):
         if interpreter.INTERPRETED:
@@ -113,7 +111,7 @@ def replace_states(layer: VerifiedRows, states: torch.Tensor) -> VerifiedRows:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("norm_heads", "head_dim", "channels"), [(0, 0, 200), (4, 24, 4 * 24 + 3 * 40)])
+@pytest.mark.parametrize(("norm_heads", "head_dim", "channels"), [(0, 0, 200), (2, 24, 2 * 24 + 40)])
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_convolved_rows_are_those_of_decoding(
     norm_heads: int, head_dim: int, channels: int, dtype: torch.dtype, bias: bool

@@ -130,7 +130,6 @@ class RecurrentCore:
             out,
             log_decays,
             betas,
-            self.num_sms,
         )
         return VerifiedRows(cache["state"], cache["conv"], kept_x, k, v, log_decays, betas)
 

@@ -139,7 +139,6 @@ def recurrence_verify(
     out: torch.Tensor,
     log_decays: torch.Tensor,
     betas: torch.Tensor,
-    num_sms: int = 1,
 ) -> None:
     """Computes what `triton_ops.recurrence.recurrence_verify` does."""
     for kept, values in zip((log_decays, betas), gates(rule, a, b, a_log, dt_bias), strict=True):
@@ -159,7 +158,6 @@ def commit_states(
     slots: torch.Tensor,
     counts: torch.Tensor,
     width: int,
-    num_sms: int = 1,
 ) -> None:
     """Computes what `triton_ops.commit.commit_states` does."""
     for layer in layers:

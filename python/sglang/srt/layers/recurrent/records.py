@@ -34,7 +34,7 @@ class RecurrentRecords:
         slots, counts = self.requests.req_pool_indices[: len(counts)], counts.contiguous()
         addresses = self._addresses(counts.device)
         core.conv.commit(layers, addresses, slots, counts, width)
-        core.recurrence.commit(core.rule, layers, addresses, slots, counts, width, core.num_sms)
+        core.recurrence.commit(core.rule, layers, addresses, slots, counts, width)
 
     def _addresses(self, device: torch.device) -> torch.Tensor:
         """Returns the addresses of the layers' tensors [L, 7] int64 on the device. Those of a copy do not come again;

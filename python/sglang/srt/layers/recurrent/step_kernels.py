@@ -176,7 +176,6 @@ class RecurrenceVerify(Protocol):
         out: torch.Tensor,
         log_decays: torch.Tensor,
         betas: torch.Tensor,
-        num_sms: int = 1,
     ) -> None: ...
 
 
@@ -191,7 +190,6 @@ class RecurrenceCommit(Protocol):
         slots: torch.Tensor,
         counts: torch.Tensor,
         width: int,
-        num_sms: int = 1,
     ) -> None: ...
 
 

@@ -21,6 +21,7 @@ from sglang.srt.layers.recurrent.triton_ops import (
 from sglang.srt.layers.recurrent.triton_ops.commit import commit_states
 from sglang.srt.layers.recurrent.triton_ops.sequences import num_blocks
 from sglang.srt.layers.recurrent.triton_ops.state_step import step_tile
+from sglang.srt.layers.recurrent.triton_ops.state_verify import VERIFY_TILE
 from sglang.srt.layers.triton_ops import pdl
 
 
@@ -119,7 +120,6 @@ def channel_recurrence_verify(
     out: torch.Tensor,
     log_decays: torch.Tensor,
     betas: torch.Tensor,
-    num_sms: int = 1,
 ) -> None:
     """T tokens, as many for each request of `slots` [B]: as `recurrence.recurrence_verify`, log_decays [T, H, K]."""
     num_tokens, heads, value_dim = v.shape
@@ -129,7 +129,7 @@ def channel_recurrence_verify(
     assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
     assert log_decays.is_contiguous() and betas.is_contiguous()
     batch, key_dim = len(slots), k.shape[2]
-    tile = step_tile(batch, heads, value_dim, num_sms)
+    tile = VERIFY_TILE
     channel_verify.channel_verify_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, batch)](
         q, k, v, a, b, a_log, dt_bias, states, slots, out, log_decays, betas, num_tokens // batch, heads, v.stride(0),
         a.stride(0), b.stride(0), out.stride(0), states.stride(0), rule.scale, rule.lower_bound, K=key_dim, V=value_dim,

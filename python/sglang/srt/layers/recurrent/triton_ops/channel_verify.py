@@ -40,14 +40,23 @@ def channel_verify_kernel(
     tile = states + slot * slot_stride + head * K * V + k_cols[:, None] * V + v_cols[None, :]
     state = tl.load(tile, mask=k_ok[:, None] & v_ok[None, :], other=0.0).to(tl.float32)
     is_first = tl.program_id(0) == 0
+    # Of the next row all is loaded before this one is computed.
+    qk_offsets, v_offsets = head * K + k_cols, head * V + v_cols
+    next_a = tl.load(a + first * a_stride + qk_offsets, mask=k_ok, other=0.0)
+    next_b = tl.load(b + first * b_stride + head)
+    next_key = tl.load(k + first * token_stride + qk_offsets, mask=k_ok, other=0.0)
+    next_query = tl.load(q + first * token_stride + qk_offsets, mask=k_ok, other=0.0)
+    next_value = tl.load(v + first * token_stride + v_offsets, mask=v_ok, other=0.0)
     for i in range(width):
         row = first + i
-        own_a = tl.load(a + row * a_stride + head * K + k_cols, mask=k_ok, other=0.0)
-        beta = tl.sigmoid(tl.load(b + row * b_stride + head).to(tl.float32))
-        qk_offsets = row * token_stride + head * K + k_cols
-        key = tl.load(k + qk_offsets, mask=k_ok, other=0.0).to(tl.float32)
-        query = tl.load(q + qk_offsets, mask=k_ok, other=0.0).to(tl.float32)
-        value = tl.load(v + row * token_stride + head * V + v_cols, mask=v_ok, other=0.0).to(tl.float32)
+        own_a, beta = next_a, tl.sigmoid(next_b.to(tl.float32))
+        key, query, value = next_key.to(tl.float32), next_query.to(tl.float32), next_value.to(tl.float32)
+        after = first + tl.minimum(i + 1, width - 1)
+        next_a = tl.load(a + after * a_stride + qk_offsets, mask=k_ok, other=0.0)
+        next_b = tl.load(b + after * b_stride + head)
+        next_key = tl.load(k + after * token_stride + qk_offsets, mask=k_ok, other=0.0)
+        next_query = tl.load(q + after * token_stride + qk_offsets, mask=k_ok, other=0.0)
+        next_value = tl.load(v + after * token_stride + v_offsets, mask=v_ok, other=0.0)
         decays = log_decay(own_a, own_a_log, own_bias, lower_bound, BOUNDED)
         tl.store(log_decays + (row * heads + head) * K + k_cols, decays, mask=k_ok & is_first)
         tl.store(betas + row * heads + head, beta, mask=is_first)

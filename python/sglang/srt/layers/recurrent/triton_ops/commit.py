@@ -16,7 +16,7 @@ import triton.language as tl
 
 from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.layers.recurrent.step_kernels import VerifiedRows
-from sglang.srt.layers.recurrent.triton_ops.state_step import step_tile
+from sglang.srt.layers.recurrent.triton_ops.state_verify import VERIFY_TILE
 
 NUM_ADDRESSES = 7
 CONV_TILE = {"BLOCK": 512, "num_warps": 4}
@@ -26,6 +26,22 @@ CONV_TILE = {"BLOCK": 512, "num_warps": 4}
 def _tensor_of(addresses, layer, FIELD: tl.constexpr, like, NUM_ADDRESSES: tl.constexpr):
     """The pointer to a layer's tensor, of the type of `like`."""
     return tl.load(addresses + layer * NUM_ADDRESSES + FIELD).to(like.dtype)
+
+
+@triton.jit
+def _loaded(
+    k, v, betas, log_decays, row, head, heads, group, token_stride, k_cols, v_cols, K: tl.constexpr, V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """A row's key, value, gate and decay."""
+    key = tl.load(k + row * token_stride + (head // group) * K + k_cols, mask=k_cols < K, other=0.0)
+    value = tl.load(v + row * token_stride + head * V + v_cols, mask=v_cols < V, other=0.0)
+    beta = tl.load(betas + row * heads + head)
+    if BY_CHANNEL:
+        decay = tl.load(log_decays + (row * heads + head) * K + k_cols, mask=k_cols < K, other=0.0)
+    else:
+        decay = tl.load(log_decays + row * heads + head)
+    return key, value, beta, decay
 
 
 @triton.jit(
@@ -57,16 +73,22 @@ def commit_states_kernel(
     tile = own_states + slot * slot_stride + head * K * V + k_cols[:, None] * V + v_cols[None, :]
     tile_ok = k_ok[:, None] & v_ok[None, :]
     state = tl.load(tile, mask=tile_ok, other=0.0).to(tl.float32)
+    # Of the next row all is loaded before this one is computed.
+    first = request * width
+    next_key, next_value, next_beta, next_decay = _loaded(
+        own_k, own_v, own_betas, own_decays, first, head, heads, group, token_stride, k_cols, v_cols, K, V, BY_CHANNEL
+    )
     for i in range(count):
-        row = request * width + i
-        key = tl.load(own_k + row * token_stride + (head // group) * K + k_cols, mask=k_ok, other=0.0).to(tl.float32)
-        value = tl.load(own_v + row * token_stride + head * V + v_cols, mask=v_ok, other=0.0).to(tl.float32)
-        beta = tl.load(own_betas + row * heads + head)
+        key, value, beta, decay = next_key.to(tl.float32), next_value.to(tl.float32), next_beta, next_decay
+        after = first + tl.minimum(i + 1, count - 1)
+        next_key, next_value, next_beta, next_decay = _loaded(
+            own_k, own_v, own_betas, own_decays, after, head, heads, group, token_stride, k_cols, v_cols, K, V,
+            BY_CHANNEL,
+        )  # fmt: skip
         if BY_CHANNEL:
-            decays = tl.load(own_decays + (row * heads + head) * K + k_cols, mask=k_ok, other=0.0)
-            state *= tl.exp(decays)[:, None]
+            state *= tl.exp(decay)[:, None]
         else:
-            state *= tl.exp(tl.load(own_decays + row * heads + head))
+            state *= tl.exp(decay)
         new = value
         if DELTA:
             new = value - tl.sum(state * key[:, None], 0)
@@ -105,17 +127,16 @@ def commit_states(
     slots: torch.Tensor,
     counts: torch.Tensor,
     width: int,
-    num_sms: int = 1,
 ) -> None:
     """The states of the requests `slots` [B] int64 go on by the first `counts` [B] int32 of `width` tokens of each, in
     all `layers`, which are alike but for where their tensors lie: addresses [L, NUM_ADDRESSES] int64. Rows of slot 0
-    are padding. `num_sms` as in `recurrence_decode`. CUDA-graph safe."""
+    are padding. CUDA-graph safe."""
     first, batch = layers[0], len(counts)
     if batch == 0:
         return
     (heads, value_dim), (key_heads, key_dim) = first.v.shape[1:], first.k.shape[1:]
     assert not any(layer.states.data_ptr() % 16 for layer in layers)
-    tile = step_tile(batch, heads, value_dim, num_sms)
+    tile = VERIFY_TILE
     grid = (triton.cdiv(value_dim, tile["BLOCK_V"]) * heads, batch, len(layers))
     commit_states_kernel[grid](
         addresses, first.states, first.k, first.v, first.log_decays, first.betas, slots, counts, width, heads,

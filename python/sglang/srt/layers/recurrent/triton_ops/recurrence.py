@@ -112,7 +112,6 @@ def recurrence_verify(
     out: torch.Tensor,
     log_decays: torch.Tensor,
     betas: torch.Tensor,
-    num_sms: int = 1,
 ) -> None:
     """T tokens, as many for each request of `slots` [B], one after the other as `recurrence_decode` computes them. The
     states are read and left; log_decays and betas [T, H] fp32 become what `commit.commit_states` needs."""
@@ -122,7 +121,7 @@ def recurrence_verify(
     assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
     assert log_decays.is_contiguous() and betas.is_contiguous()
     batch, key_dim = len(slots), k.shape[2]
-    tile = state_step.step_tile(batch, heads, value_dim, num_sms)
+    tile = state_verify.VERIFY_TILE
     state_verify.state_verify_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, batch)](
         q, k, v, a, a if b is None else b, a_log, dt_bias, a_log if skip is None else skip, states, slots, out,
         log_decays, betas, num_tokens // batch, heads, heads // k.shape[1], v.stride(0), a.stride(0), out.stride(0),

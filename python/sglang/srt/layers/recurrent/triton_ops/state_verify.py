@@ -12,6 +12,9 @@ import triton.language as tl
 
 from sglang.srt.layers.recurrent.triton_ops.gates import gates
 
+VERIFY_TILE = {"BLOCK_V": 8, "num_warps": 1}
+"""One warp, so that sums over keys need no barrier, and so few columns that many programs hide what each waits for."""
+
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["slots"])
 def state_verify_kernel(
@@ -39,16 +42,28 @@ def state_verify_kernel(
     tile = states + slot * slot_stride + head * K * V + k_cols[:, None] * V + v_cols[None, :]
     state = tl.load(tile, mask=k_ok[:, None] & v_ok[None, :], other=0.0).to(tl.float32)
     is_first = tl.program_id(0) == 0
+    # Of the next row all is loaded before this one is computed.
+    qk_offsets = (head // group) * K + k_cols
+    v_offsets = head * V + v_cols
+    next_a = tl.load(a + first * ab_stride + head)
+    next_b = next_a
+    if DELTA:
+        next_b = tl.load(b + first * ab_stride + head)
+    next_key = tl.load(k + first * token_stride + qk_offsets, mask=k_ok, other=0.0)
+    next_query = tl.load(q + first * token_stride + qk_offsets, mask=k_ok, other=0.0)
+    next_value = tl.load(v + first * token_stride + v_offsets, mask=v_ok, other=0.0)
     for i in range(width):
         row = first + i
-        own_a = tl.load(a + row * ab_stride + head)
-        own_b = own_a
+        own_a, own_b = next_a, next_b
+        key, query, value = next_key.to(tl.float32), next_query.to(tl.float32), next_value.to(tl.float32)
+        after = first + tl.minimum(i + 1, width - 1)
+        next_a = tl.load(a + after * ab_stride + head)
+        next_b = next_a
         if DELTA:
-            own_b = tl.load(b + row * ab_stride + head)
-        qk_offsets = row * token_stride + (head // group) * K + k_cols
-        key = tl.load(k + qk_offsets, mask=k_ok, other=0.0).to(tl.float32)
-        query = tl.load(q + qk_offsets, mask=k_ok, other=0.0).to(tl.float32)
-        value = tl.load(v + row * token_stride + head * V + v_cols, mask=v_ok, other=0.0).to(tl.float32)
+            next_b = tl.load(b + after * ab_stride + head)
+        next_key = tl.load(k + after * token_stride + qk_offsets, mask=k_ok, other=0.0)
+        next_query = tl.load(q + after * token_stride + qk_offsets, mask=k_ok, other=0.0)
+        next_value = tl.load(v + after * token_stride + v_offsets, mask=v_ok, other=0.0)
         log_decay, beta = gates(own_a, own_b, own_a_log, own_bias, dt_min, dt_max, DELTA)
         tl.store(log_decays + row * heads + head, log_decay, mask=is_first)
         tl.store(betas + row * heads + head, beta, mask=is_first)
