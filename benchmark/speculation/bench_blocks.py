@@ -164,6 +164,8 @@ def show(name: str, part: Part) -> dict[str, Any]:
     assert part.process.stdout is not None
     for line in part.process.stdout:
         if not line.startswith('{"run"'):
+            if " was locked " in line:
+                print(line, end="", flush=True)
             continue
         told = json.loads(line)
         size, rows = str(told["size"]), plain if told["run"] == "plain" else drafts
@@ -224,6 +226,11 @@ def served(name: str, flags: list[str], sizes: list[int], options: argparse.Name
     scheduler = Scheduler(args, runner, StopChecker(None), None)
     clock = GraphClock(runner.graphs)
     lengths = LENGTHS[options.compiling or options.device == "cpu"]
+    began = time.monotonic()
+    if runner.copies is not None:  # locks main memory for prefixes, and a server is ready behind it
+        runner.copies.wait_prepared()
+        told = f"{options.one}, {name}: main memory was locked {time.monotonic() - began:.1f} s after the start"
+        print(told, flush=True)
     late = late_compiles.watch()
     for number, size in enumerate((sizes[0], *sizes)):
         clock.forget()

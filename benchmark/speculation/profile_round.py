@@ -81,6 +81,8 @@ def measure(title: str, flags: list[str], sizes: list[int], rows: int) -> dict[s
     args = ServerArgs.from_cli(flags)
     runner = create_runner(args)
     scheduler = Scheduler(args, runner, StopChecker(None), None)
+    if runner.copies is not None:
+        runner.copies.wait_prepared()
     late, results = late_compiles.watch(), {}
     for size in sizes:
         for seed, attempt in enumerate(("warms up", "again", "the same prompts again")):

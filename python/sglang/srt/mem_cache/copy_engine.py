@@ -253,6 +253,7 @@ class ThreadedCopies:
         self._queue: SimpleQueue[PendingCopy] = SimpleQueue()
         self._num_threads = num_threads
         self._started = False
+        self._preparing = threading.Semaphore(0)
 
     def start(self) -> None:
         """Starts the threads, which page-lock main memory first. Not before graphs are captured: CUDA allows no other
@@ -261,6 +262,15 @@ class ThreadedCopies:
             self._started = True
             for _ in range(self._num_threads):
                 threading.Thread(target=self._work, name="cache-copies", daemon=True).start()
+
+    def wait_prepared(self, seconds: float | None = None) -> bool:
+        """Waits until the threads, where they are started, have page-locked main memory or failed. What the GPU is
+        asked for meanwhile waits, too: seconds where there are tens of GB. Returns whether they are done."""
+        waiting = self._num_threads if self._started else 0
+        done = all(self._preparing.acquire(timeout=seconds) for _ in range(waiting))
+        for _ in range(waiting if done else 0):
+            self._preparing.release()
+        return done
 
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> PendingCopy:
         pending = PendingCopy(moves, to_host, event_on(self.device))
@@ -290,11 +300,13 @@ class ThreadedCopies:
     def _work(self) -> None:
         try:
             copier = self._prepared()
+            self.ready = True
         except Exception:
             logger.exception("Main memory cannot keep prefixes; those that leave the GPU are computed again")
             self.ready, self.broken = False, True
             return
-        self.ready = True
+        finally:
+            self._preparing.release()
         while True:
             pending = self._queue.get()
             pending.state = self._end(pending, copier)
