@@ -253,7 +253,7 @@ class ThreadedCopies:
         self._queue: SimpleQueue[PendingCopy] = SimpleQueue()
         self._num_threads = num_threads
         self._started = False
-        self._preparing = threading.Semaphore(0)
+        self._prepared_threads: list[threading.Event] = []
 
     def start(self) -> None:
         """Starts the threads, which page-lock main memory first. Not before graphs are captured: CUDA allows no other
@@ -261,16 +261,13 @@ class ThreadedCopies:
         if not self._started:
             self._started = True
             for _ in range(self._num_threads):
-                threading.Thread(target=self._work, name="cache-copies", daemon=True).start()
+                self._prepared_threads.append(prepared := threading.Event())
+                threading.Thread(target=self._work, args=(prepared,), name="cache-copies", daemon=True).start()
 
     def wait_prepared(self, seconds: float | None = None) -> bool:
         """Waits until the threads, where they are started, have page-locked main memory or failed. What the GPU is
         asked for meanwhile waits, too: seconds where there are tens of GB. Returns whether they are done."""
-        waiting = self._num_threads if self._started else 0
-        done = all(self._preparing.acquire(timeout=seconds) for _ in range(waiting))
-        for _ in range(waiting if done else 0):
-            self._preparing.release()
-        return done
+        return all(prepared.wait(seconds) for prepared in self._prepared_threads)
 
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> PendingCopy:
         pending = PendingCopy(moves, to_host, event_on(self.device))
@@ -297,7 +294,7 @@ class ThreadedCopies:
         self.budget.rate = rate
 
     @torch.inference_mode()
-    def _work(self) -> None:
+    def _work(self, prepared: threading.Event) -> None:
         try:
             copier = self._prepared()
             self.ready = True
@@ -306,7 +303,7 @@ class ThreadedCopies:
             self.ready, self.broken = False, True
             return
         finally:
-            self._preparing.release()
+            prepared.set()
         while True:
             pending = self._queue.get()
             pending.state = self._end(pending, copier)
