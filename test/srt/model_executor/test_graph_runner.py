@@ -196,7 +196,8 @@ def test_times_of_steps_with_guesses(name: str, tmp_path: Path, monkeypatch: pyt
         assert graphs.step_times() == {(1, 3): 1.0, (4, 3): 1.0}
     assert committed == [[len(states), 1], [len(states), 1, 2, 3, 4]], "all layers at once"
     assert all(len(set(ids)) == len(ids) for ids in timed.values())
-    assert not runner.state.next_tokens.any() and not runner.state.lens.any()
+    tables = runner.state.next_tokens, runner.state.lens, runner.state.req_to_token
+    assert not any(table.any() for table in tables)
     asked = replace(SIZES_OF_PLAN, max_running_requests=4, verified_tokens=3)
     assert max(kept) == verified_bytes(runner.plan.description, "float32", asked)
     assert verified_bytes(runner.plan.description, "float32", replace(asked, verified_tokens=1)) == 0

@@ -317,6 +317,8 @@ class GraphRunner:
         state, times = self.state, {}
         tokens = torch.arange(state.next_tokens.numel(), device=state.device).view_as(state.next_tokens)
         tokens = tokens % state.model.description.vocab_size
+        rows = state.req_to_token[0, 1:, : state.tokens_per_step]  # cache slots that nobody has yet
+        rows.copy_(torch.arange(1, rows.numel() + 1, device=state.device).view_as(rows) % state.sizes.tokens)
         for size in sizes:
             for width in self.sizes.widths:
                 shape = StepShape(size * width, size, width)
@@ -325,10 +327,11 @@ class GraphRunner:
                 times[size, width] = self._milliseconds(shape, tokens)
         state.next_tokens.zero_()
         state.lens.zero_()
+        rows.zero_()
         return times
 
     def _rows_of_slots(self, shape: StepShape) -> dict[str, np.ndarray]:
-        """Returns the arrays of a step of the first request slots, whose tokens have the padding's cache slot."""
+        """Returns the arrays of a step of the first request slots."""
         slots = np.arange(1, shape.num_decodes + 1)
         values = {
             "decode_slots": np.where(slots <= self.state.sizes.max_requests, slots, 0),
@@ -337,6 +340,8 @@ class GraphRunner:
         if self.state.guesses:
             values["widths"] = np.full(len(slots), shape.width, np.int32)
             values["ends"] = np.full(len(slots), self.state.sizes.context_len, np.int32)
+        else:
+            values["decode_loc"] = slots % self.state.sizes.tokens
         return values
 
     @torch.inference_mode()
