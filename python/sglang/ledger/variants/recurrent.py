@@ -173,7 +173,7 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
 def _commit(op: str, key: str, states: str, shape: Mapping[str, Any]) -> Variant:
     types = {"states": states, "k": "*bf16", "v": "*bf16"} | _KEPT | _INDEX | _COUNTS
     types |= dict.fromkeys(_STRIDES, "i32")
-    constants = {"DELTA": True, "BY_CHANNEL": False, "NUM_ADDRESSES": commit.NUM_ADDRESSES} | shape
+    constants = {"DELTA": True, "BY_CHANNEL": False, "NUM_ADDRESSES": commit.NUM_ADDRESSES, **shape}
     kernel, tile = commit.commit_states_kernel, state_verify.VERIFY_TILE
     return _described(op, f"commit/{key}", kernel, types, constants, tile, _STRIDES)
 
