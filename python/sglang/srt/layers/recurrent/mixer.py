@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.layers.recurrent.records import join_records
+from sglang.srt.layers.recurrent.records import RecurrentRecords, join_records
 from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels, VerifiedRows
 from sglang.srt.mem_cache.memory_pool import CacheStore
@@ -94,15 +94,17 @@ class RecurrentCore:
         out = x.new_empty((len(x), self.heads.value_heads, self.heads.value_dim))
         if batch.state_records is not None:
             assert batch.extend is not None and batch.decode is None
-            join_records(batch.state_records, self, batch.extend, self._verify(x, conv, gates, batch.extend, out))
+            rows = self._verify(x, conv, gates, batch.extend, out)
+            records = RecurrentRecords(self.conv, self.recurrence, self.rule, batch.extend, [rows], self.addresses)
+            join_records(batch.state_records, records)
             return out
         convolved = torch.empty_like(x, memory_format=torch.contiguous_format)
         if batch.decode is not None:  # first: its padding rows may lie over those of the prompts
             self._decode(x, convolved, conv, gates, batch.decode, out)
         if batch.extend is not None:
-            rows = batch.extend
-            slots = rows.req_pool_indices
-            self._extend(x, convolved, conv, gates, (slots, slots, rows.prefix_lens, rows.start_loc), out)
+            requests = batch.extend
+            slots = requests.req_pool_indices
+            self._extend(x, convolved, conv, gates, (slots, slots, requests.prefix_lens, requests.start_loc), out)
         return out
 
     def _verify(
