@@ -125,7 +125,7 @@ def flops_of(encoder: VisionEncoder[Any], pixels: torch.Tensor, grid: tuple[int,
 
     def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: Any) -> None:
         nonlocal attention
-        attention += 4.0 * float((rest[0].diff().double() ** 2).sum()) * v.shape[1] * v.shape[2]
+        attention += 4.0 * float((rest[0].starts.diff().double() ** 2).sum()) * v.shape[1] * v.shape[2]
         out.copy_(v)
 
     encoder._attend = counting  # type: ignore[method-assign]

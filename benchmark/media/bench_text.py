@@ -76,7 +76,9 @@ def sides_of(args: argparse.Namespace) -> list[Side]:
     (ours,) = bench_served.sides_of(args)
     eyes = Side(EYES, ours.env["PYTHONPATH"], {}, ours.flags, args.logs)
     if args.base:
-        other = Side(OTHER, str(args.base / "python"), {}, eyes.flags, args.logs)
+        # What the caller has on the path stays behind the tree's own packages: libraries may be there.
+        path = os.pathsep.join([str(args.base / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        other = Side(OTHER, path, {}, eyes.flags, args.logs)
     else:
         other = Side(OTHER, eyes.env["PYTHONPATH"], {}, [*eyes.flags, "--language-model-only"], args.logs)
     return [eyes, other]

@@ -13,6 +13,7 @@ from typing import Any
 import bench_all as everything
 import bench_encoders as encoders
 import bench_served as served
+import bench_text as texts
 import numpy as np
 import pytest
 import torch
@@ -83,13 +84,27 @@ def test_a_server_stands_still_meanwhile(tmp_path: Path) -> None:
 
 def test_parts_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = everything.parsed(["--logs", str(tmp_path), "--parts", "encoders,peer"])
-    assert args.parts == ["encoders", "peer"] and args.limit_seconds == everything.LIMIT_S < 480
+    assert args.parts == ["encoders", "peer"] and args.limit_seconds == everything.LIMIT_S < 390
     with pytest.raises(SystemExit):
         everything.parsed(["--parts", "encoder"])
     assert "encoder is none of served, encoders, peer" in capsys.readouterr().err
     args.peer_site = str(tmp_path)
     assert [side.name for side in served.sides_of(args)] == [served.OURS]
     assert "has no sglang" in capsys.readouterr().out
+
+
+def test_another_tree_has_the_libraries_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages come first, so that it is not this tree that is measured twice."""
+    monkeypatch.setenv("PYTHONPATH", "/here/python:/libraries")
+    args = everything.parsed(["--logs", str(tmp_path)])
+    args.base = tmp_path / "base"
+    ours, other = (side.env["PYTHONPATH"].split(":") for side in texts.sides_of(args))
+    assert ours == [str(served.ROOT / "python"), "/here/python", "/libraries"]
+    assert other == [str(tmp_path / "base" / "python"), "/here/python", "/libraries"]
+
+
+def test_upstream_has_the_time_to_compile_its_kernels(tmp_path: Path) -> None:
+    assert everything.parsed(["--logs", str(tmp_path)]).start_seconds >= 240
 
 
 def test_images_are_new_ones() -> None:

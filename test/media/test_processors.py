@@ -14,6 +14,7 @@ from media.pictures import animation, encoded, picture
 from media.seeing_model import write_seeing_model
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.media import decoding, processors
+from sglang.srt.managers.front.media.patch_types import as_type
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
 from sglang.srt.managers.front.media.processors import image_processor
 from sglang.srt.plan.media import PATCHES_A_STEP
@@ -147,3 +148,36 @@ def test_settings_of_published_kimi_models(tmp_path: Path) -> None:
     file.write_text(json.dumps({"media_proc_cfg": PUBLISHED_KIMI | {"fixed_output_tokens": 64}}))
     with pytest.raises(UserError, match="fixed_output_tokens"):
         read_processor_files(tmp_path, "kimi_k25", "{}")
+
+
+_CLASSES = {
+    "qwen3_vl": ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+    "glm4v": ("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil"),
+    "glm46v": ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
+}
+
+
+@pytest.mark.parametrize("family", list(_CLASSES))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}},
+        {"temporal_patch_size": 1, "merge_size": 1, "image_mean": [0.2, 0.4, 0.6], "image_std": [0.9, 0.3, 0.7]},
+        {"do_normalize": False, "rescale_factor": 1 / 127},
+        {"do_rescale": False, "resample": 2},
+    ],
+    ids=str,
+)
+def test_patches_are_those_of_transformers(family: str, settings: dict[str, Any]) -> None:
+    """To the bit, of sizes that are kept, enlarged and made smaller; in 16 bits they are rounded once."""
+    module, name = _CLASSES[family]
+    settings = HALF | {"size": {"shortest_edge": 12544, "longest_edge": 100352}} | settings
+    kind = processors._transformers_class(module, name, settings)
+    in_32, in_16 = (image_processor(ProcessorFiles(family, settings, {}), dtype) for dtype in ("float32", "bfloat16"))
+    for width, height in ((112, 56), (30, 20), (400, 300), (1001, 37)):
+        image = picture(width, height)
+        want, got = kind(image, return_tensors="np"), in_32(image)
+        assert tuple(want["image_grid_thw"][0]) == got.grid
+        assert np.array_equal(want["pixel_values"], got.pixels)
+        assert np.array_equal(in_16(image).pixels, as_type(got.pixels, "bfloat16"))

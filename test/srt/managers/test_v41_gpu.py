@@ -25,7 +25,7 @@ WIDE = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"disable_cuda_graph": True},
-    "chunks": {"chunked_prefill_size": 16},
+    "chunks": {"chunked_prefill_size": 64},  # a page
     "drafts": {"speculative_algorithm": "DSPARK"},
 }
 OVER_ROUNDED_WEIGHTS = 3.0

@@ -690,6 +690,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"shared_expert_intermediate_size": 128, "moe_routed_scaling_factor": 2.5},
     ),
     "ministral3": ("Ministral3Config", {"num_hidden_layers": 2, "rope_parameters": GROWING}),
+    "mistral4": (
+        "Mistral4Config",
+        LATENT | {"head_dim": 24, "n_group": 1, "topk_group": 1, "rope_parameters": GROWING},
+    ),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
     "deepseek_v4_wide": (
         "DeepseekV4Config",
@@ -725,6 +729,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+BARE = {"mistral4": "Mistral4ForCausalLM"}
+"""Text models that transformers' AutoModelForCausalLM knows beside an image encoder only, by `model_type`."""
+
+
 def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A tiny fp32 model in which every parameter is random (norms and biases too) and attention is far from uniform."""
     import transformers  # slow, and the ranks of a tensor-parallel test do not need it
@@ -736,13 +744,14 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     config = config_class(**values) if wrapper is None else config_class(text_config=values, vision_config=wrapper)
     torch.manual_seed(seed)
     kind = transformers.AutoModelForCausalLM if wrapper is None else transformers.AutoModelForImageTextToText
-    model = kind.from_config(config, dtype=torch.float32).eval()
+    bare = BARE.get(config.model_type)
+    make = kind.from_config if bare is None else getattr(transformers, bare)._from_config
+    model = make(config, dtype=torch.float32).eval()
     randomize(model, name in ZERO_CENTRED)
     return model
 
 
 def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
-    # Sums of 64 and of 2,048 products are about as large.
     # Sums of 64 and of 2,048 products are about as large.
     spread = 0.15 if model.config.get_text_config().hidden_size < 1024 else 0.03
     with torch.no_grad():
@@ -779,8 +788,11 @@ def reference_of(folder: Path) -> PreTrainedModel:
     """The transformers model of a folder, in fp32."""
     import transformers
 
-    wrapped = json.loads((folder / "config.json").read_text())["model_type"] in ("step3p7", "muse_glimmer", "glm5_next")
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    wrapped = model_type in ("step3p7", "muse_glimmer", "glm5_next")
     kind = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
+    if model_type in BARE:
+        kind = getattr(transformers, BARE[model_type])
     return kind.from_pretrained(folder, dtype=torch.float32)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +21,7 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import RankLayout
 
-from .harness import NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
+from .harness import NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 from .quantized_checkpoints import FORMS, Tensors, save_quantized
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
@@ -34,7 +33,7 @@ NUM_LAYERS = 3
 
 
 def wanted(reference: Path) -> torch.Tensor:
-    return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
+    return hf_logits(reference_of(reference), TOKENS)
 
 
 def blocks(runner: TinyRunner, layer: int) -> list[Any]:
@@ -52,7 +51,7 @@ def steps(runner: TinyRunner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("expand", [False, True])
-@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4"])
 def test_absorbed_and_expanded_prompts(
     name: str, expand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

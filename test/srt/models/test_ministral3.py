@@ -1,4 +1,5 @@
-"""Ministral 3 and Devstral 2 as they are published: beside an image encoder, and in FP8 with one scale a matrix."""
+"""Ministral 3, Devstral 2 and Mistral 4 as they are published: beside an image encoder, and in FP8 with one scale a
+matrix."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def beside_an_encoder(folder: Path, **outer: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32", **outer}))
 
 
-@pytest.mark.parametrize("name", ["ministral3", "mistral_windows"])
+@pytest.mark.parametrize("name", ["ministral3", "mistral_windows", "mistral4"])
 def test_the_text_half_beside_an_encoder(name: str, tmp_path: Path) -> None:
     reference = save_tiny(name, tmp_path)
     beside_an_encoder(tmp_path)
@@ -74,11 +75,9 @@ def test_text_of_another_kind_beside_the_encoder_is_refused(tmp_path: Path) -> N
     save_tiny("ministral3", tmp_path)
     beside_an_encoder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["model_type"] = "mistral4"
+    config["text_config"]["model_type"] = "mixtral"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UserError, match="model_type = 'mistral4' is not supported for Mistral3ForConditionalGeneration"
-    ):
+    with pytest.raises(UserError, match="model_type = 'mixtral' is not supported for Mistral3ForConditionalGeneration"):
         _ = plan_for(tmp_path).description
 
 

@@ -294,6 +294,16 @@ def test_no_graphs_around_a_backend_that_cannot(build: Any) -> None:
     assert plan.warnings == ("CUDA graphs are off: torch_native cannot run inside one",)
 
 
+def test_graphs_whatever_the_encoder_of_images_runs_on(build: Any) -> None:
+    """It is no part of them: one whose heads no other kernel has is computed by plain torch."""
+    config = json.loads((CONFIGS / "qwen35.json").read_text())
+    vision = config["vision_config"] | {"hidden_size": 16 * 20, "num_heads": 16}
+    plan = build(config | {"vision_config": vision})
+    assert plan.choices["prefill_attention"].name == "torch_native"
+    assert plan.cuda_graph_bs and plan.cuda_graph_prefill_tokens
+    assert not any("graphs are off" in warning for warning in plan.warnings)
+
+
 def test_describe_is_json(build: Any) -> None:
     described = json.loads(json.dumps(build().describe()))
     assert described["arch"] == "sm_120" and described["max_total_num_tokens"] > 0

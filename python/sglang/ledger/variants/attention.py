@@ -237,7 +237,7 @@ def _kernel(op: str, head_dims: tuple[int, int], kv_dtype: str) -> Any:
     if kv_dtype == "fp4_e2m1":
         return decode_fp4_kernel if op == "decode_attention" else extend_fp4_kernel
     if op == "decode_attention":
-        return latent_decode_kernel if head_dims == tiles.MLA_LATENT else decode_kernel
+        return latent_decode_kernel if head_dims in tiles.MLA_LATENTS else decode_kernel
     return latent_prompt_kernel if op == "latent_prompt_attention" else extend_kernel
 
 
@@ -276,7 +276,7 @@ def _shape_constexprs(
 ) -> dict[str, Any]:
     head_dim, v_head_dim = head_dims
     block_d, block_dpe = split_head_dim(head_dim)
-    latent = head_dims == tiles.MLA_LATENT
+    latent = head_dims in tiles.MLA_LATENTS
     shape: dict[str, Any] = {
         "GROUP": 128 if latent else GROUP,
         "HEAD_DIM": head_dim,

@@ -16,6 +16,7 @@ from sglang.srt.kernels.conditions import (
     flashinfer_prompts_are_faster,
     hybrid_choice,
     lacks,
+    library_fails,
     no_e4m3_conversion,
     no_fp4_cache,
     no_fp8_cache,
@@ -25,6 +26,8 @@ from sglang.srt.kernels.conditions import (
     only_full_heads,
     only_latent,
     packed_latents,
+    torch_flash_heads,
+    torch_flash_is_faster,
 )
 from sglang.srt.kernels.spec import KernelSpec
 
@@ -123,6 +126,14 @@ LATENT_PROMPT_ATTENTION = (
     KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),
 )
 PREFILL_ATTENTION = (
+    # Of encoders of images. Measured beside Triton's on an H100: benchmark/results/2026-11-26-images-h100.md.
+    KernelSpec(
+        "torch_flash",
+        f"{_ATTENTION}.flash_varlen:flash_attention",
+        CP_ASYNC,
+        refuse=all_of(HALF, torch_flash_heads, torch_flash_is_faster, library_fails),
+        graph_safe=False,
+    ),
     KernelSpec(
         "triton",
         f"{_ATTENTION}.triton_ops.prefill_attention:context_attention_fwd",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.attention.call_site import Attention
-from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
+from sglang.srt.layers.attention_block import cache_scale, cache_scale_value, growth_of_queries
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.indexer import LightningIndexer
 from sglang.srt.layers.latent_heads import LatentHeads
@@ -94,6 +94,8 @@ class LatentAttention(LatentHeads):
             q = self.q_b(q_latent)
             if self.indexer is not None:
                 self._select(self.indexer, x, q_latent, rotation, batch, metadata.sparse)
+        if spec.query_growth:  # a rotation keeps factors
+            q *= growth_of_queries(batch, spec.query_growth, spec.query_length).to(q.dtype)
         q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
         expanded = metadata.latent_chunks is not None
         num_absorbed = batch.num_decodes if expanded else len(x)

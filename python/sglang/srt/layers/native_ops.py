@@ -514,13 +514,15 @@ def context_attention(
     o: torch.Tensor,
     start_loc: torch.Tensor,
     *,
+    longest: int = 0,
     is_causal: bool = True,
     scale: float | None = None,
     share: tuple[int, int] = (0, 1),
     tile: object = None,
 ) -> None:
     """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of sequences with rows start_loc[i] ..
-    start_loc[i + 1], without a cache. share (i, n): fills the i-th of n shares of the rows only, without causality."""
+    start_loc[i + 1], without a cache; `longest`, the rows of the longest one, is not read. share (i, n): fills the i-th
+    of n shares of the rows only, without causality."""
     starts = start_loc.tolist()
     first, last = (len(q) * (share[0] + i) // share[1] for i in (0, 1))
     assert share[1] == 1 or not is_causal

@@ -38,7 +38,8 @@ ADVISE_HUGE = 14
 """MADV_HUGEPAGE of Linux."""
 ADVISE_POPULATE = 23
 """MADV_POPULATE_WRITE."""
-POPULATED_PIECE = 256 << 20
+POPULATED_PIECE = 16 << 20
+"""Bytes that the system allocates at a time; other threads wait so long for larger arrays of theirs."""
 
 
 @dataclass(slots=True, eq=False)

@@ -35,8 +35,8 @@ from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, cut_stages, fu
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
 
-NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention")
-"""Ops that graphs of decode steps do not hold."""
+NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "prefill_attention")
+"""Ops that graphs of decode steps do not hold: those of prompts, and of encoders of images."""
 
 
 def plan_capacity(

@@ -368,6 +368,8 @@ def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Ro
     if indexer is not None and others:
         raise UserError(f"{keys.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = keys.positive("qk_rope_head_dim")
+    growth, changes = growing_queries(keys) if family.growing_queries else ({}, {})
+    changes.get("rope_parameters", {}).pop("partial_rotary_factor", None)  # of a whole head: the rotary key's share
     return MLA(
         num_heads=keys.positive("num_attention_heads"),
         q_lora_rank=keys.count("q_lora_rank"),
@@ -375,10 +377,11 @@ def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Ro
         nope_dim=keys.positive("qk_nope_head_dim"),
         rope_dim=rope_dim,
         v_dim=keys.positive("v_head_dim"),
-        rope=rotation.of(rope_dim) if family.positions else unrotated(rope_dim),
+        rope=rotation.of(rope_dim, **changes) if family.positions else unrotated(rope_dim),
         interleaved=keys.default("rope_interleave", bool, True),
         top_k=indexer.top_k if indexer is not None else 0,
         indexer=indexer if has_indexer else None,
+        **growth,
     )
 
 

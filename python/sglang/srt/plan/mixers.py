@@ -290,7 +290,7 @@ class MLA:
     with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
     With `top_k` > 0 attention is over so many tokens that an indexer selects; `indexer` None then means that this layer
     takes the selection of the last layer that has one. `interleaved`: neighbours rotate together, and not dims half a
-    rotary key apart. `input_size`: as in GQA.
+    rotary key apart. `input_size`, `query_growth`: as in GQA.
     """
 
     num_heads: int
@@ -304,6 +304,8 @@ class MLA:
     top_k: int = 0
     indexer: Indexer | None = None
     input_size: int = 0
+    query_growth: float = 0.0
+    query_length: int = 1
 
     @property
     def sparse(self) -> bool:

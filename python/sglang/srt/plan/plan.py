@@ -495,7 +495,8 @@ class ModelPlanner:
 
 def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
     """Returns the need with what a look at this machine found."""
-    if need.op == "linear" and need.quant in SCALED_MM_SCHEMES and probe is not None:
+    of_torch = need.op == "prefill_attention" or (need.op == "linear" and need.quant in SCALED_MM_SCHEMES)
+    if of_torch and probe is not None:
         return replace(need, library_problem=probe(need))
     if need.op != "all_reduce":
         return need

@@ -14,8 +14,8 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     kind: Literal["image", "video"]
     digest: bytes
-    """32 bytes, BLAKE2b of the processed pixels, the grid and the kind: items with equal digests have equal
-    features."""
+    """32 bytes, SHA-256 of the picture or of the patches of a video, the grid and the kind: items with equal digests
+    have equal features."""
     spans: list[tuple[int, int]]
     """Runs [start, end) of placeholder positions in `input_ids`, ascending. A video may have one for each frame."""
     grid: tuple[int, int, int]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
-from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, AttentionTile, _split, attention_tiles
+from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENTS, AttentionTile, _split, attention_tiles
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     DecodeWorkspace,
     combine_constants,
@@ -51,7 +51,7 @@ def first_tile(op: str, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype) -
 
 
 def heads_of(head_dims: tuple[int, int]) -> tuple[int, int]:
-    return (16, 1) if head_dims == MLA_LATENT else (6, 2)
+    return (16, 1) if head_dims in MLA_LATENTS else (6, 2)
 
 
 def bound(p: Problem) -> float:
@@ -101,12 +101,12 @@ def run_decode(
 def extend_problem(head_dims: tuple[int, int] = (64, 64), **kwargs: object) -> Problem:
     heads = heads_of(head_dims)
     return Problem(
-        *EXTEND_SHAPES, *heads, *head_dims, v_in_k=head_dims == MLA_LATENT, device=interpreter.DEVICE, **kwargs
+        *EXTEND_SHAPES, *heads, *head_dims, v_in_k=head_dims in MLA_LATENTS, device=interpreter.DEVICE, **kwargs
     )
 
 
 def decode_problem(head_dims: tuple[int, int] = (64, 64), **kwargs: object) -> Problem:
-    heads, latent = heads_of(head_dims), head_dims == MLA_LATENT
+    heads, latent = heads_of(head_dims), head_dims in MLA_LATENTS
     new = [1] * len(DECODE_LENS)
     return Problem(DECODE_LENS, new, *heads, *head_dims, v_in_k=latent, device=interpreter.DEVICE, **kwargs)
 

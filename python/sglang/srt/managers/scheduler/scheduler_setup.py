@@ -17,7 +17,7 @@ from sglang.srt.hardware.topology import Topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.resolve import installed_packages
-from sglang.srt.kernels.spec import PeerLinks
+from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.plan.host_cache import keeps_unasked
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
 from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
@@ -94,12 +94,18 @@ def _near_memory(node: Node, free: int, replicas: int) -> int:
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:
-    """Returns a probe that tries torch's scaled products, on GPUs where they might serve; otherwise None."""
-    if arch.device != "cuda" or not SCALED_MM_FEATURES <= arch.features:
+    """Returns a probe that tries torch's attention and scaled products where they might serve; None without a GPU."""
+    if arch.device != "cuda":
         return None
-    from sglang.srt.layers.quantization.scaled_mm import problem_of
+    from sglang.srt.layers.attention import flash_varlen
+    from sglang.srt.layers.quantization import scaled_mm
 
-    return problem_of
+    def probe(need: Need) -> str:
+        if need.op == "prefill_attention":
+            return flash_varlen.problem_of(need)
+        return scaled_mm.problem_of(need) if SCALED_MM_FEATURES <= arch.features else ""
+
+    return probe
 
 
 def _connect_gpus(

@@ -46,10 +46,11 @@ class PatchPart:
 @dataclass(frozen=True, slots=True)
 class Sight:
     """How the patches of a part attend: `turn` of queries and keys; `starts` [groups + 1], the first patches of those
-    that see one another, and P; and how their layers are cut."""
+    that see one another, and P; how many the `longest` of these groups has; and how their layers are cut."""
 
     turn: Turn
     starts: torch.Tensor
+    longest: int
     cuts: Cuts
 
 
@@ -175,7 +176,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         del parts
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         for i in range(sight.cuts.queries):
-            self._attend(q, k, v, out, sight.starts, scale, (i, sight.cuts.queries))
+            self._attend(q, k, v, out, sight, scale, (i, sight.cuts.queries))
             yield
         return out.view(len(out), -1)
 
@@ -192,12 +193,14 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
-        starts: torch.Tensor,
+        sight: Sight,
         scale: float | None,
         share: tuple[int, int],
     ) -> None:
         """Fills a share (i of n) of the rows of out [P, heads, head_dim]."""
-        attend = partial(self.attention, q, k, v, out, starts, is_causal=False, scale=scale, share=share)
+        attend = partial(
+            self.attention, q, k, v, out, sight.starts, longest=sight.longest, is_causal=False, scale=scale, share=share
+        )
         if self.ladder is None:
             attend(tile={})
         else:

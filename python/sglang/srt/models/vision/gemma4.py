@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, cos_sin, gelu_
-from sglang.srt.models.vision.patch_places import Grid, frame_starts, rows_and_columns, squares
+from sglang.srt.models.vision.patch_places import Grid, frame_starts, longest_frame, rows_and_columns, squares
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 
@@ -33,7 +33,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         x = self._linear(prefix + "patch_embedder.input_proj", (2 * part.pixels - 1).to(self.dtype))
         of_column, of_row = self._weight(prefix + "patch_embedder", "position_embedding_table")
         x = x + of_column[places["columns"]] + of_row[places["rows"]]
-        sight = Sight(self._turn(places), places["starts"], cuts)
+        sight = Sight(self._turn(places), places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}encoder.layers.{i}.", x, sight)

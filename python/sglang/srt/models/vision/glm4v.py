@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, interpolation
-from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts
+from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts, longest_frame
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.glm4v import ROTARY_THETA, Glm4vTower
 
@@ -31,7 +31,7 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
         x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
         positions = self._weight(prefix + "embeddings.position_embedding", "weight")
         x = x + self._interpolated(positions, part.places)
-        sight = Sight(self._turn(part.places), part.places["starts"], cuts)
+        sight = Sight(self._turn(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}blocks.{i}.", x, sight)

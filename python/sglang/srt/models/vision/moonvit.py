@@ -23,7 +23,7 @@ from sglang.srt.models.vision.encoder import (
     interpolation,
     turn_pairs,
 )
-from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, squares
+from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, num_patches, squares
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
@@ -49,7 +49,8 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         x = x + self._interpolated(positions, places)
         if "frames" in places:
             x = x + self._times()[places["frames"]]
-        sight = Sight(partial(_turn_neighbours, cos=places["cos"], sin=places["sin"]), places["starts"], cuts)
+        turn = partial(_turn_neighbours, cos=places["cos"], sin=places["sin"])
+        sight = Sight(turn, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}encoder.blocks.{i}.", x, sight)

@@ -30,6 +30,11 @@ def frame_starts(grids: Sequence[Grid]) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
 
+def longest_frame(grids: Sequence[Grid]) -> int:
+    """Returns the patches of the largest frame."""
+    return max(rows * columns for _, rows, columns in grids)
+
+
 def clip_starts(grids: Sequence[Grid]) -> np.ndarray:
     """Returns the first patch of every grid, and P at the end: [grids + 1] int32."""
     sizes = [frames * rows * columns for frames, rows, columns in grids]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_
-from sglang.srt.models.vision.patch_places import Grid, frame_starts, windows
+from sglang.srt.models.vision.patch_places import Grid, frame_starts, longest_frame, windows
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.qwen2_5_vl import NORM_EPS, ROTARY_THETA, Qwen2_5VLTower
 
@@ -30,8 +30,8 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
         x = self._linear(prefix + "patch_embed.proj", self._squares(part.pixels.to(self.dtype), by_window))
         turn = self._turn(places)
         of_windows, of_frames = (
-            Sight(turn, places["window_starts"], replace(cuts, queries=1)),
-            Sight(turn, places["starts"], cuts),
+            Sight(turn, places["window_starts"], (tower.window * tower.merge) ** 2, replace(cuts, queries=1)),
+            Sight(turn, places["starts"], longest_frame(part.grids), cuts),
         )
         yield
         for i in range(tower.num_layers):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_, interpolation
-from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated
+from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated, longest_frame
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
 
@@ -25,7 +25,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
         tower, prefix = self.tower, self.tower.prefixes[0]
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), part.places)
-        sight = Sight(self._turn(part.places), part.places["starts"], cuts)
+        sight = Sight(self._turn(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         features = []
         yield
         for i in range(tower.num_layers):

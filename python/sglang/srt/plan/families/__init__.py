@@ -28,7 +28,7 @@ from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.mimo_v2 import MIMO_V2
 from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.minimax_m3 import MINIMAX_M3
-from sglang.srt.plan.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
+from sglang.srt.plan.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MISTRAL4_TEXT, MIXTRAL
 from sglang.srt.plan.families.muse_glimmer import MUSE_GLIMMER
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_MOE
@@ -42,7 +42,9 @@ FAMILIES: tuple[Family, ...] = (
         LLAMA,
         MISTRAL,
         MINISTRAL3,
+        MISTRAL4_TEXT,
         MISTRAL3,
+        MISTRAL4,
         MIXTRAL,
         QWEN2,
         QWEN2_MOE,
@@ -84,10 +86,11 @@ SERVED_ARCHITECTURES: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
 def family_of(architecture: str, model_type: str) -> Family | None:
     """Returns the family of a model; None: nothing is known of it. The architecture counts before `model_type`, which
     decides where it is one of several families."""
-    by_type = _BY_MODEL_TYPE.get(model_type.removesuffix("_text"))
-    if by_type is not None and architecture in by_type.architectures:
-        return by_type
-    return _BY_ARCHITECTURE.get(architecture) or by_type
+    kind = model_type.removesuffix("_text")
+    for family in FAMILIES:
+        if architecture in family.architectures and kind in family.model_types:
+            return family
+    return _BY_ARCHITECTURE.get(architecture) or _BY_MODEL_TYPE.get(kind)
 
 
 UNREAD_LAYERS: Mapping[str, str] = {

@@ -44,7 +44,7 @@ class Family:
     num_kv_heads: int = 0
     attention_scale: float = 0.0  # of the products of q and k; 0: head_dim ** -0.5
     value_norm: bool = False  # as GQA.value_norm
-    growing_queries: bool = False  # `llama_4_scaling_beta` of the rotary parameters is GQA.query_growth
+    growing_queries: bool = False  # `llama_4_scaling_beta` of the rotary parameters is `query_growth`
     qk_norm: str = ""  # as GQA.qk_norm
     optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which

@@ -1,11 +1,15 @@
 """Mistral and Mixtral: every layer has a window where the config names one; experts of Mixtral are w1, w2, w3.
-Ministral 3 and Devstral 2: queries grow with their position."""
+Ministral 3 and Devstral 2: queries grow with their position. Mistral 4: latent attention and experts in DeepSeek's
+form, chosen by a softmax over all of them, and queries that grow."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from sglang.srt.plan.families.deepseek import COMPUTED
+from sglang.srt.plan.families.deepseek import NAMES as LATENT_MODEL
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     CACHE_SCALE_ALIASES,
@@ -41,15 +45,42 @@ MINISTRAL3 = replace(
     growing_queries=True,
 )
 
+
+def _beside_an_encoder(names: WeightMap) -> WeightMap:
+    """Returns the names in a checkpoint that has an image encoder, too, which is not read."""
+    return replace(
+        names.below("language_model.model."),
+        beginnings=(("language_model.lm_head.", "lm_head."),),
+        unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    )
+
+
 MISTRAL3 = replace(
     MINISTRAL3,
     model_types=(),
     architectures=("Mistral3ForConditionalGeneration",),
     allowed={"model_type": ("mistral", "ministral3")},
-    names=replace(
-        MINISTRAL3.names.below("language_model.model."),
-        beginnings=(("language_model.lm_head.", "lm_head."),),
-        unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    ),
+    names=_beside_an_encoder(MINISTRAL3.names),
 )
 """The text half of checkpoints with an image encoder, of Mistral Small 3 and of Ministral 3."""
+
+MISTRAL4 = Family(
+    model_types=("mistral4",),
+    architectures=("Mistral4ForCausalLM",),
+    names=replace(
+        LATENT_MODEL,
+        layer={**LATENT_MODEL.layer, "moe.experts": "mlp.experts"},
+        aliases=(*LATENT_MODEL.aliases, *_FP8_ALIASES),
+    ),
+    allowed={**COMPUTED, "n_group": (1,)},
+    has_experts=True,
+    expert_form="stacked",
+    router=Router(0),
+    growing_queries=True,
+)
+MISTRAL4_TEXT = replace(
+    MISTRAL4,
+    architectures=("Mistral3ForConditionalGeneration",),
+    names=_beside_an_encoder(MISTRAL4.names),
+)
+"""The text half of Mistral Small 4, which has an image encoder as Mistral Small 3 has it."""

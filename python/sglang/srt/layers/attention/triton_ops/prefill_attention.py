@@ -19,6 +19,7 @@ def context_attention_fwd(
     o: torch.Tensor,
     start_loc: torch.Tensor,
     *,
+    longest: int = 0,
     is_causal: bool = True,
     scale: float | None = None,
     sliding_window: int = 0,
@@ -27,7 +28,8 @@ def context_attention_fwd(
 ) -> None:
     """Fill o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] (bf16/fp16) of B sequences with rows
     start_loc[i] .. start_loc[i + 1] (int32, [B + 1], on the device). `scale` defaults to D ** -0.5. A sliding window
-    limits how far back a query sees and needs `is_causal`. share (i, n): fills the i-th of n shares of the rows only;
+    limits how far back a query sees and needs `is_causal`. `longest`, which says the rows of the longest sequence to
+    kernels that plan on the host, is not read. share (i, n): fills the i-th of n shares of the rows only;
     all shares fill o as one call does, bit by bit."""
     if sliding_window > 0 and not is_causal:
         raise ValueError("a sliding window without causality is not defined here")

@@ -32,7 +32,8 @@ class MediaPool:
         self._directory, self._limit_s = Path(settings.directory), limit_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="media")
         self._workers = [_Worker(settings) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        """The one that was busy last goes first: its memory and the caches of its core are warm."""
         self._closed = False
         for worker in self._workers:
             worker.start()

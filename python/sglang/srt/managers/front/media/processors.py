@@ -1,7 +1,9 @@
 """Pictures to the patches that a model's encoder takes, as the files of the model say.
 
-Images go through the classes of transformers that work on numpy arrays, without torch and torchvision. It has no such
-class for the images of Kimi K2.5, which are computed here from the same settings; videos are in `video_processors`.
+Sizes and values are those of the classes of transformers that work on numpy arrays, without torch and torchvision. A
+channel of a pixel has 256 levels, so what a class makes of these is looked up: the same values, in the type in which
+the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5, which are
+computed here from the same settings; videos are in `video_processors`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from sglang.srt.managers.front.media.patch_types import as_type
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 
 Settings = Mapping[str, Any]
@@ -25,7 +28,8 @@ MAX_SCALED_ASPECT = 200
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """`pixels` [patches, values a patch] float32; `grid`: frames, rows and columns of patches."""
+    """`pixels` [patches, values a patch], of images in the type that was asked for, of videos float32; `grid`: frames,
+    rows and columns of patches."""
 
     pixels: np.ndarray
     grid: tuple[int, int, int]
@@ -36,9 +40,9 @@ class Patches:
 ImageProcessor = Callable[[Image.Image], Patches]
 
 
-def image_processor(files: ProcessorFiles) -> ImageProcessor:
-    """The processor of the model's images."""
-    return _IMAGES[files.family](files.image)
+def image_processor(files: ProcessorFiles, dtype: str = "float32") -> ImageProcessor:
+    """The processor of the model's images, to patches of a type that `patch_types.as_type` names."""
+    return _IMAGES[files.family](files.image, dtype)
 
 
 def _transformers_class(module: str, name: str, settings: Settings) -> Any:
@@ -46,24 +50,62 @@ def _transformers_class(module: str, name: str, settings: Settings) -> Any:
     return kind.from_dict(dict(settings))
 
 
-def _merged(module: str, name: str) -> Callable[[Settings], ImageProcessor]:
-    """Processors whose encoder merges squares of patches: a grid, and a token a square."""
+_Make = Callable[[Settings, str], ImageProcessor]
 
-    def make(settings: Settings) -> ImageProcessor:
+
+def _merged(module: str, name: str, counts_frames: bool = False) -> _Make:
+    """Processors whose encoder merges squares of patches: a grid, and a token a square. counts_frames: whether limits
+    are for the pixels of all frames that a patch has."""
+
+    def make(settings: Settings, dtype: str) -> ImageProcessor:
         processor = _transformers_class(module, name, settings)
+        fitted = importlib.import_module(f"transformers.models.{module}").smart_resize
+        patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+        limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
+        limits |= {"num_frames": frames, "temporal_factor": frames} if counts_frames else {}
+        levels = as_type(_levels(processor), dtype)
 
         def process(image: Image.Image) -> Patches:
-            result = processor(image, return_tensors="np")
-            frames, rows, columns = (int(count) for count in result["image_grid_thw"][0])
-            tokens = frames * rows * columns // processor.merge_size**2
-            return Patches(result["pixel_values"], (frames, rows, columns), tokens)
+            if processor.do_resize:
+                height, width = fitted(height=image.height, width=image.width, factor=patch * merge, **limits)
+                image = image if image.size == (width, height) else image.resize((width, height), processor.resample)
+            pixels = cut(np.asarray(image), levels, patch, merge, frames)
+            rows, columns = image.height // patch, image.width // patch
+            return Patches(pixels, (1, rows, columns), rows * columns // merge**2)
 
         return process
 
     return make
 
 
-def _pooled(settings: Settings) -> ImageProcessor:
+def _levels(processor: Any) -> np.ndarray:
+    """What a class of transformers makes of the levels of each channel, [3, 256] float32."""
+    values = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256))
+    if processor.do_rescale:
+        values = processor.rescale(values, processor.rescale_factor)
+    if processor.do_normalize:
+        values = processor.normalize(values, processor.image_mean, processor.image_std)
+    return np.asarray(values, np.float32)[:, 0]
+
+
+def cut(picture: np.ndarray, levels: np.ndarray, patch: int, merge: int, frames: int = 1) -> np.ndarray:
+    """picture [rows, columns, 3] uint8, of whole squares of merge x merge patches; levels [3, 256]. Returns
+    [patches, 3 * frames * patch * patch] of the type of the levels: the patches of a square one after the other, each
+    with its pixels `frames` times.
+
+    A row of squares at a time stays in the caches of a core, and a line of a patch is copied as one element."""
+    line, side = np.dtype((np.void, patch * levels.itemsize)), patch * merge
+    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    result = np.empty((rows, columns, merge, merge, 3, frames, patch), line)
+    for row, squares in zip(picture.reshape(rows, side, -1, 3), result, strict=True):
+        for channel in range(3):
+            lines = levels[channel].take(row[..., channel]).view(line).reshape(merge, patch, columns, merge)
+            for frame in range(frames):
+                squares[..., channel, frame, :] = lines.transpose(2, 0, 3, 1)
+    return result.view(levels.dtype).reshape(rows * columns * merge**2, -1)
+
+
+def _pooled(settings: Settings, dtype: str) -> ImageProcessor:
     """Gemma 4: patches row by row, pooled to tokens by the encoder."""
     processor = _transformers_class("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil", settings)
 
@@ -73,17 +115,17 @@ def _pooled(settings: Settings) -> ImageProcessor:
         count = tokens * processor.pooling_kernel_size**2
         positions = np.asarray(result["image_position_ids"][0][:count], np.int32)
         columns, rows = (int(size) + 1 for size in positions.max(0))
-        return Patches(result["pixel_values"][0][:count], (1, rows, columns), tokens)
+        return Patches(as_type(result["pixel_values"][0][:count], dtype), (1, rows, columns), tokens)
 
     return process
 
 
-def _native_size(settings: Settings) -> ImageProcessor:
+def _native_size(settings: Settings, dtype: str) -> ImageProcessor:
     """Kimi K2.5: a picture is never enlarged; black is added below and to the right up to whole squares of patches."""
     most = int(settings.get("max_patches", 16384))
 
     def process(image: Image.Image) -> Patches:
-        return padded_patches(resized(image, never_enlarged(image.size, settings, most)), settings)
+        return padded_patches(resized(image, never_enlarged(image.size, settings, most)), settings, dtype)
 
     return process
 
@@ -97,24 +139,23 @@ def never_enlarged(size: tuple[int, int], settings: Settings, most: int) -> tupl
     return min(side, max(1, int(width * scale))), min(side, max(1, int(height * scale)))
 
 
-def padded_patches(picture: np.ndarray, settings: Settings) -> Patches:
+def padded_patches(picture: np.ndarray, settings: Settings, dtype: str = "float32") -> Patches:
     """picture [height, width, 3] uint8. Patches row by row, with black up to whole squares of the merge."""
     patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
     factor, (height, width) = patch * merge, picture.shape[:2]
     canvas = np.zeros((-(-height // factor) * factor, -(-width // factor) * factor, 3), np.uint8)
     canvas[:height, :width] = picture
     rows, columns = canvas.shape[0] // patch, canvas.shape[1] // patch
-    values = normalized(canvas, settings).reshape(rows, patch, columns, patch, 3)
-    pixels = values.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
-    return Patches(np.ascontiguousarray(pixels), (1, rows, columns), rows * columns // merge**2)
+    pixels = cut(canvas, as_type(levels_of(settings), dtype), patch, merge=1)
+    return Patches(pixels, (1, rows, columns), rows * columns // merge**2)
 
 
 _QWEN = _merged("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
-_IMAGES: Mapping[str, Callable[[Settings], ImageProcessor]] = {
+_IMAGES: Mapping[str, _Make] = {
     "qwen3_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
-    "glm4v": _merged("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil"),
-    "glm46v": _merged("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
+    "glm4v": _merged("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil", counts_frames=True),
+    "glm46v": _merged("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil", counts_frames=True),
     "gemma4": _pooled,
     "kimi_k25": _native_size,
 }
@@ -137,13 +178,16 @@ def resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
 
 
+def levels_of(settings: Settings) -> np.ndarray:
+    """What the settings make of the levels of each channel, [3, 256] float32."""
+    mean, std = settings.get("image_mean") or [0.5] * 3, settings.get("image_std") or [0.5] * 3
+    values = np.arange(256, dtype=np.float64)[:, None] * float(settings.get("rescale_factor") or 1 / 255)
+    return np.ascontiguousarray(((values - np.asarray(mean)) / np.asarray(std)).astype(np.float32).T)
+
+
 def normalized(pixels: np.ndarray, settings: Settings) -> np.ndarray:
     """float32 of [..., 3] uint8: a lookup a channel, which is exact and reads every value once."""
-    mean, std = settings.get("image_mean") or [0.5] * 3, settings.get("image_std") or [0.5] * 3
-    factor = float(settings.get("rescale_factor") or 1 / 255)
-    values = np.arange(256, dtype=np.float64)[:, None] * factor
-    table = ((values - np.asarray(mean)) / np.asarray(std)).astype(np.float32)
     result = np.empty(pixels.shape, np.float32)
-    for channel in range(3):
-        result[..., channel] = table[:, channel][pixels[..., channel]]
+    for channel, levels in enumerate(levels_of(settings)):
+        result[..., channel] = levels[pixels[..., channel]]
     return result

@@ -11,7 +11,8 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,9 +86,10 @@ class _Worker:
         from sglang.srt.managers.front.media import containers, decoding, processors, video_processors
 
         self._decoding, self._containers = decoding, containers
+        self._beside = ThreadPoolExecutor(1)  # hashes while numpy makes patches
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
-        self._image = processors.image_processor(settings.files)
+        self._image = processors.image_processor(settings.files, settings.pixel_dtype)
         self._video = video_processors.video_processor(settings.files)
 
     def answer(self, job: MediaJob) -> Reply:
@@ -104,15 +106,17 @@ class _Worker:
     def _image_reply(self, job: MediaJob) -> Decoded:
         data = self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes)
         picture = self._decoding.decode_image(data, job.detail)
+        content = self._beside.submit(lambda: hashlib.sha256(picture.tobytes()).digest())
         patches = self._image(picture)
-        seen = (repr(self._files.image), picture.size, picture.tobytes())
+        seen = (repr(self._files.image), picture.size, content.result())
         return Decoded(items=[self._features(job, patches, seen)], parts=[patches.num_tokens])
 
     def _video_reply(self, job: MediaJob) -> Decoded:
         result = self._video(self._opened_video(job))
         num_runs = sum(isinstance(part, int) for part in result.parts)
-        seen = ("", result.frame_seconds, np.ascontiguousarray(result.patches.pixels).data)
-        features = self._features(job, result.patches, seen, num_runs, result.frame_seconds)
+        pixels = as_type(np.ascontiguousarray(result.patches.pixels, np.float32), self._pixel_dtype)
+        seen = ("", result.frame_seconds, hashlib.sha256(pixels.data).digest())
+        features = self._features(job, replace(result.patches, pixels=pixels), seen, num_runs, result.frame_seconds)
         return Decoded(items=[features], parts=result.parts)
 
     def _opened_video(self, job: MediaJob):  # type: ignore[no-untyped-def]
@@ -127,16 +131,14 @@ class _Worker:
         self,
         job: MediaJob,
         patches: Patches,
-        seen: tuple[str, object, bytes | memoryview],
+        seen: tuple[str, object, bytes],
         num_runs: int = 1,
         frame_seconds: float = 0.0,
     ) -> Features:
-        """seen: what the patches depend on beside the model's files. Of an image that is the picture as decoded, which
-        has an eighth of the bytes of its patches."""
-        settings, what, content = seen
-        pixels = np.ascontiguousarray(patches.pixels, np.float32)
-        digest = hashlib.blake2b(repr((job.kind, patches.grid, pixels.shape, settings, what)).encode(), digest_size=32)
-        digest.update(content)
+        """patches: in the type in which the encoder takes them. seen: what they depend on beside the model's files, and
+        a digest of the picture as decoded, which has a quarter of the bytes of its patches, or of those of a video."""
+        pixels = patches.pixels
+        digest = hashlib.sha256(repr((job.kind, patches.grid, pixels.shape, seen)).encode())
         return Features(
             grid=patches.grid,
             pixels=self._shared(job, pixels),
@@ -147,6 +149,6 @@ class _Worker:
 
     def _shared(self, job: MediaJob, pixels: np.ndarray) -> SharedArray:
         try:
-            return shared_array.write(self._directory, as_type(pixels, self._pixel_dtype), job.name, self._pixel_dtype)
+            return shared_array.write(self._directory, pixels, job.name, self._pixel_dtype)
         except OSError as error:
             raise _NoRoom(error.strerror) from None
