@@ -9,8 +9,9 @@ drafts and MTP of sparse models), `chains` (EAGLE-3 and MTP of models that upstr
 (predictions for SM120 beside published records, which need no GPU) and `tiny` (with `--device cpu`, to try the script).
 First all cases run at once with few layers, so that their kernels are compiled side by side; then each is measured
 alone, in a process of its own, for `--part-seconds` at most. With `--peer-site` (see benchmark/peers) both servers then
-serve the models of `chains` over HTTP. Prints each row as soon as it is known, and an error in place of the rest of a
-case that fails or takes too long.
+serve the models of `chains` over HTTP; where two GPUs are visible upstream starts on the last one meanwhile. Prints
+each row as soon as it is known, with the kernels that were compiled while it was measured (there should be none), and
+an error in place of the rest of a case that fails or takes too long.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("--part-seconds", type=float, default=100, help="limit of each case's measurement")
     parser.add_argument("--compile-seconds", type=float, default=120, help="limit of compiling side by side")
     parser.add_argument("--peer-site", help="folder with upstream and its dependencies, for the cases of `chains`")
-    parser.add_argument("--peer-seconds", type=float, default=150, help="a server that is not up then is left out")
+    parser.add_argument("--peer-seconds", type=float, default=260, help="a server that is not up then is left out")
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--compiling", action="store_true", help=argparse.SUPPRESS)
@@ -84,16 +85,23 @@ def main() -> int:
     elif RECORDS in asked:
         records()
     for name in names:
-        part = Part(options, name, options.part_seconds)
-        results[name] = show(name, part)
-        failed += bool(part.finish())
-        print(f"{part.errors()}{time.monotonic() - started:.0f} s in all", flush=True)
+        comparison = None
         if options.peer_site and CASES[name].beside_peer:
-            from beside_peer import compare
+            from beside_peer import Comparison
 
-            where = options.device, options.peer_site, options.logs, options.peer_seconds
-            results[name]["served"] = compare(name, CASES[name], sizes_of(options, name), *where)
-            print(f"{time.monotonic() - started:.0f} s in all", flush=True)
+            where = options.device, options.peer_site, options.logs
+            comparison = Comparison(name, CASES[name], sizes_of(options, name), *where)
+        try:
+            part = Part(options, name, options.part_seconds)
+            results[name] = show(name, part)
+            failed += bool(part.finish())
+            print(f"{part.errors()}{time.monotonic() - started:.0f} s in all", flush=True)
+            if comparison is not None:
+                results[name]["served"] = comparison.run(options.peer_seconds)
+                print(f"{time.monotonic() - started:.0f} s in all", flush=True)
+        finally:
+            if comparison is not None:
+                comparison.close()
         if options.out:
             options.out.write_text(json.dumps(results, indent=1))
     return min(failed, 1)
@@ -156,12 +164,17 @@ def show(name: str, part: Part) -> dict[str, Any]:
     assert part.process.stdout is not None
     for line in part.process.stdout:
         if not line.startswith('{"run"'):
+            if " was locked " in line:
+                print(line, end="", flush=True)
             continue
         told = json.loads(line)
         size, rows = str(told["size"]), plain if told["run"] == "plain" else drafts
-        rows[size] = told
-        if rows is drafts:
-            _show_row(size, plain[size], told)
+        if not told["warms_up"]:
+            rows[size] = told
+            if rows is drafts:
+                _show_row(size, plain[size], told)
+        for kernel, seconds in told["compiled"]:
+            print(f"{size:>8} | {told['run']}: {kernel} was compiled in {seconds:.2f} s", flush=True)
     for size in plain:
         if size not in drafts:
             print(f"{size:>8} | {plain[size]['tokens_per_s']:>14.1f} | not measured", flush=True)
@@ -202,6 +215,7 @@ def served(name: str, flags: list[str], sizes: list[int], options: argparse.Name
     import torch
     from bench_drafts import run
 
+    from sglang.srt.kernels import late_compiles
     from sglang.srt.managers.scheduler.output import StopChecker
     from sglang.srt.managers.scheduler.scheduler import Scheduler
     from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -212,11 +226,19 @@ def served(name: str, flags: list[str], sizes: list[int], options: argparse.Name
     scheduler = Scheduler(args, runner, StopChecker(None), None)
     clock = GraphClock(runner.graphs)
     lengths = LENGTHS[options.compiling or options.device == "cpu"]
-    run(scheduler, sizes[0], *lengths)  # warms up
-    for size in sizes:
+    began = time.monotonic()
+    if runner.copies is not None:  # locks main memory for prefixes, and a server is ready behind it
+        runner.copies.wait_prepared()
+        told = f"{options.one}, {name}: main memory was locked {time.monotonic() - began:.1f} s after the start"
+        print(told, flush=True)
+    late = late_compiles.watch()
+    for number, size in enumerate((sizes[0], *sizes)):
         clock.forget()
+        compiled = [] if late is None else late.kernels
+        compiled.clear()
         result = run(scheduler, size, *lengths)
-        print(json.dumps({"run": name, "size": size, **result, "parts": clock.parts()}), flush=True)
+        told = {"run": name, "warms_up": not number, "size": size, **result, "parts": clock.parts()}
+        print(json.dumps({**told, "compiled": compiled}), flush=True)
     runner.graphs = None
     del scheduler, runner, clock
     gc.collect()

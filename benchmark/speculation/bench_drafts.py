@@ -42,9 +42,10 @@ def measure(args: ServerArgs, sizes: list[int], input_len: int, output_len: int)
     return results
 
 
-def run(scheduler: Scheduler, size: int, input_len: int, output_len: int) -> dict[str, float]:
+def add_requests(scheduler: Scheduler, size: int, input_len: int, output_len: int, seed: int | None = None) -> None:
+    """Requests of random tokens, which no earlier ones repeat unless they have the same seed."""
     vocab = scheduler.plan.model.vocab_size
-    generator = torch.Generator().manual_seed(size + int(time.time()))
+    generator = torch.Generator().manual_seed(time.time_ns() if seed is None else seed)
     for i in range(size):
         ids = torch.randint(0, vocab, (input_len,), generator=generator).tolist()
         params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
@@ -53,6 +54,10 @@ def run(scheduler: Scheduler, size: int, input_len: int, output_len: int) -> dic
             i,
             frozenset(),
         )
+
+
+def run(scheduler: Scheduler, size: int, input_len: int, output_len: int, seed: int | None = None) -> dict[str, float]:
+    add_requests(scheduler, size, input_len, output_len, seed)
     while scheduler.waiting or scheduler.chunked:
         scheduler.step()
     scheduler.settle()

@@ -1,4 +1,5 @@
-"""This server and upstream SGLang serve the same model with the same drafts over HTTP, one after the other on one GPU.
+"""This server and upstream SGLang serve the same model with the same drafts over HTTP, one after the other on one GPU,
+or each on a GPU of its own where two are visible.
 
 Each has the flags and the forced accept length of a case of `draft_shapes`. Requests of random tokens are sent
 together, once with short and once with long answers; the difference is decoding alone.
@@ -38,6 +39,9 @@ minutes."""
 REAL_TOKENS = {"SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
 """Without it the peer accepts one and the same token everywhere, which sends all rows to the same experts."""
 
+WORKSPACE = {"SGLANG_FLASHINFER_WORKSPACE_SIZE": str(1 << 30)}
+"""In bytes: its default is too small to verify with 96 heads."""
+
 
 @dataclass(slots=True)
 class Rate:
@@ -73,8 +77,9 @@ async def _ask(port: int, prompt: list[int], tokens: int) -> dict[str, Any]:
     return answer
 
 
-def sides_of(case: Case, sizes: list[int], device: str, peer_site: str, logs: Path) -> list[Side]:
-    """Returns both servers, without the paths of the model and the draft."""
+def sides_of(name: str, case: Case, sizes: list[int], device: str, peer_site: str, logs: Path) -> list[Side]:
+    """Returns both servers, without the paths of the model and the draft. The peer has the last of the GPUs that are
+    visible."""
     tokens = 1024 * max(sizes)
     flags = ["--max-running-requests", str(max(sizes)), "--max-total-tokens", str(tokens), "--skip-tokenizer-init"]
     flags += ["--cuda-graph-bs", *map(str, sizes), "--context-length", "2048", "--disable-radix-cache"]
@@ -85,59 +90,99 @@ def sides_of(case: Case, sizes: list[int], device: str, peer_site: str, logs: Pa
     if "quantization_config" in case.target(True):
         of_peer += ["--moe-runner-backend", "triton"]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    peer_env = {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **WORKSPACE, **env}
+    if gpus := visible_gpus():
+        peer_env["CUDA_VISIBLE_DEVICES"] = gpus[-1]
+        env["CUDA_VISIBLE_DEVICES"] = gpus[0]
+    folder = logs / name
     return [
-        Side(OURS, our_path, env, flags, logs),
-        Side(PEER, peer_path(peer_site), {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **env}, [*flags, *of_peer], logs),
+        Side(OURS, our_path, env, flags, folder),
+        Side(PEER, peer_path(peer_site), peer_env, [*flags, *of_peer], folder),
     ]
 
 
-def compare(
-    name: str, case: Case, sizes: list[int], device: str, peer_site: str, logs: Path, start_seconds: float
-) -> dict[str, Any]:
-    """Prints tokens a second of both servers by number of requests. A server that does not start costs its own column
-    only. Returns what was measured."""
-    rates: dict[str, dict[int, Rate]] = {}
-    if not (Path(peer_site) / "sglang").is_dir():
-        print(f"{peer_site} holds no sglang: nothing to compare with", flush=True)
-        return {}
-    print(f"\n{name} over HTTP, with drafts: tokens/s at {', '.join(map(str, sizes))} requests", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        model, *draft = case.write(Path(folder), few_layers=False)[1:]
-        for side in sides_of(case, sizes, device, peer_site, logs):
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names."""
+    return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+
+
+class Server:
+    """One of the two servers while it runs."""
+
+    def __init__(self, side: Side, model: str) -> None:
+        self.side, self.port, self.began = side, PORTS[side.name], time.monotonic()
+        side.log.parent.mkdir(parents=True, exist_ok=True)
+        words = side.command("launch_server", model, "--port", str(self.port))
+        with side.log.open("wb") as log:
+            self.process = subprocess.Popen(words, env=side.env, stdout=log, stderr=log, start_new_session=True)
+
+    def rates(self, sizes: list[int], start_seconds: float) -> dict[int, Rate]:
+        """Prints tokens a second by number of requests, once the server is up, and ends it. start_seconds: as long it
+        may take until it is."""
+        rates, name = {}, self.side.name
+        try:
+            while not healthy(self.port):
+                if self.process.poll() is not None or time.monotonic() - self.began > start_seconds:
+                    raise HttpError(f"not up after {time.monotonic() - self.began:.0f} s")
+                time.sleep(0.5)
+            print(f"{name}: up {time.monotonic() - self.began:.0f} s after its start", flush=True)
+            for size in sizes:
+                asyncio.run(rate(self.port, size, 1000 * size))  # warms up
+                rates[size] = asyncio.run(rate(self.port, size, 1000 * size + 100))
+                text = f"{rates[size].tokens_per_s:.1f} tokens/s, accept length {rates[size].accept_length:.2f}"
+                print(f"{name} at {size}: {text}", flush=True)
+        except (HttpError, OSError, KeyError, ValueError) as error:
+            text = self.side.log.read_text(errors="replace")
+            print(f"{name} failed: {error!r}; {self.side.log} ends:\n{text[-2500:]}", flush=True)
+        finally:
+            self.end()
+        return rates
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            time.sleep(3)  # the driver takes a moment to give the memory back
+
+
+class Comparison:
+    """Both servers with one model. Where two GPUs are visible the peer starts at once, on one of its own, while
+    this server is measured; otherwise behind it."""
+
+    def __init__(self, name: str, case: Case, sizes: list[int], device: str, peer_site: str, logs: Path) -> None:
+        self.name, self.sizes = name, sizes
+        self.folder = tempfile.TemporaryDirectory()
+        self.model, *draft = case.write(Path(self.folder.name), few_layers=False)[1:]
+        self.ours, self.peer = sides_of(name, case, sizes, device, peer_site, logs)
+        for side in (self.ours, self.peer):
             side.flags += draft[len(case.flags) :]
-            rates[side.name] = _rates(side, model, sizes, start_seconds)
-    ours, peer = rates[OURS], rates[PEER]
-    for size in ours.keys() & peer.keys():
-        print(f"at {size}: {ours[size].tokens_per_s / peer[size].tokens_per_s:.2f} times upstream", flush=True)
-    return {
-        side: {size: [value.tokens_per_s, value.accept_length] for size, value in row.items()}
-        for side, row in rates.items()
-    }
+        self.peer_server: Server | None = None
+        if not (Path(peer_site) / "sglang").is_dir():
+            print(f"{peer_site} holds no sglang: nothing to compare with", flush=True)
+            self.sizes = []
+        elif len(visible_gpus()) > 1:
+            self.peer_server = Server(self.peer, self.model)
 
+    def close(self) -> None:
+        if self.peer_server is not None:
+            self.peer_server.end()
+        self.folder.cleanup()
 
-def _rates(side: Side, model: str, sizes: list[int], start_seconds: float) -> dict[int, Rate]:
-    port, began, rates = PORTS[side.name], time.monotonic(), {}
-    side.log.parent.mkdir(parents=True, exist_ok=True)
-    with side.log.open("wb") as log:
-        words = side.command("launch_server", model, "--port", str(port))
-        process = subprocess.Popen(words, env=side.env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        while not healthy(port):
-            if process.poll() is not None or time.monotonic() - began > start_seconds:
-                raise HttpError(f"not up after {time.monotonic() - began:.0f} s")
-            time.sleep(0.5)
-        print(f"{side.name}: up after {time.monotonic() - began:.0f} s", flush=True)
-        for size in sizes:
-            asyncio.run(rate(port, size, 1000 * size))  # warms up
-            rates[size] = asyncio.run(rate(port, size, 1000 * size + 100))
-            text = f"{rates[size].tokens_per_s:.1f} tokens/s, accept length {rates[size].accept_length:.2f}"
-            print(f"{side.name} at {size}: {text}", flush=True)
-    except (HttpError, OSError, KeyError, ValueError) as error:
-        text = side.log.read_text(errors="replace")
-        print(f"{side.name} failed: {error!r}; {side.log} ends:\n{text[-2500:]}", flush=True)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        time.sleep(3)  # the driver takes a moment to give the memory back
-    return rates
+    def run(self, start_seconds: float) -> dict[str, Any]:
+        """Prints tokens a second of both servers by number of requests, and returns them. A server that does not start
+        costs its own column only."""
+        if not self.sizes:
+            return {}
+        print(
+            f"\n{self.name} over HTTP, with drafts: tokens/s at {', '.join(map(str, self.sizes))} requests", flush=True
+        )
+        ours = Server(self.ours, self.model).rates(self.sizes, start_seconds)
+        if self.peer_server is None:
+            self.peer_server = Server(self.peer, self.model)
+        peer = self.peer_server.rates(self.sizes, start_seconds)
+        for size in sorted(ours.keys() & peer.keys()):
+            print(f"at {size}: {ours[size].tokens_per_s / peer[size].tokens_per_s:.2f} times upstream", flush=True)
+        return {
+            side: {size: [value.tokens_per_s, value.accept_length] for size, value in row.items()}
+            for side, row in ((OURS, ours), (PEER, peer))
+        }

@@ -52,6 +52,7 @@ from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
+from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, VerifiedRows
 from sglang.srt.layers.recurrent.triton_ops import causal_conv, channel_recurrence, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
     activation,
@@ -780,6 +781,8 @@ def _kimi_delta(mixer: KimiDelta, tp_size: int, arch: ArchTraits) -> None:
             causal_conv.causal_conv_decode(x, *conv, slots, out, 2 * heads, dim)
             for num_sms in (1, 1000):
                 channel_recurrence.channel_recurrence_decode(*given, states, slots, result, num_sms)
+            kept = _kept(x, k, v, states, conv[-1], (heads, dim))
+            _verify(channel_recurrence.CHANNEL_RECURRENCE, x, given, kept, conv, out, result, (2 * heads, dim))
         gated_norm.gated_rmsnorm(result, empty(tokens, width), empty(dim), 1e-6, sigmoid=True)
 
 
@@ -814,11 +817,39 @@ def _recurrent(
                 causal_conv.causal_conv_decode(x, *conv, slots, out, *heads_with_norm)
                 for num_sms in (1, 1000):
                     recurrence.recurrence_decode(*given, states, slots, result, num_sms)
+                kept = _kept(x, k, v, states, conv[-1], (heads,))
+                _verify(recurrence.RECURRENCE, x, given, kept, conv, out, result, heads_with_norm)
         groups, weight = (heads, empty(value_dim)) if delta else (key_heads, empty(values))
         for sigmoid in (False, True) if delta else (False,):
             gated_norm.gated_rmsnorm(
                 result.view(tokens, groups, -1), gate, weight, 1e-6, gate_first=not delta, sigmoid=sigmoid
             )
+
+
+def _kept(
+    x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, states: torch.Tensor, conv: torch.Tensor, decays: tuple[int, ...]
+) -> VerifiedRows:
+    tokens, heads = v.shape[:2]
+    wide = empty(tokens, *decays, dtype=torch.float32), empty(tokens, heads, dtype=torch.float32)
+    return VerifiedRows(states, conv, empty(*x.shape), k, v, *wide)
+
+
+def _verify(
+    kernels: RecurrenceKernels,
+    x: torch.Tensor,
+    given: tuple[Any, ...],
+    kept: VerifiedRows,
+    conv: tuple[Any, ...],
+    out: torch.Tensor,
+    result: torch.Tensor,
+    norm: tuple[int, int],
+) -> None:
+    """Two tokens of each of four requests."""
+    slots, counts, addresses = empty(4, dtype=torch.int64), empty(4, dtype=torch.int32), empty(1, 7, dtype=torch.int64)
+    causal_conv.causal_conv_verify(x, *conv, slots, out, kept.x, *norm)
+    causal_conv.CAUSAL_CONV.commit([kept], addresses, slots, counts, 2)
+    kernels.verify(*given, kept.states, slots, result, kept.log_decays, kept.betas)
+    kernels.commit(given[0], [kept], addresses, slots, counts, 2)
 
 
 def _absent(mixer: Absent, tp_size: int, arch: ArchTraits) -> None: ...

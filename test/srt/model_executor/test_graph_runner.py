@@ -3,12 +3,14 @@ they are. A graph is replaced by its step here, so that a CPU can tell whether t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sglang.bench.direct import DirectBatch, direct_table
+from sglang.srt.layers.recurrent.records import RecurrentRecords
 from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -18,6 +20,8 @@ from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import LaunchedForward, StepInput
 from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.memory import Sizes, verified_bytes
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -132,7 +136,7 @@ def test_times_of_graphs_with_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
         graphs, timed = runner.graphs, []
         assert graphs is not None
 
-        def milliseconds(shape: StepShape) -> float:
+        def milliseconds(shape: StepShape, tokens: torch.Tensor | None = None) -> float:
             graphs.graphs[shape].replay()
             arrays = graphs._arrays[shape.has_prompts]
             timed.append((shape.num_tokens, shape.num_decodes, int(arrays["num_tokens"])))
@@ -144,3 +148,56 @@ def test_times_of_graphs_with_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
         timed.clear()
         assert graphs.step_times() == {(1, 1): 1.0, (24, 1): 24.0}
         assert timed == [(1, 1, 1), (24, 24, 24)]
+
+
+SIZES_OF_PLAN = Sizes(1, 128, 64, (), 1, RankLayout())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "kimi_linear"])
+def test_times_of_steps_with_guesses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of both graphs, what keeps the states of accepted tokens included, of request slots that differ in their
+    tokens; and they leave the tables of requests as they were. The rows that are kept take what is planned."""
+    save_tiny(name, tmp_path)
+    args = ServerArgs.from_kwargs(
+        model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, speculative_algorithm="NGRAM",
+        speculative_num_steps=2, max_running_requests=4, max_total_tokens=1024,
+    )  # fmt: skip
+    runner = create_runner(args)
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    committed: list[list[int]] = []
+    kept: list[int] = []
+    commit = RecurrentRecords.commit
+
+    def counted(records: RecurrentRecords, counts: torch.Tensor) -> None:
+        rows_of = [(rows.x, rows.x, rows.log_decays, rows.betas) for rows in records.layers]
+        kept.append(sum(tensor.nbytes for rows in rows_of for tensor in rows))  # what is convolved is as large as x
+        committed.append([len(records.layers), *records.requests.req_pool_indices.tolist()])
+        commit(records, counts)
+
+    monkeypatch.setattr(RecurrentRecords, "commit", counted)
+    with in_graphs(runner, GraphSizes((1, 4), (16,))):
+        graphs, timed = runner.graphs, {}
+        assert graphs is not None
+        states = [store["state"] for store in runner.model.caches if store.name == "state"]
+        committed.clear()
+
+        def milliseconds(shape: StepShape, tokens: torch.Tensor) -> float:
+            before = [state.clone() for state in states]
+            runner.state.next_tokens.copy_(tokens)
+            graphs.graphs[shape].replay()
+            assert all(torch.equal(*pair) for pair in zip(before, states, strict=True)), "guesses may be taken back"
+            graphs._settle[shape](graphs._tokens[:0])
+            changed = [(old != new).flatten(1).any(1) for old, new in zip(before, states, strict=True)]
+            assert all(rows.nonzero().flatten().tolist() == [*range(1, shape.num_decodes + 1)] for rows in changed)
+            timed[shape.num_decodes, shape.width] = graphs.outputs[shape].batch.input_ids.tolist()
+            return 1.0
+
+        monkeypatch.setattr(graphs, "_milliseconds", milliseconds)
+        assert graphs.step_times() == {(1, 3): 1.0, (4, 3): 1.0}
+    assert committed == [[len(states), 1], [len(states), 1, 2, 3, 4]], "all layers at once"
+    assert all(len(set(ids)) == len(ids) for ids in timed.values())
+    tables = runner.state.next_tokens, runner.state.lens, runner.state.req_to_token
+    assert not any(table.any() for table in tables)
+    asked = replace(SIZES_OF_PLAN, max_running_requests=4, verified_tokens=3)
+    assert max(kept) == verified_bytes(runner.plan.description, "float32", asked)
+    assert verified_bytes(runner.plan.description, "float32", replace(asked, verified_tokens=1)) == 0

@@ -924,6 +924,7 @@ class NativePlan:
     ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 16
     verified_tokens: int = 1
+    max_running_requests: int = 8
     captures: tuple[int, ...] = ()
     capture_streams: bool = False
     merge_method: str = ALL_TO_ALL

@@ -16,10 +16,13 @@ from sglang.srt.layers.recurrent.triton_ops import (
     channel_local,
     channel_scan,
     channel_step,
+    channel_verify,
     chunk_local,
     chunk_scan,
+    commit,
     gated_norm,
     state_step,
+    state_verify,
 )
 
 OPS = (
@@ -43,8 +46,12 @@ KIMI_DIM = 128
 NORM_SIZES = (128, 512, 1024, 2048)
 """Channels that share a norm: a head's, or a group's of Mamba-2 (of eight, whatever the number of ranks)."""
 
-_INDEX = {"initial_slots": "*i64", "slots": "*i64", "prefix_lens": "*i32", "start_loc": "*i32"}
-_COUNTS = {"num_seqs": "i32", "heads": "i32", "group": "i32"}
+_INDEX = {
+    "initial_slots": "*i64", "slots": "*i64", "prefix_lens": "*i32", "start_loc": "*i32", "counts": "*i32",
+    "addresses": "*i64",
+}  # fmt: skip
+_COUNTS = {"num_seqs": "i32", "heads": "i32", "group": "i32", "width": "i32"}
+_KEPT = {"log_decays": "*fp32", "betas": "*fp32"}
 _STRIDES = ("token_stride", "out_stride", "slot_stride")
 _GATES = {"a": "*bf16", "b": "*bf16", "a_log": "*fp32", "dt_bias": "*fp32", "dt_min": "fp32", "dt_max": "fp32"}
 
@@ -55,6 +62,10 @@ FORM_RULES = {
     "causal_conv.conv_decode_kernel": FormRule(
         free=frozenset({"HEAD_DIM"}), at_most=frozenset({"HAS_BIAS"}), absent={"HAS_BIAS": ("bias",)}
     ),
+    "causal_conv.conv_verify_kernel": FormRule(
+        free=frozenset({"HEAD_DIM"}), at_most=frozenset({"HAS_BIAS"}), absent={"HAS_BIAS": ("bias",)}
+    ),
+    "commit.commit_states_kernel": FormRule(counts=frozenset({"heads", "group"})),
     "chunk_local.chunk_local_kernel": FormRule(
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
         absent={"DELTA": ("b", "u", "w", "v")},
@@ -67,11 +78,19 @@ FORM_RULES = {
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
         absent={"HAS_SKIP": ("skip",), "DELTA": ("b",)},
     ),
+    "state_verify.state_verify_kernel": FormRule(
+        at_most=frozenset({"HAS_SKIP"}),
+        counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
+        absent={"HAS_SKIP": ("skip",), "DELTA": ("b",)},
+    ),
     "channel_decay.channel_decay_kernel": FormRule(counts=frozenset({"heads"}), absent={"BOUNDED": ("lower_bound",)}),
     "channel_local.channel_pairs_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
     "channel_local.channel_solve_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
     "channel_scan.channel_scan_kernel": FormRule(counts=frozenset({"heads"})),
     "channel_step.channel_step_kernel": FormRule(
+        counts=frozenset({"heads", "b", "b_stride"}), absent={"BOUNDED": ("lower_bound",)}
+    ),
+    "channel_verify.channel_verify_kernel": FormRule(
         counts=frozenset({"heads", "b", "b_stride"}), absent={"BOUNDED": ("lower_bound",)}
     ),
     "gated_norm.gated_rmsnorm_kernel": FormRule(at_most=frozenset({"SILU"}), counts=frozenset({"rows", "groups"})),
@@ -102,8 +121,9 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _convolutions() -> Iterator[Variant]:
-    data = dict.fromkeys(("x", "weight", "bias", "states", "out"), "*bf16")
+    data = dict.fromkeys(("x", "weight", "bias", "states", "out", "kept"), "*bf16")
     numbers = dict.fromkeys(("num_seqs", "channels", "norm_heads", "x_stride", "out_stride", "slot_stride"), "i32")
+    numbers["width"] = "i32"
     constants = {
         "WIDTH": causal_conv.MAX_WIDTH,
         "HEAD_DIM": 128,
@@ -115,12 +135,16 @@ def _convolutions() -> Iterator[Variant]:
     for name, fn, launch in (
         ("extend", causal_conv.conv_extend_kernel, causal_conv.EXTEND_TILE),
         ("decode", causal_conv.conv_decode_kernel, {"num_warps": causal_conv.DECODE_WARPS}),
+        ("verify", causal_conv.conv_verify_kernel, {"num_warps": causal_conv.DECODE_WARPS}),
     ):
         types = data | numbers | _INDEX
         yield _described("causal_conv1d", name, fn, types, constants, launch, aligned)
         # Of Nemotron-3-Nano on eight ranks: the projection's rows, with a time step a head, are no multiples of 16.
         odd = _described("causal_conv1d", f"{name}/odd", fn, types, constants, launch, (*aligned[:1], *aligned[2:]))
         yield replace(odd, form_only=True)
+    constants = {"ENTRIES": causal_conv.MAX_WIDTH - 1, "NUM_ADDRESSES": commit.NUM_ADDRESSES}
+    types = data | numbers | _INDEX
+    yield _described("causal_conv1d", "commit", commit.commit_conv_kernel, types, constants, commit.CONV_TILE, aligned)
 
 
 def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
@@ -141,13 +165,24 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}
             yield _described(op, key, state_step.state_step_kernel, arguments, constants, tile, _STRIDES)
+        key, verify, tile = f"verify/{dims}/{state}", state_verify.state_verify_kernel, state_verify.VERIFY_TILE
+        yield _described(op, key, verify, arguments | _KEPT, shape | {"HAS_SKIP": not delta}, tile, _STRIDES)
+        yield _commit(op, f"{dims}/{state}", pointer, shape)
+
+
+def _commit(op: str, key: str, states: str, shape: Mapping[str, Any]) -> Variant:
+    types = {"states": states, "k": "*bf16", "v": "*bf16"} | _KEPT | _INDEX | _COUNTS
+    types |= dict.fromkeys(_STRIDES, "i32")
+    constants = {"DELTA": True, "BY_CHANNEL": False, "NUM_ADDRESSES": commit.NUM_ADDRESSES, **shape}
+    kernel, tile = commit.commit_states_kernel, state_verify.VERIFY_TILE
+    return _described(op, f"commit/{key}", kernel, types, constants, tile, _STRIDES)
 
 
 def _channels(op: str, dim: int) -> Iterator[Variant]:
     """Of Kimi delta attention, with keys and values of `dim`."""
     data = dict.fromkeys(("q", "k", "v", "a", "b", "scores", "u", "w", "out"), "*bf16") | _INDEX
     data |= dict.fromkeys(("decay", "pairs", "a_log", "dt_bias"), "*fp32")
-    data |= dict.fromkeys(("num_seqs", "heads", "a_stride", "b_stride", *_STRIDES), "i32")
+    data |= dict.fromkeys(("num_seqs", "heads", "width", "a_stride", "b_stride", *_STRIDES), "i32")
     data |= dict.fromkeys(("scale", "lower_bound"), "fp32")
     aligned = (*_STRIDES, "a_stride")
     block = triton.next_power_of_2(dim)
@@ -169,6 +204,13 @@ def _channels(op: str, dim: int) -> Iterator[Variant]:
             for tile in state_step.STEP_TILES:
                 constants = shape | {"BOUNDED": bounded}
                 yield _described(op, key, channel_step.channel_step_kernel, arguments, constants, tile, aligned)
+            key, verify, tile = (
+                key.replace("step", "verify"),
+                channel_verify.channel_verify_kernel,
+                state_verify.VERIFY_TILE,
+            )
+            yield _described(op, key, verify, arguments | _KEPT, shape | {"BOUNDED": bounded}, tile, aligned)
+        yield _commit(op, f"{dim}/{state}", pointer, shape | {"BY_CHANNEL": True})
 
 
 def _norms() -> Iterator[Variant]:

@@ -254,6 +254,7 @@ class ThreadedCopies:
         self._queue: SimpleQueue[PendingCopy] = SimpleQueue()
         self._num_threads = num_threads
         self._started = False
+        self._prepared_threads: list[threading.Event] = []
 
     def start(self) -> None:
         """Starts the threads, which page-lock main memory first. Not before graphs are captured: CUDA allows no other
@@ -261,7 +262,13 @@ class ThreadedCopies:
         if not self._started:
             self._started = True
             for _ in range(self._num_threads):
-                threading.Thread(target=self._work, name="cache-copies", daemon=True).start()
+                self._prepared_threads.append(prepared := threading.Event())
+                threading.Thread(target=self._work, args=(prepared,), name="cache-copies", daemon=True).start()
+
+    def wait_prepared(self, seconds: float | None = None) -> bool:
+        """Waits until the threads, where they are started, have page-locked main memory or failed. What the GPU is
+        asked for meanwhile waits, too: seconds where there are tens of GB. Returns whether they are done."""
+        return all(prepared.wait(seconds) for prepared in self._prepared_threads)
 
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> PendingCopy:
         pending = PendingCopy(moves, to_host, event_on(self.device))
@@ -288,14 +295,16 @@ class ThreadedCopies:
         self.budget.rate = rate
 
     @torch.inference_mode()
-    def _work(self) -> None:
+    def _work(self, prepared: threading.Event) -> None:
         try:
             copier = self._prepared()
+            self.ready = True
         except Exception:
             logger.exception("Main memory cannot keep prefixes; those that leave the GPU are computed again")
             self.ready, self.broken = False, True
             return
-        self.ready = True
+        finally:
+            prepared.set()
         while True:
             pending = self._queue.get()
             pending.state = self._end(pending, copier)

@@ -31,7 +31,7 @@ class DraftRunner:
 
     def settle(self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool = False) -> Settled:
         """tokens: sampled for the R rows of logits, or of a step without prompts [D * width], int64. Padding behind
-        them belongs to request slot 0."""
+        them belongs to request slot 0. States that the step left as they were go on by the tokens that stand."""
         if shape.has_prompts:
             step, counts = self._prompts(shape, output, tokens, in_graph)
             # A chunk of a prompt samples nothing, and kernels cannot be launched over no rows.
@@ -39,6 +39,8 @@ class DraftRunner:
         else:
             step, counts = self._decodes(shape, output, tokens, in_graph)
             num_guesses = shape.width - 1
+            for record in output.batch.state_records or ():
+                record.commit(counts)
         state = self.state
         guesses = self.drafter.propose(step, num_guesses)
         missing = state.tokens_per_step - 1 - guesses.shape[1]

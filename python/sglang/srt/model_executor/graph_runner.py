@@ -309,17 +309,40 @@ class GraphRunner:
 
     @torch.inference_mode()
     def step_times(self) -> dict[tuple[int, int], float]:
-        """(requests, tokens of each) -> milliseconds of the graphs of steps without prompts, over rows of padding: what
-        it takes to read weights and to launch, without the caches. Of every power of two and the largest size."""
+        """(requests, tokens of each) -> milliseconds of both graphs of steps without prompts: reading weights and
+        states, launches, what keeps the tokens that stand, and drafts; without long caches. Of every power of two and
+        the largest size. To be called before the first request: each row stands for a request slot with tokens of its
+        own, as experts are chosen by them."""
         sizes = [size for size in self.sizes.batch_sizes if not size & (size - 1) or size == self.sizes.batch_sizes[-1]]
-        times = {}
+        state, times = self.state, {}
+        tokens = torch.arange(state.next_tokens.numel(), device=state.device).view_as(state.next_tokens)
+        tokens = tokens % state.model.description.vocab_size
+        rows = state.req_to_token[0, 1:, : state.tokens_per_step]  # cache slots that nobody has yet
+        rows.copy_(torch.arange(1, rows.numel() + 1, device=state.device).view_as(rows) % state.sizes.tokens)
         for size in sizes:
             for width in self.sizes.widths:
                 shape = StepShape(size * width, size, width)
-                self._arrays[False].load(num_tokens=np.array([shape.num_tokens], np.int32))
+                self._arrays[False].load(**self._rows_of_slots(shape))
                 self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
-                times[size, width] = self._milliseconds(shape)
+                times[size, width] = self._milliseconds(shape, tokens)
+        state.next_tokens.zero_()
+        state.lens.zero_()
+        rows.zero_()
         return times
+
+    def _rows_of_slots(self, shape: StepShape) -> dict[str, np.ndarray]:
+        """Returns the arrays of a step of the first request slots."""
+        slots = np.arange(1, shape.num_decodes + 1)
+        values = {
+            "decode_slots": np.where(slots <= self.state.sizes.max_requests, slots, 0),
+            "num_tokens": np.array([shape.num_tokens], np.int32),
+        }
+        if self.state.guesses:
+            values["widths"] = np.full(len(slots), shape.width, np.int32)
+            values["ends"] = np.full(len(slots), self.state.sizes.context_len, np.int32)
+        else:
+            values["decode_loc"] = slots % self.state.sizes.tokens
+        return values
 
     @torch.inference_mode()
     def prompt_times(self) -> dict[int, float]:
@@ -334,8 +357,13 @@ class GraphRunner:
                 times[shape.num_tokens] = self._milliseconds(shape)
         return times
 
-    def _milliseconds(self, shape: StepShape) -> float:
+    def _milliseconds(self, shape: StepShape, tokens: torch.Tensor | None = None) -> float:
+        """tokens [max_reqs + 1, k] int64: of the request slots, which begin anew in each replay."""
+
         def replay() -> None:
+            if tokens is not None:
+                self.state.next_tokens.copy_(tokens)
+                self.state.lens.zero_()
             self.graphs[shape].replay()
             if shape in self._settle:
                 self._settle[shape](self._tokens[:0])

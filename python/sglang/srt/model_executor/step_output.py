@@ -160,8 +160,6 @@ class StepOutput:
         count = len(step.sampled_slots)
         confidence = None if settled.confidence is None else settled.confidence[:count]
         settled = Settled(settled.counts[:count], settled.guesses[:count], confidence)
-        for record in output.batch.state_records or ():
-            record.commit(settled.counts)
         if step.width > 1 and self.table.has_penalties(step.slots):
             self._count_accepted(forward, tokens.view(count, -1), settled.counts)
         return settled

@@ -71,3 +71,7 @@ class KimiDelta:
         projected and convolved, what decays are made of, the gate, the sums of decays in fp32, u, w and the output,
         each as wide as q; for every head the scores of CHUNK tokens, and the pairs of keys in fp32."""
         return 13 * self.width(tp_size) + 3 * self.num_heads // tp_size * CHUNK_TOKENS
+
+    def verified_elements(self, tp_size: int) -> tuple[int, int]:
+        """Returns the elements as `GatedDelta` does, with a decay a channel."""
+        return 6 * self.width(tp_size), self.width(tp_size) + self.num_heads // tp_size

@@ -13,6 +13,7 @@ from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.media import FEATURE_BYTES, PATCH_BUFFERS, PATCHES_A_STEP
@@ -20,6 +21,7 @@ from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 MIB = 1024**2
 GIB = 1024**3
@@ -177,6 +179,17 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
     return int(num_tokens * (widest * item + routing + selected) * _FRAGMENTATION)
 
 
+def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
+    """Returns the bytes of what layers with a recurrent state keep of the tokens of a step that verifies guesses, until
+    it is known which of them stand."""
+    if sizes.verified_tokens == 1:
+        return 0
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, (GatedDelta, KimiDelta, Mamba2))]
+    kept = [mixer.verified_elements(sizes.ranks.attn_tp_size) for mixer in mixers]
+    of_token = sum(elements * KV_DTYPE_BYTES[dtype] + 4 * wide for elements, wide in kept)
+    return sizes.max_running_requests * sizes.verified_tokens * of_token
+
+
 def _selected_slots(mixer: Mixer, tp_size: int) -> int:
     """Returns the slots that a token's selection is kept as, of tokens or of blocks for each KV head."""
     if isinstance(mixer, MLA):
@@ -318,7 +331,8 @@ def fixed_memory(
     return FixedMemory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
-        + handed_on_bytes(model, dtype, sizes),
+        + handed_on_bytes(model, dtype, sizes)
+        + verified_bytes(everything, dtype, sizes),
         logits=logits_bytes(model, sizes.max_running_requests, ranks),
         graphs=graph_bytes(model, dtype, sizes),
         reserve=_LIBRARY_RESERVE
@@ -474,7 +488,7 @@ def plan_cpu_memory(
         weights,
         split.token_bytes,
         tables,
-        activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks) + verified_bytes(model, dtype, sizes),
         logits_bytes(model, sizes.max_running_requests, sizes.ranks),
         0,
         0,

@@ -76,6 +76,12 @@ class GatedDelta:
         heads = self.value_heads // tp_size
         return 4 * keys + 5 * values + heads * (CHUNK_TOKENS + self.key_dim)
 
+    def verified_elements(self, tp_size: int) -> tuple[int, int]:
+        """Returns what is kept of a verified token until it stands: elements of the model's type, before and behind
+        the convolution, and of fp32, a decay and a gate a head."""
+        keys, values = self._widths(tp_size)
+        return 2 * (2 * keys + values), 2 * (self.value_heads // tp_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
@@ -135,3 +141,8 @@ class Mamba2:
         """Returns the elements as GatedDelta does; a chunk has only the scores."""
         keys, values = self.widths(tp_size)
         return 4 * keys + 5 * values + self.num_heads // tp_size * CHUNK_TOKENS
+
+    def verified_elements(self, tp_size: int) -> tuple[int, int]:
+        """Returns the elements as GatedDelta does."""
+        keys, values = self.widths(tp_size)
+        return 2 * (2 * keys + values), 2 * (self.num_heads // tp_size)

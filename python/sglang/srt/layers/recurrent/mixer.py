@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.recurrent.records import RecurrentRecords, join_records
 from sglang.srt.layers.recurrent.rule import Rule
-from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels
+from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels, VerifiedRows
 from sglang.srt.mem_cache.memory_pool import CacheStore
 
 if TYPE_CHECKING:
@@ -71,46 +72,6 @@ class Heads:
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentRecord:
-    """Implements StateRecord by the inputs of the layer: k tokens of each of B requests. To go on by some of them the
-    layer computes them again.
-
-    The alternative is a ring of k states a request. Qwen3-Next's layer would write 2 MiB for each token; its inputs
-    are 16.5 KiB, and are read once more."""
-
-    core: RecurrentCore
-    x: torch.Tensor  # [T, C]
-    conv: Convolution
-    gates: Gates
-    requests: ExtendRows
-
-    def commit(self, counts: torch.Tensor) -> None:
-        num_reqs, width = len(counts), len(self.x) // len(self.requests)
-        accepted = torch.arange(width, device=counts.device) < counts[:, None]
-        rows = torch.argsort(~accepted.flatten(), stable=True)  # those that stand, one request after the other
-        start_loc = torch.zeros(num_reqs + 1, dtype=torch.int32, device=counts.device)
-        start_loc[1:] = counts.cumsum(0)
-        slots, prefix_lens = self.requests.req_pool_indices[:num_reqs], self.requests.prefix_lens[:num_reqs]
-        gates = self.gates
-        of_rows = replace(gates, a=gates.a[rows], b=None if gates.b is None else gates.b[rows])
-        x = self.x[rows]
-        self.core.extend(x, torch.empty_like(x), self.conv, of_rows, (slots, slots, prefix_lens, start_loc))
-
-    def copy(self) -> RecurrentRecord:
-        gates, requests = self.gates, self.requests
-        return replace(
-            self,
-            x=self.x.clone(),
-            gates=replace(gates, a=gates.a.clone(), b=None if gates.b is None else gates.b.clone()),
-            requests=replace(
-                requests,
-                req_pool_indices=requests.req_pool_indices.clone(),
-                prefix_lens=requests.prefix_lens.clone(),
-            ),
-        )
-
-
 Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Ragged layout of B requests with runs of tokens: the rows of states that they begin with and those that they leave
 theirs in, [B] int64; the number of tokens before, [B] int32; where each run begins, and the end, [B + 1] int32."""
@@ -124,20 +85,71 @@ class RecurrentCore:
         self.conv: ConvKernels = scope.plan.entry("causal_conv1d")
         self.recurrence: RecurrenceKernels = scope.plan.entry(op)
         self.num_sms = scope.plan.arch.num_sms
+        self.most_rows = scope.plan.max_running_requests * scope.plan.verified_tokens
+        self.addresses: dict[tuple[int, ...], torch.Tensor] = {}
+        """Addresses of the tensors of layers whose records begin with this one's, on the device."""
+        self._kept: tuple[torch.Tensor, ...] = (torch.empty(0),)
 
     def __call__(self, x: torch.Tensor, conv: Convolution, gates: Gates, batch: ForwardBatch) -> torch.Tensor:
-        convolved = torch.empty_like(x, memory_format=torch.contiguous_format)
         out = x.new_empty((len(x), self.heads.value_heads, self.heads.value_dim))
+        if batch.state_records is not None:
+            assert batch.extend is not None and batch.decode is None
+            rows = self._verify(x, conv, gates, batch.extend, out)
+            records = RecurrentRecords(self.conv, self.recurrence, self.rule, batch.extend, [rows], self.addresses)
+            join_records(batch.state_records, records)
+            return out
+        convolved = torch.empty_like(x, memory_format=torch.contiguous_format)
         if batch.decode is not None:  # first: its padding rows may lie over those of the prompts
             self._decode(x, convolved, conv, gates, batch.decode, out)
         if batch.extend is not None:
-            rows = batch.extend
-            slots = targets = rows.req_pool_indices
-            if batch.state_records is not None:
-                targets = torch.zeros_like(slots)  # the padding's
-                batch.state_records.append(RecurrentRecord(self, x, conv, gates, rows))
-            self.extend(x, convolved, conv, gates, (slots, targets, rows.prefix_lens, rows.start_loc), out)
+            requests = batch.extend
+            slots = requests.req_pool_indices
+            self._extend(x, convolved, conv, gates, (slots, slots, requests.prefix_lens, requests.start_loc), out)
         return out
+
+    def _verify(
+        self, x: torch.Tensor, conv: Convolution, gates: Gates, requests: ExtendRows, out: torch.Tensor
+    ) -> VerifiedRows:
+        """Leaves the states as they are."""
+        slots, cache, kept = requests.req_pool_indices, self.cache, self._kept_rows(x)
+        kept_x, convolved, log_decays, betas = (tensor[: len(x)] for tensor in kept)
+        self.conv.verify(
+            x, conv.weight, conv.bias, cache["conv"], slots, convolved, kept_x, conv.norm_heads, conv.head_dim
+        )
+        q, k, v = self.heads.split(convolved)
+        self.recurrence.verify(
+            self.rule,
+            q,
+            k,
+            v,
+            gates.a,
+            gates.b,
+            gates.a_log,
+            gates.dt_bias,
+            gates.skip,
+            cache["state"],
+            slots,
+            out,
+            log_decays,
+            betas,
+        )
+        return VerifiedRows(cache["state"], cache["conv"], kept_x, k, v, log_decays, betas)
+
+    def _kept_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns x and what is convolved of it [N, C], decays and gates in fp32, at fixed addresses: each graph of
+        verified steps would keep its own otherwise. N is the most tokens of a step so far; what earlier records refer
+        to they keep."""
+        if len(x) > len(self._kept[0]):
+            rows, heads = max(len(x), self.most_rows), self.heads
+            decays = (heads.value_heads, heads.key_dim) if self.rule.by_channel else (heads.value_heads,)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            self._kept = (
+                x.new_empty((rows, heads.channels)),
+                x.new_empty((rows, heads.channels)),
+                x.new_empty((rows, *decays), dtype=wide),
+                x.new_empty((rows, heads.value_heads), dtype=wide),
+            )
+        return self._kept
 
     def _decode(
         self,
@@ -166,19 +178,17 @@ class RecurrentCore:
             self.num_sms,
         )
 
-    def extend(
+    def _extend(
         self,
         x: torch.Tensor,
         convolved: torch.Tensor,
         conv: Convolution,
         gates: Gates,
         ragged: Ragged,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor,
     ) -> None:
         """x [T, C] -> convolved [T, C], out [T, H, V]; the states are those of `ragged`."""
         cache = self.cache
-        if out is None:
-            out = x.new_empty((len(x), self.heads.value_heads, self.heads.value_dim))
         self.conv.extend(x, conv.weight, conv.bias, cache["conv"], *ragged, convolved, conv.norm_heads, conv.head_dim)
         self.recurrence.extend(
             self.rule,

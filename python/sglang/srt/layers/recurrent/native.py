@@ -7,12 +7,13 @@ does not depend on how a prompt is cut into steps.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.recurrent.rule import Rule
-from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels, StepKernels
+from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels, StepKernels, VerifiedRows
 
 L2_EPS = 1e-6
 
@@ -123,6 +124,51 @@ def recurrence_decode(
     states[slots[live]] = state[live].to(states.dtype)
 
 
+def recurrence_verify(
+    rule: Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    log_decays: torch.Tensor,
+    betas: torch.Tensor,
+) -> None:
+    """Computes what `triton_ops.recurrence.recurrence_verify` does."""
+    for kept, values in zip((log_decays, betas), gates(rule, a, b, a_log, dt_bias), strict=True):
+        kept.copy_(values)
+    state, live = _wide(states[slots]), (slots > 0)[:, None, None]
+    width = len(v) // len(slots)
+    for rows in torch.arange(len(v), device=v.device).view(-1, width).unbind(1):
+        o, state = recurrence(rule, state, q[rows], k[rows], v[rows], log_decays[rows], betas[rows], skip)
+        state = _wide(state.to(states.dtype))
+        out[rows] = torch.where(live, o, torch.zeros_like(o)).to(out.dtype)
+
+
+def commit_states(
+    rule: Rule,
+    layers: Sequence[VerifiedRows],
+    addresses: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    width: int,
+) -> None:
+    """Computes what `triton_ops.commit.commit_states` does."""
+    for layer in layers:
+        for place in range(width):
+            requests = ((counts > place) & (slots > 0)).nonzero().flatten()
+            rows = requests * width + place
+            state, k, v = _wide(layer.states[slots[requests]]), layer.k[rows], layer.v[rows]
+            _, state = recurrence(rule, state, k, k, v, layer.log_decays[rows], layer.betas[rows])
+            layer.states[slots[requests]] = state.to(layer.states.dtype)
+
+
 def _convolved(
     window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_heads: int, head_dim: int
 ) -> torch.Tensor:
@@ -184,6 +230,39 @@ def causal_conv_decode(
             states[slot] = window[1:].to(states.dtype)
 
 
+def causal_conv_verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    kept: torch.Tensor,
+    norm_heads: int = 0,
+    head_dim: int = 0,
+) -> None:
+    """Computes what `triton_ops.causal_conv.causal_conv_verify` does."""
+    kept.copy_(x)
+    width = len(x) // len(slots)
+    for i, slot in enumerate(slots.tolist()):
+        before = states[slot] if slot > 0 else torch.zeros_like(states[slot])
+        rows = slice(i * width, (i + 1) * width)
+        window = torch.cat((before.to(x.dtype), x[rows]))
+        out[rows] = _convolved(window, weight, bias, norm_heads, head_dim).to(out.dtype)
+
+
+def commit_conv(
+    layers: Sequence[VerifiedRows], addresses: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, width: int
+) -> None:
+    """Computes what `triton_ops.commit.commit_conv` does."""
+    for layer in layers:
+        for i, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
+            if slot > 0:
+                before = layer.conv_states[slot]
+                window = torch.cat((before, layer.x[i * width : i * width + count].to(before.dtype)))
+                layer.conv_states[slot] = window[count:]
+
+
 def gated_rmsnorm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -215,5 +294,5 @@ def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return (heads * _wide(gate).sigmoid()[..., None]).flatten(1).to(x.dtype)
 
 
-CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode)
-RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode)
+CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)
+RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)

@@ -294,6 +294,8 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
     if runner.media is not None:
         runner.media.directory = Path(ports.shared_arrays)
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
+    if runner.copies is not None:  # the first requests would wait for it
+        runner.copies.wait_prepared()
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
     start_pipe.send_bytes(READY)

@@ -5,7 +5,7 @@
 The first `norm_heads` groups of `HEAD_DIM` channels (queries and keys of gated delta nets) are divided by their length
 afterwards. A request keeps its last W - 1 inputs in `states` [slots, W - 1, channels]: one read and one write a step.
 
-References: `native.causal_conv_extend`, `native.causal_conv_decode`.
+References: `native.causal_conv_extend`, `native.causal_conv_decode`, `native.causal_conv_verify`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.recurrent.step_kernels import ConvKernels, StepKernels
+from sglang.srt.layers.recurrent.triton_ops.commit import commit_conv
 from sglang.srt.layers.recurrent.triton_ops.sequences import locate, num_blocks
 from sglang.srt.layers.triton_ops import pdl
 
@@ -125,6 +126,41 @@ def conv_decode_kernel(
     tl.store(out + row * out_stride + cols, y.to(out.dtype.element_ty), mask=exists)
 
 
+@triton.jit(do_not_specialize=["width", "norm_heads"], do_not_specialize_on_alignment=["slots"])
+def conv_verify_kernel(
+    x, weight, bias, states, slots, out, kept, width, channels, norm_heads, x_stride, slot_stride, WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, L2_EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [B width, channels], `width` tokens a request -> out [B width, channels], and a copy of x in `kept`. Grid: (B,
+    groups of channels). Computes as `conv_decode_kernel` does, token after token, and leaves the states."""
+    request = tl.program_id(0).to(tl.int64)
+    cols, exists, is_normed = _channels(tl.program_id(1), norm_heads, channels, HEAD_DIM, BLOCK)
+    first = tl.zeros([BLOCK], dtype=tl.float32)
+    if HAS_BIAS:
+        first += tl.load(bias + cols, mask=exists, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots + request).to(tl.int64)
+    state = states + slot * slot_stride + cols
+    before = exists & (slot > 0)
+    for token in range(width):
+        row = request * width + token
+        total = first
+        for tap in tl.static_range(WIDTH):
+            source = token - (WIDTH - 1 - tap)
+            raw = tl.load(
+                x + (request * width + source) * x_stride + cols, mask=exists & (source >= 0), other=0.0
+            ).to(states.dtype.element_ty)  # fmt: skip
+            if tap < WIDTH - 1:
+                raw += tl.load(state + (source + WIDTH - 1) * channels, mask=before & (source < 0), other=0.0)
+            else:
+                tl.store(kept + row * channels + cols, raw.to(kept.dtype.element_ty), mask=exists)
+            total += raw.to(tl.float32) * tl.load(weight + cols * WIDTH + tap, mask=exists, other=0.0).to(tl.float32)
+        y = _activated(total, is_normed, L2_EPS)
+        tl.store(out + row * channels + cols, y.to(out.dtype.element_ty), mask=exists)
+
+
 def channel_groups(channels: int, norm_heads: int, head_dim: int) -> tuple[int, int]:
     """(channels of a program, programs a token): a head each where there are heads with a norm."""
     if not norm_heads:
@@ -184,4 +220,29 @@ def causal_conv_decode(
     )  # fmt: skip
 
 
-CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode)
+def causal_conv_verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    kept: torch.Tensor,
+    norm_heads: int = 0,
+    head_dim: int = 0,
+) -> None:
+    """x [T, C], as many tokens for each request of `slots` [B] -> out [T, C]; `kept` [T, C] becomes a copy of x. The
+    states are read and left; as `causal_conv_decode` otherwise."""
+    (num_tokens, channels), width = x.shape, weight.shape[1]
+    if num_tokens == 0:
+        return
+    assert out.is_contiguous() and kept.is_contiguous()
+    block, groups = channel_groups(channels, norm_heads, head_dim)
+    conv_verify_kernel[(len(slots), groups)](
+        x, weight, bias, states, slots, out, kept, num_tokens // len(slots), channels, norm_heads, x.stride(0),
+        states.stride(0), WIDTH=width, HEAD_DIM=head_dim, BLOCK=block, HAS_BIAS=bias is not None, L2_EPS=L2_EPS,
+        num_warps=DECODE_WARPS, **pdl.options(),
+    )  # fmt: skip
+
+
+CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)

@@ -11,9 +11,17 @@ import triton
 
 from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, StepKernels
-from sglang.srt.layers.recurrent.triton_ops import channel_decay, channel_local, channel_scan, channel_step
+from sglang.srt.layers.recurrent.triton_ops import (
+    channel_decay,
+    channel_local,
+    channel_scan,
+    channel_step,
+    channel_verify,
+)
+from sglang.srt.layers.recurrent.triton_ops.commit import commit_states
 from sglang.srt.layers.recurrent.triton_ops.sequences import num_blocks
 from sglang.srt.layers.recurrent.triton_ops.state_step import step_tile
+from sglang.srt.layers.recurrent.triton_ops.state_verify import VERIFY_TILE
 from sglang.srt.layers.triton_ops import pdl
 
 
@@ -97,4 +105,38 @@ def channel_recurrence_decode(
     )  # fmt: skip
 
 
-CHANNEL_RECURRENCE: RecurrenceKernels = StepKernels(channel_recurrence_extend, channel_recurrence_decode)
+def channel_recurrence_verify(
+    rule: Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    log_decays: torch.Tensor,
+    betas: torch.Tensor,
+) -> None:
+    """T tokens, as many for each request of `slots` [B]: as `recurrence.recurrence_verify`, log_decays [T, H, K]."""
+    num_tokens, heads, value_dim = v.shape
+    if num_tokens == 0:
+        return
+    assert b is not None and skip is None and k.shape[1] == heads, "each head has keys and a gate of its own"
+    assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
+    assert log_decays.is_contiguous() and betas.is_contiguous()
+    batch, key_dim = len(slots), k.shape[2]
+    tile = VERIFY_TILE
+    channel_verify.channel_verify_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, batch)](
+        q, k, v, a, b, a_log, dt_bias, states, slots, out, log_decays, betas, num_tokens // batch, heads, v.stride(0),
+        a.stride(0), b.stride(0), out.stride(0), states.stride(0), rule.scale, rule.lower_bound, K=key_dim, V=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim), BOUNDED=rule.lower_bound != 0.0, **tile, **pdl.options(),
+    )  # fmt: skip
+
+
+CHANNEL_RECURRENCE: RecurrenceKernels = StepKernels(
+    channel_recurrence_extend, channel_recurrence_decode, channel_recurrence_verify, commit_states
+)

@@ -1,7 +1,7 @@
 """Launchers of the recurrences with a state [K, V] a head: the gated delta rule and Mamba-2's state-space duality.
 
 Both keep their states in a pool [slots, heads, K, V], fp32 or 16 bits, and compute in fp32 what the state is made of.
-References: `native.recurrence_extend` and `native.recurrence_decode`.
+References: `native.recurrence_extend`, `native.recurrence_decode` and `native.recurrence_verify`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import triton
 
 from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, StepKernels
-from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, state_step
+from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, state_step, state_verify
+from sglang.srt.layers.recurrent.triton_ops.commit import commit_states
 from sglang.srt.layers.recurrent.triton_ops.sequences import num_blocks
 from sglang.srt.layers.triton_ops import pdl
 
@@ -96,4 +97,37 @@ def recurrence_decode(
     )  # fmt: skip
 
 
-RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode)
+def recurrence_verify(
+    rule: Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    log_decays: torch.Tensor,
+    betas: torch.Tensor,
+) -> None:
+    """T tokens, as many for each request of `slots` [B], one after the other as `recurrence_decode` computes them. The
+    states are read and left; log_decays and betas [T, H] fp32 become what `commit.commit_states` needs."""
+    num_tokens, heads, value_dim = v.shape
+    if num_tokens == 0:
+        return
+    assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
+    assert log_decays.is_contiguous() and betas.is_contiguous()
+    batch, key_dim = len(slots), k.shape[2]
+    tile = state_verify.VERIFY_TILE
+    state_verify.state_verify_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, batch)](
+        q, k, v, a, a if b is None else b, a_log, dt_bias, a_log if skip is None else skip, states, slots, out,
+        log_decays, betas, num_tokens // batch, heads, heads // k.shape[1], v.stride(0), a.stride(0), out.stride(0),
+        states.stride(0), rule.scale, rule.dt_min, rule.dt_max, K=key_dim, V=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim), DELTA=rule.delta, HAS_SKIP=skip is not None, **tile, **pdl.options(),
+    )  # fmt: skip
+
+
+RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
