@@ -44,7 +44,7 @@ def test_waits_until_all_threads_are_prepared(monkeypatch: pytest.MonkeyPatch, f
 @pytest.mark.parametrize("has_copies", [False, True])
 def test_is_ready_behind_the_copies(monkeypatch: pytest.MonkeyPatch, has_copies: bool) -> None:
     said: list[str] = []
-    copies = SimpleNamespace(wait_prepared=lambda: said.append("prepared"))
+    copies = SimpleNamespace(wait_prepared=lambda seconds: said.append("prepared"))
     plan = SimpleNamespace(describe=dict)
     runner = SimpleNamespace(copies=copies if has_copies else None, media=None, plan=plan)
     process = SimpleNamespace(

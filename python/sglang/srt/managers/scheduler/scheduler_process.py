@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 60.0
 GRAMMAR_POLL_S = 0.002
+PAGE_LOCK_LIMIT_S = 30.0
+"""That a start waits until main memory for prefixes is page-locked; where that takes longer, it goes on behind it."""
 RECV_LIMIT = 1024
 """Messages taken in one step; the rest waits in the socket."""
 
@@ -295,7 +297,7 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
         runner.media.directory = Path(ports.shared_arrays)
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
     if runner.copies is not None:  # the first requests would wait for it
-        runner.copies.wait_prepared()
+        runner.copies.wait_prepared(PAGE_LOCK_LIMIT_S)
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
     start_pipe.send_bytes(READY)
