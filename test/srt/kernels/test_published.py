@@ -19,13 +19,14 @@ PACKAGES = frozenset({"triton"})
 NATIVE = {
     "all_reduce": {"nccl"},
     "latent_absorb": {"cublas"},
+    "prefill_attention": {"torch_flash"},
     # Small next to what they stand beside, and safe in CUDA graphs.
     "q_norm_rope": {"torch_native"},
     "value_norm": {"torch_native"},
     # Heads of keys and of values that differ in size (MiMo-V2).
     "qk_norm_rope_store/192x128": {"torch_native"},
 }
-"""Ops that Triton does not serve, and what does."""
+"""Ops that Triton does not serve, or not always, and what does."""
 SPILLS = {("fused_moe", "nvfp4_a16"): 72, ("fused_moe", "mxfp4"): 8}
 """Bytes, of one tile each under Triton 3.6 (sglang/ledger/rules.py)."""
 OF_OTHERS = {"candidate_blocks": "sparse_indexer"}

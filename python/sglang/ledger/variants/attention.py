@@ -173,22 +173,24 @@ def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
 
 def _gathers() -> Iterator[Variant]:
     """The kernels that read the latents of a prefix from caches of each type."""
-    launch = gather_constants(tiles.MLA_LATENT[1], tiles.MLA_LATENT[0] - tiles.MLA_LATENT[1])
-    tile = {"num_warps": launch.pop("num_warps"), "num_stages": 3}
-    constexprs = launch | {"NOPE": 128}
-    for kv_dtype in ("bfloat16", "fp8_e4m3", "fp8_e5m2"):
-        signature = {name: _type_of(name, kv_dtype, constexprs) for name in gather_latents_kernel.arg_names}
-        signature |= {"cache_ptr": KV_DTYPES[kv_dtype], "slots_ptr": "*i64", "latent_ptr": "*bf16"}
-        multiples = ("cache_ptr", "slots_ptr", "latent_ptr", "k_ptr", "slot_stride", "key_stride")
-        yield Variant(
-            "latent_prompt_attention",
-            f"gather/{kv_dtype}",
-            gather_latents_kernel,
-            signature,
-            constexprs,
-            multiples,
-            tile,
-        )
+    for head_dim, rank in tiles.MLA_LATENTS:
+        launch = gather_constants(rank, head_dim - rank)
+        tile = {"num_warps": launch.pop("num_warps"), "num_stages": 3}
+        constexprs = launch | {"NOPE": rank // 4}
+        shape = "" if rank == tiles.MLA_LATENT[1] else f"{rank}/"
+        for kv_dtype in ("bfloat16", "fp8_e4m3", "fp8_e5m2"):
+            signature = {name: _type_of(name, kv_dtype, constexprs) for name in gather_latents_kernel.arg_names}
+            signature |= {"cache_ptr": KV_DTYPES[kv_dtype], "slots_ptr": "*i64", "latent_ptr": "*bf16"}
+            multiples = ("cache_ptr", "slots_ptr", "latent_ptr", "k_ptr", "slot_stride", "key_stride")
+            yield Variant(
+                "latent_prompt_attention",
+                f"gather/{shape}{kv_dtype}",
+                gather_latents_kernel,
+                signature,
+                constexprs,
+                multiples,
+                tile,
+            )
 
 
 def _small(key: str, fn: Any, launch: dict[str, Any]) -> Variant:

@@ -76,7 +76,7 @@ OTHER_HEAD_DIMS = tuple(
     dim for dim, v_dim in HEAD_DIMS if dim == v_dim and dim not in {published for published, _ in ROPE_SHAPES}
 )
 """The head dims of the other models that attention has tiles for, whose heads rotate whole."""
-LATENT_SHAPE = (128, 512, 64)
+LATENT_SHAPES = ((128, 512, 64), (64, 256, 64))
 """Dims of a query head that do not rotate, of the latent, and of the rotary key."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
 ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
@@ -329,20 +329,20 @@ def _latent_store() -> Iterator[Variant]:
     types |= {"positions": "*i64", "cos_sin": "*fp32", "out_cache_loc": "*i64", "num_absorbed": "i32"}
     strides = ("q_stride", "q_head_stride", "latent_stride", "absorbed_stride", "slot_stride")
     types |= dict.fromkeys(strides, "i32") | {"eps": "fp32", "scale": "fp32"}
-    nope, rank, rot = LATENT_SHAPE
-    for cache, (pointer, limit) in CACHE_TYPES.items():
-        for heads in (1, 4, 8):
-            constants: dict[str, Any] = {"Q_HEADS": 16, "NOPE": nope, "RANK": rank, "ROT": rot}
-            constants |= {"INTERLEAVED": True, "FP8_LIMIT": limit}
-            yield describe(
-                "latent_norm_rope_store",
-                f"{rank}r{rot}/{cache}/{heads}",
-                latent_store.latent_norm_rope_store_kernel,
-                types | {"cache": pointer},
-                constants,
-                latent_store.launch_constants(rank, rot, heads),
-                strides,
-            )
+    for (nope, rank, rot), (cache, (pointer, limit)), heads in itertools.product(
+        LATENT_SHAPES, CACHE_TYPES.items(), (1, 4, 8)
+    ):
+        constants: dict[str, Any] = {"Q_HEADS": 16, "NOPE": nope, "RANK": rank, "ROT": rot}
+        constants |= {"INTERLEAVED": True, "FP8_LIMIT": limit}
+        yield describe(
+            "latent_norm_rope_store",
+            f"{rank}r{rot}/{cache}/{heads}",
+            latent_store.latent_norm_rope_store_kernel,
+            types | {"cache": pointer},
+            constants,
+            latent_store.launch_constants(rank, rot, heads),
+            strides,
+        )
 
 
 def _pack_parts() -> Iterator[Variant]:
