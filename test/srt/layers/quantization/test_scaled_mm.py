@@ -22,6 +22,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.bands import Bands
 from sglang.srt.kernels.spec import Need
+from sglang.srt.layers.attention import flash_varlen
 from sglang.srt.layers.quantization import reference, scaled_mm
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows
@@ -184,7 +185,12 @@ def test_an_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no torch.nn.functional.scaled_mm (2.10 has)" in scaled_mm.problem_of(need("fp8_channel"))
 
 
-def test_only_gpus_that_might_choose_the_library_try_it() -> None:
-    assert scheduler_setup._library_probe(arch_by_name("h200")) is scaled_mm.problem_of
-    assert scheduler_setup._library_probe(arch_by_name("rtx-pro-6000-server")) is None
+def test_only_gpus_that_might_choose_the_library_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_mm, "problem_of", lambda need: f"tried {need.op}")
+    monkeypatch.setattr(flash_varlen, "problem_of", lambda need: f"tried {need.op}")
+    linear, image = need("fp8_channel"), Need("prefill_attention", 72, 72)
+    for product, tries in (("h200", "tried linear"), ("rtx-pro-6000-server", "")):
+        probe = scheduler_setup._library_probe(arch_by_name(product))
+        assert probe is not None
+        assert (probe(linear), probe(image)) == (tries, "tried prefill_attention")
     assert scheduler_setup._library_probe(arch_by_name("cpu")) is None
