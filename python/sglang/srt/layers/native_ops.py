@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
+from sglang.srt.layers.ops import LSE_BYTES
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 
-LSE_BYTES = 16
-"""Of the logarithm behind a row of `pack_parts`."""
 WIDENED_ELEMENTS = 1 << 20
 """Number of elements of a weight that a CPU widens to fp32 at a time: they stay in its caches."""
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.quantization.quantized_rows import Rows
     from sglang.srt.plan.plan import Plan
 
+LSE_BYTES = 16
+"""Bytes behind the columns of a row of `pack_parts`, which hold a logarithm: rows stay aligned."""
 Routing = tuple[torch.Tensor, torch.Tensor]
 """Weights [T, k] fp32 and expert ids [T, k] int32."""
 

@@ -20,6 +20,7 @@ import torch
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.ops import LSE_BYTES
 
 if TYPE_CHECKING:
     from sglang.srt.layers.ops import MergePartsOp, PackPartsOp
@@ -69,7 +70,7 @@ class PartMerge:
     def _exchanged(self, parts: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """-> [size, T, H, Dv + extra], what the ranks send to this one."""
         rank, size = self.context.rank, self.context.size
-        row_bytes = parts.shape[2] * parts.element_size() + 16
+        row_bytes = parts.shape[2] * parts.element_size() + LSE_BYTES
         if self.context.adds_up(size * parts.shape[0] * parts.shape[1] * row_bytes, parts.dtype):
             return self.context.all_reduce(self.pack(parts, lse, size, rank), exact=True)[:, rank]
         return self.context.exchange(self.pack(parts, lse, size, None))

@@ -13,10 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.ops import LSE_BYTES
 from sglang.srt.layers.triton_ops import pdl
-
-LSE_BYTES = 16
-"""Bytes that the logarithm takes behind a row's columns: rows stay aligned."""
 
 
 @triton.jit
