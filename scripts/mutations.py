@@ -1,278 +1,154 @@
 """Changes the core of the server in one place at a time, and counts which of these changes the tests notice.
 
-    make mutations                                    # 120 changes, about two hours on two cores
-    python scripts/mutations.py --count 12 --rooms step graphs
+    make mutations                                    # 120 changes, hours on two cores, eight minutes on 48
+    python scripts/mutations.py --count 12 --rooms step graphs --jobs 2 --out build/mutations
 
 The changes are those of cosmic-ray: another operator, comparison or number, a negated condition, `break` for `continue`
-and the like. They are drawn at random, equally many from every room; what has no effect when the code runs is left out:
-annotations, assertions, code for type checkers and texts. Each is made in a copy of the tree, in which the room's tests
-run then, a part of those that CI runs, until one fails. A change that no test notices is printed as a difference.
+and the like. They are drawn at random, equally many from every part of the core; what has no effect when the code runs
+is left out: annotations, assertions, code for type checkers and texts. OUT/changes.json keeps them; where that file is
+there already, cosmic-ray is not needed.
+
+First every file of tests runs once without a change, and it is recorded which tests run the lines that will change and
+how long they take; what fails then is left out. Then each change is made in a copy of the tree, in which the tests run
+that run it, the short ones first, until one fails; it must pass without the change once more. A change that makes the
+tests hang or that keeps them from being imported is noticed too. OUT/tests and OUT/outcomes.json keep what is known: a
+run that was interrupted goes on from there. Printed at the end: how many were noticed, by part, and each survivor.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import difflib
 import json
-import os
-import random
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
-from queue import Queue
+from typing import Any, TypeVar
 
-ROOT = Path(__file__).parents[1]
-COPIED = ("python", "test", "benchmark", "scripts", "docs", "pyproject.toml", "README.md", "Makefile")
-SRT, TESTS = "python/sglang/srt", "test/srt"
-SLOWER = 4
-"""A test that takes so many times as long as without the change, and a minute, has noticed it."""
+from mutation.changes import ROOMS, ROOT, Change, draw
+from mutation.tests import TESTS, Measured, test_files
+from mutation.trials import Clock, Outcome, OutOfTime, compiled_tree, session, try_out
 
-
-@dataclass(frozen=True)
-class Room:
-    modules: tuple[str, ...]
-    """Below SRT; names may have wildcards."""
-    tests: tuple[str, ...]
-    """Arguments of pytest, those that find most first."""
+T = TypeVar("T")
 
 
-ROOMS = {
-    "step": Room(
-        ("managers/scheduler/batch_builder.py", "managers/scheduler/schedule_batch.py", "model_executor/step.py"),
-        (
-            f"{TESTS}/managers/test_scheduler.py",
-            f"{TESTS}/managers/test_steps_of_several_tokens.py",
-            f"{TESTS}/model_executor/test_verify_steps.py",
-            f"{TESTS}/managers/test_scheduler_parity.py",
-        ),
-    ),
-    "metadata": Room(
-        ("layers/attention/metadata.py", "layers/attention/sites.py", "layers/attention/page_table.py",
-         "layers/attention/selection.py", "layers/attention/sparse_rows.py", "layers/attention/latent_chunks.py",
-         "layers/attention/flashinfer_backend.py", "model_executor/device_state.py"),
-        (
-            f"{TESTS}/layers/attention/test_flashinfer.py",
-            f"{TESTS}/layers/attention/test_backends.py",
-            f"{TESTS}/layers/attention/test_index_rows.py",
-            f"{TESTS}/layers/attention/test_latent_attention.py",
-            f"{TESTS}/model_executor/test_verify_steps.py",
-            f"{TESTS}/model_executor/test_backend_matrix.py",
-        ),
-    ),
-    "graphs": Room(
-        ("model_executor/graph_runner.py", "model_executor/graph_capture.py", "model_executor/draft_runner.py",
-         "model_executor/step_output.py", "model_executor/model_runner.py"),
-        (
-            f"{TESTS}/model_executor/test_graph_runner.py",
-            f"{TESTS}/model_executor/test_graph_capture.py",
-            f"{TESTS}/model_executor/test_verify_steps.py",
-            f"{TESTS}/managers/test_scheduler_parity.py",
-            f"{TESTS}/speculative/test_draft_chain.py",
-        ),
-    ),
-    "cache tables": Room(
-        ("mem_cache/*.py",),
-        (f"{TESTS}/mem_cache", f"{TESTS}/managers/test_scheduler.py", f"{TESTS}/managers/test_turns.py"),
-    ),
-    "states": Room(
-        ("layers/recurrent/*.py", "mem_cache/checkpoint_table.py"),
-        (
-            f"{TESTS}/mem_cache",
-            f"{TESTS}/models/test_hybrid.py",
-            f"{TESTS}/model_executor/test_verify_steps.py",
-            f"{TESTS}/layers/recurrent",
-        ),
-    ),
-    "memory plan": Room(
-        ("plan/memory.py", "plan/attention_memory.py", "plan/capacity.py", "plan/pool_sizes.py", "plan/state_rows.py"),
-        (f"{TESTS}/plan", f"{TESTS}/kernels"),
-    ),
-}  # fmt: skip
+def change_of(data: dict[str, Any]) -> Change:
+    return Change(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
 
 
-@dataclass(frozen=True)
-class Mutation:
-    room: str
-    module: str
-    operator: str
-    occurrence: int
+def changes(path: Path, rooms: list[str], count: int, seed: int) -> list[Change]:
+    """Those of the file; else drawn, and written there."""
+    if not path.exists():
+        path.write_text(json.dumps([asdict(change) for change in draw(rooms, count, seed)], indent=1))
+    return [change_of(data) for data in json.loads(path.read_text())]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    mutation: Mutation
-    noticed: bool
-    seconds: float
-    difference: str
+def outcomes_of(path: Path) -> list[Outcome]:
+    data = json.loads(path.read_text()) if path.exists() else []
+    return [Outcome(**{**outcome, "change": change_of(outcome["change"])}) for outcome in data]
 
 
-class WithoutEffect(ast.NodeTransformer):
-    """Takes out of a module what has no effect when it runs."""
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        node.annotation = ast.Constant(None)
-        return self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns = None
-        return self.generic_visit(node)
-
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        return ast.Pass()
-
-    def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        """Conditions are in front of it; a message is a text."""
-        return ast.Raise()
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        return ast.Constant("")
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        return ast.Pass() if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+def side_by_side(jobs: int, calls: Iterable[Callable[[], T]]) -> Iterable[T]:
+    """Results as they come, without those for which no time was left."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in as_completed([pool.submit(call) for call in calls]):
+            try:
+                yield future.result()
+            except OutOfTime:
+                continue
 
 
-def effect(source: str) -> str:
-    return ast.dump(WithoutEffect().visit(ast.parse(source)))
+class Run:
+    def __init__(self, out: Path, jobs: int, clock: Clock, folder: Path) -> None:
+        self.out, self.jobs, self.clock, self.folder = out, jobs, clock, folder
+        self.plain = compiled_tree(folder / "plain")
 
+    def measure(self, files: list[str], drawn: list[Change], limit_s: float) -> Measured:
+        """Runs files without a change. One that takes longer than `limit_s` is known by its tests till then."""
+        kept = self.out / "tests"
+        kept.mkdir(exist_ok=True)
+        lines: dict[str, list[int]] = {}
+        for change in drawn:
+            first, last = change.statement
+            lines[change.module] = sorted({*lines.get(change.module, []), *range(first, last + 1)})
 
-def mutated(source: str, operator: str, occurrence: int) -> str | None:
-    from cosmic_ray import mutating, plugins
+        def record(file: str) -> tuple[str, dict[str, Any]]:
+            path = kept / (file.replace("/", "-") + ".json")
+            if not path.exists():
+                scratch = self.folder / path.stem
+                only = {"MUTATION_LINES": lines, "MUTATION_SECONDS": limit_s}
+                result = session(self.plain, [file], self.clock, 2 * limit_s, scratch, **only)
+                shutil.rmtree(scratch, ignore_errors=True)
+                print(f"{file}: {result.seconds:.0f} s, {len(result.record.get('failed', []))} failed", flush=True)
+                if result.status != 0:
+                    print(result.tail[-400:], flush=True)
+                path.write_text(json.dumps(result.record or {"seconds": {}, "failed": [file], "lines": {}}))
+            return file, json.loads(path.read_text())
 
-    result: str | None = mutating.mutate_code(source, plugins.get_operator(operator)(), occurrence)
-    return result
+        measured = Measured()
+        for file, known in side_by_side(self.jobs, [lambda file=file: record(file) for file in files]):
+            measured.add(file, known)
+        return measured
 
-
-def mutations_of(room: str, module: str) -> dict[int, list[Mutation]]:
-    """All that cosmic-ray knows of a module, by line."""
-    from cosmic_ray import ast as parsed
-    from cosmic_ray import plugins
-
-    nodes = list(parsed.ast_nodes(parsed.get_ast((ROOT / module).read_text())))
-    by_line: dict[int, list[Mutation]] = {}
-    for name in sorted(plugins.operator_names()):
-        operator = plugins.get_operator(name)
-        if not operator.arguments():
-            positions = (position for node in nodes for position in operator().mutation_positions(node))
-            for occurrence, ((line, _), _) in enumerate(positions):
-                by_line.setdefault(line, []).append(Mutation(room, module, name, occurrence))
-    return by_line
-
-
-def has_effect(mutation: Mutation) -> bool:
-    source = (ROOT / mutation.module).read_text()
-    changed = mutated(source, mutation.operator, mutation.occurrence)
-    try:
-        return changed is not None and effect(changed) != effect(source)
-    except SyntaxError:  # cosmic-ray takes the star of an argument for an operator
-        return False
-
-
-def draw(rooms: list[str], number: int, seed: int) -> list[Mutation]:
-    """Equally many of every room. Lines are drawn first, so that one with many operators counts once."""
-    rng, drawn = random.Random(seed), []
-    for index, room in enumerate(rooms):
-        paths = {path for name in ROOMS[room].modules for path in (ROOT / SRT).glob(name) if path.stat().st_size}
-        lines = [
-            mutations
-            for module in sorted(str(path.relative_to(ROOT)) for path in paths)
-            for _, mutations in sorted(mutations_of(room, module).items())
+    def try_all(self, drawn: list[Change], measured: Measured) -> list[Outcome]:
+        path = self.out / "outcomes.json"
+        outcomes = outcomes_of(path)
+        known = {outcome.change for outcome in outcomes}
+        calls = [
+            lambda n=n, change=change: try_out(change, measured, self.plain, self.folder / str(n), self.clock)
+            for n, change in enumerate(drawn)
+            if change not in known
         ]
-        rng.shuffle(lines)
-        chosen = (rng.choice(mutations) for mutations in lines)
-        wanted = (number + len(rooms) - 1 - index) // len(rooms)
-        drawn += list(islice(filter(has_effect, chosen), wanted))
-    return drawn
+        for outcome in side_by_side(self.jobs, calls):
+            outcomes.append(outcome)
+            place = f"{outcome.change.module}:{outcome.change.line}"
+            print(f"{outcome.seconds:4.0f} s {place}: {outcome.noticed_by or 'SURVIVED'}"[:160], flush=True)
+            path.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+        return [outcome for outcome in outcomes if outcome.change in set(drawn)]
 
 
-def run_tests(tree: Path, room: str, limit_s: float | None) -> tuple[bool, float]:
-    """Returns whether all passed, and the seconds that they took."""
-    start = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": str(tree / "python"), "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *ROOMS[room].tests]
-    try:
-        done = subprocess.run(
-            words, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=limit_s
-        )
-    except subprocess.TimeoutExpired:
-        return False, time.monotonic() - start
-    return done.returncode == 0, time.monotonic() - start
-
-
-def try_out(mutation: Mutation, tree: Path, limit_s: float) -> Outcome:
-    path = tree / mutation.module
-    before = (ROOT / mutation.module).read_text()
-    after = mutated(before, mutation.operator, mutation.occurrence)
-    assert after is not None
-    path.write_text(after)
-    try:
-        passed, seconds = run_tests(tree, mutation.room, limit_s)
-    finally:
-        path.write_text(before)
-    lines = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), mutation.module, mutation.operator, "", "", 1, ""
+def table(drawn: list[Change], outcomes: list[Outcome]) -> str:
+    survivors = [outcome for outcome in outcomes if not outcome.noticed]
+    lines = ["", f"{len(survivors)} survivors, with the number of tests that ran:"]
+    lines += [f"{outcome.tests} tests: {outcome.change.difference()}" for outcome in survivors]
+    lines += ["", "| part | changes | tried | noticed |", "|---|--:|--:|--:|"]
+    for room in dict.fromkeys(change.room for change in drawn):
+        tried = [outcome for outcome in outcomes if outcome.change.room == room]
+        noticed = sum(outcome.noticed for outcome in tried)
+        lines.append(f"| {room} | {sum(change.room == room for change in drawn)} | {len(tried)} | {noticed} |")
+    noticed = sum(outcome.noticed for outcome in outcomes)
+    by_test = sum("::" in outcome.noticed_by for outcome in outcomes)
+    lines.append(f"| all | {len(drawn)} | {len(outcomes)} | {noticed} |")
+    lines += ["", f"{by_test} by a test that failed, {noticed - by_test} because tests hung or were not imported"]
+    return "\n".join(
+        [*lines, f"noticed: {noticed / len(outcomes):.1%} of those tried" if outcomes else "none was tried"]
     )
-    return Outcome(mutation, not passed, seconds, "\n".join(lines))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Count which changes of the core the tests notice.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=120, help="changes altogether")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="+", choices=list(ROOMS), default=list(ROOMS))
-    parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at once")
-    parser.add_argument("--out", type=Path, help="file for the outcomes as JSON, also of a run that is interrupted")
+    parser.add_argument("--jobs", type=int, default=2, help="sessions of pytest at once")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds; prints what is known then")
+    parser.add_argument("--file-limit", type=float, default=600.0, help="seconds of a file of tests without a change")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="patterns of files, instead of all")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/mutations", help="folder of changes and outcomes")
     args = parser.parse_args()
-    drawn = draw(args.rooms, args.count, args.seed)
-    outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as folder:
-        trees: Queue[Path] = Queue()
-        for job in range(args.jobs):
-            tree = Path(folder) / str(job)
-            for name in COPIED:
-                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-                tree.mkdir(exist_ok=True)
-                copy(ROOT / name, tree / name)
-            trees.put(tree)
-        tree = trees.get()
-        limits: dict[str, float] = {}
-        for room in args.rooms:
-            passed, seconds = run_tests(tree, room, None)
-            if not passed:
-                sys.exit(f"error: the tests of the room {room} fail without a change")
-            limits[room] = max(60.0, SLOWER * seconds)
-            print(f"{room}: its tests take {seconds:.0f} s", flush=True)
-        trees.put(tree)
-
-        def run(mutation: Mutation) -> Outcome:
-            tree = trees.get()
-            try:
-                return try_out(mutation, tree, limits[mutation.room])
-            finally:
-                trees.put(tree)
-
-        with ThreadPoolExecutor(args.jobs) as executor:
-            for outcome in executor.map(run, drawn):
-                outcomes.append(outcome)
-                place = f"{outcome.mutation.room}: {outcome.mutation.module}"
-                print(f"{'noticed ' if outcome.noticed else 'SURVIVED'} {outcome.seconds:5.0f} s  {place}", flush=True)
-                if not outcome.noticed:
-                    print(outcome.difference, flush=True)
-                if args.out is not None:
-                    args.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    noticed = sum(outcome.noticed for outcome in outcomes)
-    print(f"{noticed} of {len(outcomes)} changes were noticed: {noticed / len(outcomes):.0%}")
+    clock = Clock(args.limit)
+    args.out.mkdir(parents=True, exist_ok=True)
+    drawn = changes(args.out / "changes.json", args.rooms, args.count, args.seed)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        run = Run(args.out, args.jobs, clock, Path(folder).resolve())
+        measured = run.measure(test_files(args.tests), drawn, args.file_limit)
+        unreached = [change for change in drawn if not measured.tests_of(change)]
+        print(f"{len(measured.seconds)} tests; no test runs {len(unreached)} of {len(drawn)} changes", flush=True)
+        outcomes = run.try_all(drawn, measured)
+    print(table(drawn, outcomes))
     return 0
 
 

@@ -1,0 +1,1 @@
+"""What `scripts/mutations.py` is made of: changes, the tests that run a line, and trials."""

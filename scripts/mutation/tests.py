@@ -1,0 +1,92 @@
+"""Which tests may notice a change, and in which order they are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mutation.changes import ROOT, Change
+
+TESTS = (
+    "test/srt/mem_cache/**/test_*.py",
+    "test/srt/model_executor/test_*.py",
+    "test/srt/layers/attention/test_*.py",
+    "test/srt/layers/recurrent/test_*.py",
+    "test/srt/layers/test_*.py",
+    "test/srt/plan/test_*.py",
+    "test/srt/speculative/test_*.py",
+    "test/srt/managers/test_*.py",
+    "test/srt/models/test_*.py",
+    "test/srt/kernels/test_explain*.py",
+    "test/srt/kernels/test_resolve.py",
+)
+"""Those of CI that run the core within their own process and need nothing but the tree."""
+
+BATCHES_S = (12.0, 45.0, 120.0)
+"""A change meets the tests that run it in so many batches of about so many seconds, the shortest tests first."""
+FILES_OF_FIRST = 6
+"""Files of the first batch at most: each is imported."""
+
+
+def test_files(patterns: Iterable[str] = TESTS, root: Path = ROOT) -> list[str]:
+    """Long files first."""
+    paths = {path for pattern in patterns for path in root.glob(pattern) if not path.stem.endswith("_gpu")}
+    return [str(path.relative_to(root)) for path in sorted(paths, key=lambda path: (-path.stat().st_size, path))]
+
+
+@dataclass
+class Measured:
+    """What ran without a change."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By node id, of tests that passed."""
+    runs: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    """Module -> line -> node ids; of what ran outside of tests the file's name instead."""
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, file: str, record: dict[str, Any]) -> None:
+        failed, names = set(record["failed"]), list(record["seconds"])
+        self.failed += sorted(failed)
+        self.seconds |= {test: s for test, s in record["seconds"].items() if test not in failed}
+        for module, lines in record["lines"].items():
+            for line, tests in lines.items():
+                run_by = self.runs.setdefault(module, {}).setdefault(int(line), [])
+                run_by += [file if number < 0 else names[number] for number in tests]
+
+    def tests_of(self, change: Change) -> list[str]:
+        """Node ids: first the tests that run it, the short ones first; then the others of their files, which may
+        share what one of them set up. If only imports run it, all tests of the files of that import."""
+        first, last = change.statement
+        lines = self.runs.get(change.module, {})
+        running = {test for line in range(first, last + 1) for test in lines.get(line, [])}
+        inside = {test for test in running if "::" in test}
+        files = {test.partition("::")[0] for test in inside or running}
+
+        def order(test: str) -> tuple[bool, float]:
+            return test not in inside, self.seconds[test]
+
+        return sorted((test for test in self.seconds if test.partition("::")[0] in files), key=order)
+
+
+def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
+    """The tests in their order, in as many batches as BATCHES_S has limits; what is beyond the last limit is left."""
+    left = tests
+    for number, limit_s in enumerate(BATCHES_S):
+        batch: list[str] = []
+        later: list[str] = []
+        files: set[str] = set()
+        spent_s = 0.0
+        for test in left:
+            file = test.partition("::")[0]
+            fits = spent_s + seconds[test] <= limit_s or not batch
+            if fits and (number or file in files or len(files) < FILES_OF_FIRST):
+                batch.append(test)
+                files.add(file)
+                spent_s += seconds[test]
+            else:
+                later.append(test)
+        if batch:
+            yield batch
+        left = later
