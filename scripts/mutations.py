@@ -59,6 +59,8 @@ def side_by_side(jobs: int, calls: Iterable[Callable[[], T]]) -> Iterable[T]:
                 yield future.result()
             except OutOfTime:
                 continue
+            except OSError as error:
+                print(f"not tried: {error}", flush=True)
 
 
 class Run:

@@ -44,11 +44,12 @@ class Measured:
     """By node id, of tests that passed."""
     runs: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     """Module -> line -> node ids; of what ran outside of tests the file's name instead."""
-    failed: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    """Tests that fail without a change too, now and then."""
 
     def add(self, file: str, record: dict[str, Any]) -> None:
         failed, names = set(record["failed"]), list(record["seconds"])
-        self.failed += sorted(failed)
+        self.failed |= failed
         self.seconds |= {test: s for test, s in record["seconds"].items() if test not in failed}
         for module, lines in record["lines"].items():
             for line, tests in lines.items():
@@ -67,7 +68,8 @@ class Measured:
         def order(test: str) -> tuple[bool, float]:
             return test not in inside, self.seconds[test]
 
-        return sorted((test for test in self.seconds if test.partition("::")[0] in files), key=order)
+        passing = self.seconds.keys() - self.failed
+        return sorted((test for test in passing if test.partition("::")[0] in files), key=order)
 
 
 def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
