@@ -59,7 +59,7 @@ def side_by_side(jobs: int, calls: Iterable[Callable[[], T]]) -> Iterable[T]:
                 yield future.result()
             except OutOfTime:
                 continue
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 print(f"not tried: {error}", flush=True)
 
 
@@ -148,7 +148,10 @@ def main() -> int:
         run = Run(args.out, args.jobs, clock, Path(folder).resolve())
         measured = run.measure(test_files(args.tests), drawn, args.file_limit)
         unreached = [change for change in drawn if not measured.tests_of(change)]
-        print(f"{len(measured.seconds)} tests; no test runs {len(unreached)} of {len(drawn)} changes", flush=True)
+        print(
+            f"{len(measured.seconds.keys() - measured.failed)} tests; no test runs {len(unreached)} of {len(drawn)} changes",
+            flush=True,
+        )
         outcomes = run.try_all(drawn, measured)
     print(table(drawn, outcomes))
     return 0

@@ -41,16 +41,16 @@ class Measured:
     """What ran without a change."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """By node id, of tests that passed."""
+    """By node id."""
     runs: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     """Module -> line -> node ids; of what ran outside of tests the file's name instead."""
     failed: set[str] = field(default_factory=set)
-    """Tests that fail without a change too, now and then."""
+    """Tests that fail without a change too, if only now and then."""
 
     def add(self, file: str, record: dict[str, Any]) -> None:
-        failed, names = set(record["failed"]), list(record["seconds"])
-        self.failed |= failed
-        self.seconds |= {test: s for test, s in record["seconds"].items() if test not in failed}
+        names = list(record["seconds"])
+        self.failed |= set(record["failed"])
+        self.seconds |= record["seconds"]
         for module, lines in record["lines"].items():
             for line, tests in lines.items():
                 run_by = self.runs.setdefault(module, {}).setdefault(int(line), [])
