@@ -148,10 +148,8 @@ def main() -> int:
         run = Run(args.out, args.jobs, clock, Path(folder).resolve())
         measured = run.measure(test_files(args.tests), drawn, args.file_limit)
         unreached = [change for change in drawn if not measured.tests_of(change)]
-        print(
-            f"{len(measured.seconds.keys() - measured.failed)} tests; no test runs {len(unreached)} of {len(drawn)} changes",
-            flush=True,
-        )
+        passing = len(measured.seconds.keys() - measured.failed)
+        print(f"{passing} tests; no test runs {len(unreached)} of {len(drawn)} changes", flush=True)
         outcomes = run.try_all(drawn, measured)
     print(table(drawn, outcomes))
     return 0
