@@ -2,6 +2,7 @@
 
     python scripts/import_figures.py           # four figures
     python scripts/import_figures.py --files   # before them the lines of every module that serving may import
+    python scripts/import_figures.py --rooms   # before them the lines of every package, the largest first
     python scripts/import_figures.py --why sglang.srt.kernels.ledger_file   # the imports that lead there
 
 The serving closure is counted without running anything. It starts at `sglang.launch_server` and holds
@@ -101,6 +102,12 @@ def closure(start: str, root: Path = PYTHON) -> dict[str, str]:
     return reached
 
 
+def room_of(module: str, root: Path = PYTHON) -> str:
+    """The package of a module, at most three levels below `sglang`: `sglang.srt.plan`, `sglang.srt.plan.families`."""
+    inside = [*packages_of(module), *([module] if root.joinpath(*module.split(".")).is_dir() else [])]
+    return inside[:4][-1] if inside else module
+
+
 def chain(reached: dict[str, str], module: str) -> list[str]:
     """How the closure comes to a module: from the start to it."""
     steps = [module]
@@ -168,6 +175,7 @@ def arrows_upwards(containers: list[str], layers: list[str]) -> list[tuple[str, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="list the modules of the closure with their lines")
+    parser.add_argument("--rooms", action="store_true", help="list its packages with their modules and lines")
     parser.add_argument("--why", metavar="MODULE", help="say which imports lead from serving to this module")
     args = parser.parse_args()
     sys.path.insert(0, str(PYTHON))  # this tree, whichever is installed
@@ -178,6 +186,12 @@ def main() -> int:
     if args.files:
         for module in sorted(reached):
             print(f"{lines_of(module):6} {module}")
+    if args.rooms:
+        rooms: dict[str, list[int]] = {}
+        for module in reached:
+            rooms.setdefault(room_of(module), []).append(lines_of(module))
+        for room, lines in sorted(rooms.items(), key=lambda item: -sum(item[1])):
+            print(f"{sum(lines):6} lines in {len(lines):3} modules of {room}")
     contract = layered_contract()
     upwards = arrows_upwards(contract["containers"], contract["layers"])
     print(f"serving closure: {sum(map(lines_of, reached)):,} lines in {len(reached)} modules")

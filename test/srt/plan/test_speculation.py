@@ -33,8 +33,8 @@ def test_nothing_drafts_unless_asked() -> None:
 @pytest.mark.parametrize("spelling", ["NEXTN", "nextn", "EAGLE", "eagle"])
 def test_next_token_layers_are_eagle_without_a_draft(spelling: str) -> None:
     made = settings(f"--speculative-algo {spelling}")
-    assert made.algorithm == "EAGLE" and made.has_own_layers
-    assert not settings(f"--speculative-algo {spelling} --speculative-draft-model d").has_own_layers
+    assert made.algorithm == "EAGLE" and made.draft_path is None
+    assert settings(f"--speculative-algo {spelling} --speculative-draft-model d").draft_path == "d"
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,6 @@ class SpeculativeSettings:
         while `steps_ahead` steps are under way and another is launched."""
         return steps_ahead * (self.num_draft_tokens - 1) + self.num_draft_tokens + self.tokens_ahead
 
-    @property
-    def has_own_layers(self) -> bool:
-        """Returns whether the model's own layers for multi-token prediction draft."""
-        return self.algorithm == EAGLE and self.draft_path is None
-
 
 def _fraction(value: Any, name: str) -> float:
     """Reads a number above 0, up to 1."""
