@@ -5,12 +5,20 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang.srt.plan.caches import CacheGroup, group_caches
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
-from sglang.srt.plan.pool_sizes import CacheCost, Pools, cache_cost, plan_pools, sized_cost, window_tokens
+from sglang.srt.plan.pool_sizes import (
+    CacheCost,
+    Pools,
+    PoolSizes,
+    cache_cost,
+    plan_pools,
+    sized_cost,
+    window_tokens,
+)
 
 
 def kv(heads: int, window: int = 0) -> CacheSpec:
@@ -90,3 +98,22 @@ def test_states_are_counted_apart() -> None:
     state = CacheSpec("state", (CacheTensor("state", (4, 8, 8), "float32"),), lifetime=PER_REQUEST)
     groups = group_caches([(state,), (kv(2),)])
     assert cache_cost(groups) == CacheCost(Fraction(2 * 16 * 2), 0, 4 * 8 * 8 * 4)
+
+
+def test_windows_and_states_of_a_request_add_up() -> None:
+    assert CacheCost(Fraction(1), window_bytes=6, state_bytes=3).bytes_per_request == 9
+
+
+@given(st.integers(1, 100), st.integers(0, 100))
+def test_the_padding_slot_and_checkpoints_have_states_too(requests: int, checkpoints: int) -> None:
+    sizes = PoolSizes(0, 1, requests, context_len=1, has_states=True, checkpoints=checkpoints)
+    assert sizes.state_rows == requests + checkpoints + 1
+
+
+@example(memory=7 * 20 + 3, most=4, page=16)
+@given(memory=st.integers(1, 1 << 20), most=st.integers(1, 4096), page=st.sampled_from([1, 16]))
+def test_pools_end_at_the_most_tokens_and_the_page_of_padding(memory: int, most: int, page: int) -> None:
+    cost = CacheCost(Fraction(7))
+    pools = plan_pools(cost, memory, page, most)
+    assert pools.tokens == min(memory // 7, most + page) // page * page
+    assert pools.token_bytes == (memory if memory // 7 <= most + page else 7 * (most + page))
