@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,21 +78,23 @@ class Run:
             first, last = change.statement
             lines[change.module] = sorted({*lines.get(change.module, []), *range(first, last + 1)})
 
-        def record(file: str) -> tuple[str, dict[str, Any]]:
+        def record(number: int, file: str) -> tuple[str, dict[str, Any]]:
             path = kept / (file.replace("/", "-") + ".json")
             if not path.exists():
-                scratch = self.folder / path.stem
+                scratch = self.folder / f"f{number}"  # short, since sockets lie there
                 only = {"MUTATION_LINES": lines, "MUTATION_SECONDS": limit_s}
                 result = session(self.plain, [file], self.clock, 2 * limit_s, scratch, **only)
                 shutil.rmtree(scratch, ignore_errors=True)
                 print(f"{file}: {result.seconds:.0f} s, {len(result.record.get('failed', []))} failed", flush=True)
                 if result.status != 0:
                     print(result.tail[-400:], flush=True)
-                path.write_text(json.dumps(result.record or {"seconds": {}, "failed": [file], "lines": {}}))
+                path.write_text(
+                    json.dumps(result.record or {"seconds": {}, "failed": [file], "lines": {}, "processes": False})
+                )
             return file, json.loads(path.read_text())
 
         measured = Measured()
-        for file, known in side_by_side(self.jobs, [lambda file=file: record(file) for file in files]):
+        for file, known in side_by_side(self.jobs, [partial(record, *numbered) for numbered in enumerate(files)]):
             measured.add(file, known)
         return measured
 
@@ -100,7 +103,7 @@ class Run:
         outcomes = outcomes_of(path)
         known = {outcome.change for outcome in outcomes}
         calls = [
-            lambda n=n, change=change: try_out(change, measured, self.plain, self.folder / str(n), self.clock)
+            partial(try_out, change, measured, self.plain, self.folder / str(n), self.clock)
             for n, change in enumerate(drawn)
             if change not in known
         ]

@@ -5,8 +5,8 @@ Environment variables name its files:
 MUTATION_LINES    JSON {module: [line, ...]}; the lines to look for. Without it nothing is traced.
 MUTATION_ONLY     JSON [node id, ...]; the tests to run, of those that are collected. Without it all.
 MUTATION_RECORD   written at the end: {"seconds": {node id: s}, "failed": [node id, ...], "lines": {module: {line:
-                  [number, ...]}}}, where a number is the place of a node id in "seconds"; -1 stands for what ran
-                  outside of tests, as imports do.
+                  [number, ...]}}, "processes": whether ranks were started}. A number is the place of a node id in
+                  "seconds"; -1 stands for what ran outside of tests, as imports do.
 MUTATION_SECONDS  after so many the session ends with the test that runs then.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ class Recorder:
         return {str(line): sorted(numbers[test] for test in ran[line]) for line in self.lines[module] if line in ran}
 
     def pytest_sessionfinish(self) -> None:
-        record: dict[str, Any] = {"seconds": self.seconds, "failed": self.failed, "lines": {}}
+        processes = "rank_processes" in sys.modules
+        record: dict[str, Any] = {"seconds": self.seconds, "failed": self.failed, "lines": {}, "processes": processes}
         if self.coverage is not None:
             self.coverage.stop()
             record["lines"] = {module: self.lines_of(module) for module in self.lines}

@@ -44,10 +44,14 @@ class Measured:
     """By node id."""
     runs: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     """Module -> line -> node ids; of what ran outside of tests the file's name instead."""
+    with_processes: set[str] = field(default_factory=set)
+    """Files whose tests start processes of ranks, in which nothing is recorded."""
     failed: set[str] = field(default_factory=set)
     """Tests that fail without a change too, if only now and then."""
 
     def add(self, file: str, record: dict[str, Any]) -> None:
+        if record["processes"]:
+            self.with_processes.add(file)
         names = list(record["seconds"])
         self.failed |= set(record["failed"])
         self.seconds |= record["seconds"]
@@ -58,12 +62,13 @@ class Measured:
 
     def tests_of(self, change: Change) -> list[str]:
         """Node ids: first the tests that run it, the short ones first; then the others of their files, which may
-        share what one of them set up. If only imports run it, all tests of the files of that import."""
+        share what one of them set up. If only imports run it, all tests of the files of that import; if nothing in
+        the process of the tests does, those that start processes of ranks."""
         first, last = change.statement
         lines = self.runs.get(change.module, {})
         running = {test for line in range(first, last + 1) for test in lines.get(line, [])}
         inside = {test for test in running if "::" in test}
-        files = {test.partition("::")[0] for test in inside or running}
+        files = {test.partition("::")[0] for test in inside or running} or self.with_processes
 
         def order(test: str) -> tuple[bool, float]:
             return test not in inside, self.seconds[test]

@@ -23,24 +23,15 @@ SLOWER = 6
 """Tests that take so many times as long as without a change, and a minute, do not end."""
 LEAST_S = 60.0
 NO_TEST_RAN = 5
-
-
-def link(source: str, target: str) -> None:
-    """A hard link, or a copy on another file system."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+PLUGINS = ("mutation.recorder", "no:cacheprovider", "pytest_asyncio.plugin", "pytest_timeout")
 
 
 def copy_tree(source: Path, target: Path) -> Path:
-    """A tree whose files are hard links. Those who write a file there must replace it."""
+    """A tree whose files are hard links, or copies on another file system. Who writes a file there replaces it."""
     target.mkdir(parents=True)
-    for name in COPIED:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, copy_function=link)
-        else:
-            link(str(source / name), str(target / name))
+    paths = [str(source / name) for name in COPIED]
+    if subprocess.run(["cp", "-al", *paths, str(target)], stderr=subprocess.DEVNULL).returncode:
+        subprocess.run(["cp", "-a", *paths, str(target)], check=True)
     return target
 
 
@@ -88,6 +79,7 @@ def session(tree: Path, words: list[str], clock: Clock, limit_s: float, scratch:
         "HF_HUB_OFFLINE": "1",
         "MUTATION_RECORD": str(scratch / "record.json"),
         "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # others that are installed take seconds to import
         "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(scratch),
         "TOKENIZERS_PARALLELISM": "false",
@@ -97,7 +89,8 @@ def session(tree: Path, words: list[str], clock: Clock, limit_s: float, scratch:
         path.write_text(json.dumps(content))
         environment[variable] = str(path) if variable != "MUTATION_SECONDS" else str(content)
     (scratch / "record.json").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-p", "mutation.recorder", "-p", "no:cacheprovider", "-q", "--tb=line"]
+    plugins = [word for plugin in PLUGINS for word in ("-p", plugin)]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", "--tb=line"]
     began = time.monotonic()
     allowed_s = min(limit_s, clock.left_s())
     with (scratch / "log").open("w") as log:
@@ -171,7 +164,7 @@ def try_out(change: Change, measured: Measured, plain: Path, folder: Path, clock
     try:
         change.write(tree)
         for batch in batches(measured.tests_of(change), measured.seconds):
-            noticed_by, ran = run_batch(tree, plain, batch, measured, clock, folder / "scratch")
+            noticed_by, ran = run_batch(tree, plain, batch, measured, clock, folder / "s")
             tests += ran
             if noticed_by:
                 break

@@ -61,7 +61,6 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(trials, "COPIED", ("python", "test", "pyproject.toml"))
     scripts = Path(__file__).resolve().parents[2] / "scripts"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(scripts), *sys.path]))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half a second in place of several
     return tree
 
 
@@ -75,6 +74,7 @@ def measured() -> Measured:
     record = {
         "seconds": dict.fromkeys([*tests, "test/test_half.py::test_of_something_else"], 0.01),
         "failed": [tests[3]],
+        "processes": False,
         "lines": {MODULE: {"1": [-1], "6": [-1], "7": [0, 1, 2], "8": [2], "9": [0, 1]}},
     }
     known.add("test/test_half.py", json.loads(json.dumps(record)))
@@ -150,3 +150,13 @@ def test_batches_hold_each_test_once_until_the_last_limit() -> None:
 )
 def test_what_has_no_effect_is_left_out(old: str, new: str, same: bool) -> None:
     assert (effect(SOURCE) == effect(SOURCE.replace(old, new))) == same
+
+
+def test_what_no_test_runs_is_tried_with_those_that_start_ranks() -> None:
+    known = measured()
+    unreached = changed("FACTOR = (", "FACTOR = -(")
+    known.runs[MODULE].clear()
+    assert not known.tests_of(unreached)
+    ranks = {"seconds": {"test/ranks.py::test": 1.0}, "failed": [], "lines": {}, "processes": True}
+    known.add("test/ranks.py", ranks)
+    assert known.tests_of(unreached) == ["test/ranks.py::test"]
