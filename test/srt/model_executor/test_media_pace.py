@@ -16,6 +16,7 @@ from sglang.srt.model_executor.media_pace import (
     measured_layer,
 )
 from sglang.srt.model_executor.media_timing import measured_pace
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.vision.patch_places import Grid, num_patches
 from sglang.srt.models.vision.pieces import Cuts, Piece, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.towers.qwen2_5_vl import Qwen2_5VLTower
@@ -140,3 +141,9 @@ def test_times_of_graphs_come_before_those_of_launches() -> None:
     pace = measured_pace(runner)
     assert pace == MediaPace(None, {1: 5.0, 8: 7.0}, {64: 6.0, 128: 8.0}, in_graphs=True)
     assert measured_pace(SimpleNamespace(media=runner.media, step_times=dict)) == MediaPace()
+
+
+@pytest.mark.parametrize(("chunk", "longest"), [(64, 64), (512, 99), (-1, 99)])
+def test_the_longest_prompt_leaves_room_for_a_token(chunk: int, longest: int) -> None:
+    plan = SimpleNamespace(context_len=100, chunked_prefill_size=chunk, max_prefill_tokens=4096)
+    assert ModelRunner.longest_prompt.fget(SimpleNamespace(plan=plan)) == longest  # type: ignore[attr-defined]

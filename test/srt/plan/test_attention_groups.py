@@ -17,7 +17,7 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.drafts.draft_plan import layout_of_draft
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout
-from sglang.srt.plan.memory import activation_bytes
+from sglang.srt.plan.memory import Sizes, activation_bytes, graph_bytes
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weights import rank_weight_bytes
@@ -115,3 +115,14 @@ def test_a_rank_has_the_cache_of_its_group_alone(tmp_path: Path) -> None:
     assert entry(RankLayout(4, attn_dp_size=2)) == entry(RankLayout(2))
     shared, groups = (activation_bytes(model, "float32", 64, RankLayout(2, attn_dp_size=size)) for size in (1, 2))
     assert shared < groups < 3 * shared
+
+
+def test_graphs_of_groups_that_share_the_vocabulary_have_the_logits_of_all(tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    model = plan_for(tmp_path).description
+
+    def planned(*, dp_lm_head: bool) -> int:
+        ranks = RankLayout(4, attn_dp_size=4, dp_lm_head=dp_lm_head)
+        return graph_bytes(model, "bfloat16", Sizes(8, 64, 64, (1, 8), 1, ranks))
+
+    assert planned(dp_lm_head=False) - planned(dp_lm_head=True) == 2 * 3 * 8 * model.vocab_size * 4

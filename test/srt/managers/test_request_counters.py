@@ -1,0 +1,24 @@
+"""What a request's counters say about its next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang.srt.managers.scheduler.schedule_batch import Req
+
+
+@pytest.mark.parametrize(("planned_len", "unknown"), [(9, 0), (12, 3)])
+def test_thoughts_are_asked_about_the_tokens_that_are_not_known_yet(planned_len: int, unknown: int) -> None:
+    asked: list[int] = []
+    thoughts = SimpleNamespace(may_end_within=lambda num: asked.append(num) or num > 2)
+    req: Any = SimpleNamespace(grammar=None, thoughts=thoughts, planned_len=planned_len, tokens=[0] * 8)
+    assert Req.needs_mask.fget(req) == (unknown > 2) and asked == [unknown]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(None, 4), (object(), 1)])
+def test_hidden_states_are_of_one_token_a_step(hidden: object, width: int) -> None:
+    req: Any = SimpleNamespace(hidden=hidden)
+    assert Req.max_width(req, 4) == width
