@@ -52,6 +52,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
 
 from compare import PEER_ENV, PORT, Side, healthy, peer_path  # noqa: E402
+from processors import write_processors  # noqa: E402
 
 from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
 
@@ -109,14 +110,7 @@ def write_model(folder: Path, tiny: bool) -> Path:
     settings = json.loads((embedded / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 32768}))
     shutil.copy(embedded / "chat_template.jinja", folder)
-    pixels = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3}
-    pixels |= {"image_std": [0.5] * 3, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
-    if tiny:
-        pixels["size"] = {"shortest_edge": 1024, "longest_edge": 65536}
-    of_image = pixels | {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
-    of_video = pixels | {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(of_image))
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(of_video))
+    write_processors(folder, *((1024, 65536) if tiny else ()))
     return folder
 
 
