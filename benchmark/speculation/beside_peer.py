@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
 
 from compare import PEER_ENV, PORT, Side, healthy, peer_path  # noqa: E402
-from processors import write_processors  # noqa: E402
+from processors import write_processors, write_tokenizer  # noqa: E402
 
 from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
 
@@ -104,14 +103,6 @@ def sides_of(name: str, case: Case, sizes: list[int], device: str, peer_site: st
     ]
 
 
-def write_processor(folder: Path) -> None:
-    """A tokenizer and how images are prepared, which the peer asks of a model with an encoder, whatever is sent."""
-    embedded = ROOT / "python" / "sglang" / "embedded" / "tiny"
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(embedded / name, folder)
-    write_processors(folder)
-
-
 def visible_gpus() -> list[str]:
     """Returns the GPUs that CUDA_VISIBLE_DEVICES names."""
     return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
@@ -165,7 +156,8 @@ class Comparison:
         self.folder = tempfile.TemporaryDirectory()
         self.model, *draft = case.write(Path(self.folder.name), few_layers=False)[1:]
         if "vision_config" in case.target(True):
-            write_processor(Path(self.model))
+            write_tokenizer(Path(self.model))  # the peer asks for these, whatever is sent
+            write_processors(Path(self.model))
         self.ours, self.peer = sides_of(name, case, sizes, device, peer_site, logs)
         for side in (self.ours, self.peer):
             side.flags += draft[len(case.flags) :]
