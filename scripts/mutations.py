@@ -12,7 +12,8 @@ First every file of tests runs once without a change, and it is recorded which t
 how long they take; what fails then is left out. Then each change is made in a copy of the tree, in which the tests run
 that run it, the short ones first, until one fails; it must pass without the change once more. A change that makes the
 tests hang or that keeps them from being imported is noticed too. OUT/tests and OUT/outcomes.json keep what is known: a
-run that was interrupted goes on from there. Printed at the end: how many were noticed, by part, and each survivor.
+run that was interrupted goes on from there. With --unmeasured the first step is left out, and those files of tests run
+whole that notice most. Printed at the end: how many were noticed, by part, and each survivor.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="sessions of pytest at once")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds; prints what is known then")
     parser.add_argument("--file-limit", type=float, default=600.0, help="seconds of a file of tests without a change")
+    parser.add_argument("--unmeasured", action="store_true", help="whole files of tests, those that notice most")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="patterns of files, instead of all")
     parser.add_argument("--out", type=Path, default=ROOT / "build/mutations", help="folder of changes and outcomes")
     args = parser.parse_args()
@@ -149,10 +151,14 @@ def main() -> int:
     drawn = changes(args.out / "changes.json", args.rooms, args.count, args.seed)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = Run(args.out, args.jobs, clock, Path(folder).resolve())
-        measured = run.measure(test_files(args.tests), drawn, args.file_limit)
-        unreached = [change for change in drawn if not measured.tests_of(change)]
-        passing = len(measured.seconds.keys() - measured.failed)
-        print(f"{passing} tests; no test runs {len(unreached)} of {len(drawn)} changes", flush=True)
+        if args.unmeasured:
+            measured = Measured()
+            measured.unmeasured()
+        else:
+            measured = run.measure(test_files(args.tests), drawn, args.file_limit)
+            unreached = [change for change in drawn if not measured.tests_of(change)]
+            passing = len(measured.seconds.keys() - measured.failed)
+            print(f"{passing} tests; no test runs {len(unreached)} of {len(drawn)} changes", flush=True)
         outcomes = run.try_all(drawn, measured)
     print(table(drawn, outcomes))
     return 0

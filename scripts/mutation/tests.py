@@ -24,6 +24,79 @@ TESTS = (
 )
 """Those of CI that run the core within their own process and need nothing but the tree."""
 
+FIRST_TESTS: dict[str, tuple[str, ...]] = {
+    "step": (
+        "managers/test_request_counters.py",
+        "managers/test_scheduler.py",
+        "managers/test_turns.py",
+        "model_executor/test_step_halves.py",
+        "managers/test_steps_of_several_tokens.py",
+        "managers/test_hidden_states.py",
+        "managers/test_scheduler_parity.py",
+        "managers/test_attention_groups.py",
+        "model_executor/test_verify_steps.py",
+        "models/test_media.py",
+    ),
+    "metadata": (
+        "layers/attention/test_flashinfer.py",
+        "layers/attention/test_torch_native.py",
+        "layers/attention/test_index_rows.py",
+        "layers/attention/test_long_prompts.py",
+        "layers/attention/test_flashinfer_mla.py",
+        "models/test_sparse_models.py",
+        "model_executor/test_windows_in_batches.py",
+        "model_executor/test_verify_steps.py",
+        "models/test_media.py",
+        "managers/test_shared_tokens.py",
+        "model_executor/test_backend_matrix.py",
+    ),
+    "graphs": (
+        "model_executor/test_graph_runner.py",
+        "model_executor/test_graph_capture.py",
+        "model_executor/test_media_pace.py",
+        "model_executor/test_canary.py",
+        "speculative/test_draft_chain.py",
+        "managers/test_hidden_states.py",
+        "managers/test_scheduler_parity.py",
+        "model_executor/test_verify_steps.py",
+        "managers/test_attention_groups.py",
+    ),
+    "cache tables": (
+        "mem_cache/test_allocator.py",
+        "mem_cache/test_kv_table.py",
+        "mem_cache/test_radix_cache.py",
+        "mem_cache/test_pools.py",
+        "mem_cache/test_kv_table_random.py",
+        "managers/test_host_tier.py",
+        "managers/test_scheduler.py",
+        "managers/test_storage_tier.py",
+        "mem_cache/test_page_copies.py",
+    ),
+    "states": (
+        "mem_cache/test_kv_table_random.py",
+        "models/test_hybrid.py",
+        "models/test_kimi_linear.py",
+        "layers/recurrent/test_conv_and_norm_kernels.py",
+        "models/test_tensor_parallel.py",
+        "model_executor/test_verify_steps.py",
+        "layers/recurrent/test_recurrence_kernels.py",
+    ),
+    "memory plan": (
+        "plan/test_pool_sizes.py",
+        "plan/test_state_rows.py",
+        "plan/test_attention_groups.py",
+        "plan/test_plan.py",
+        "kernels/test_explain_hybrids.py",
+        "plan/test_host_cache.py",
+        "kernels/test_explain.py",
+        "plan/test_compressed_plan.py",
+        "plan/test_stages.py",
+    ),
+}
+"""Files that notice most, by part of the core; for runs in which nothing is measured."""
+UNMEASURED_S = 15.0
+"""Seconds of a file of which nothing is known."""
+
 BATCHES_S = (12.0, 45.0, 120.0)
 """A change meets the tests that run it in so many batches of about so many seconds, the shortest tests first."""
 FILES_OF_FIRST = 6
@@ -60,10 +133,17 @@ class Measured:
                 run_by = self.runs.setdefault(module, {}).setdefault(int(line), [])
                 run_by += [file if number < 0 else names[number] for number in tests]
 
+    def unmeasured(self) -> None:
+        """Whole files in place of tests."""
+        files = {f"test/srt/{file}" for names in FIRST_TESTS.values() for file in names}
+        self.seconds = dict.fromkeys(files, UNMEASURED_S)
+
     def tests_of(self, change: Change) -> list[str]:
         """Node ids: first the tests that run it, the short ones first; then the others of their files, which may
         share what one of them set up. If only imports run it, all tests of the files of that import; if nothing in
         the process of the tests does, those that start processes of ranks."""
+        if not self.runs:
+            return [f"test/srt/{file}" for file in FIRST_TESTS[change.room]]
         first, last = change.statement
         lines = self.runs.get(change.module, {})
         running = {test for line in range(first, last + 1) for test in lines.get(line, [])}

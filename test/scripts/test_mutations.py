@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from mutation import trials
-from mutation.changes import change_between, effect, statement_at
-from mutation.tests import FILES_OF_FIRST, Measured, batches
+from mutation.changes import ROOMS, change_between, effect, statement_at
+from mutation.tests import FILES_OF_FIRST, FIRST_TESTS, Measured, batches
 
 MODULE = "python/half.py"
 SOURCE = """\
@@ -160,3 +160,23 @@ def test_what_no_test_runs_is_tried_with_those_that_start_ranks() -> None:
     ranks = {"seconds": {"test/ranks.py::test": 1.0}, "failed": [], "lines": {}, "processes": True}
     known.add("test/ranks.py", ranks)
     assert known.tests_of(unreached) == ["test/ranks.py::test"]
+
+
+def test_whole_files_where_nothing_is_measured(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FIRST_TESTS, "room", ("test_half.py",))
+    known = Measured()
+    known.unmeasured()
+    (plain / "test/srt").mkdir()
+    (plain / "test/test_half.py").rename(plain / "test/srt/test_half.py")
+    outcome = trials.try_out(changed("if value % 2", "if value < 0"), known, plain, tmp_path / "job", trials.Clock(600))
+    assert outcome.noticed_by.endswith("test_odd")
+    outcome = trials.try_out(
+        changed("value // FACTOR", "int(value / FACTOR)"), known, plain, tmp_path / "job", trials.Clock(600)
+    )
+    assert not outcome.noticed and [test.partition("::")[2] for test in known.failed] == ["test_that_fails"]
+
+
+def test_files_that_notice_most_are_there() -> None:
+    assert FIRST_TESTS.keys() == ROOMS.keys()
+    tests = Path(__file__).resolve().parents[1] / "srt"
+    assert not [file for files in FIRST_TESTS.values() for file in files if not (tests / file).exists()]
