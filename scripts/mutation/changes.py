@@ -70,14 +70,16 @@ class Change:
         return "\n".join(lines + [f"-{line}" for line in self.before] + [f"+{line}" for line in self.after])
 
     def write(self, tree: Path) -> None:
-        """Puts a changed module into a tree whose files are links to those of others.
-        Raises ValueError if the module has other lines there."""
+        """Puts a changed module into a tree whose files are links to those of others. If the module has changed since,
+        the same lines nearest to the place are meant. Raises ValueError if it has none."""
         path = tree / self.module
         lines = path.read_text(encoding="utf-8").splitlines()
-        place = slice(self.line - 1, self.line - 1 + len(self.before))
-        if tuple(lines[place]) != self.before:
-            raise ValueError(f"{self.module} is no longer what the change was drawn from: line {self.line}")
-        lines[place] = self.after
+        size, place = len(self.before), self.line - 1
+        same = [at for at in range(len(lines)) if tuple(lines[at : at + size]) == self.before]
+        if not same:
+            raise ValueError(f"{self.module} no longer has the line {self.line} of the change")
+        begin = min(same, key=lambda at: abs(at - place))
+        lines[begin : begin + size] = self.after
         path.unlink()
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

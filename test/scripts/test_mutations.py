@@ -180,3 +180,12 @@ def test_files_that_notice_most_are_there() -> None:
     assert FIRST_TESTS.keys() == ROOMS.keys()
     tests = Path(__file__).resolve().parents[1] / "srt"
     assert not [file for files in FIRST_TESTS.values() for file in files if not (tests / file).exists()]
+
+
+def test_a_change_follows_its_line(plain: Path) -> None:
+    change = changed("if value % 2", "if value < 0")
+    (plain / MODULE).write_text("# new\n" + SOURCE)
+    change.write(plain)
+    assert (plain / MODULE).read_text() == "# new\n" + SOURCE.replace("if value % 2", "if value < 0")
+    with pytest.raises(ValueError, match="no longer has the line 7"):
+        change.write(plain)
