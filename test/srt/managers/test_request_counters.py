@@ -22,3 +22,10 @@ def test_thoughts_are_asked_about_the_tokens_that_are_not_known_yet(planned_len:
 def test_hidden_states_are_of_one_token_a_step(hidden: object, width: int) -> None:
     req: Any = SimpleNamespace(hidden=hidden)
     assert Req.max_width(req, 4) == width
+
+
+@pytest.mark.parametrize("asks", [(), ("wants_prompt_logprobs",), ("hidden",), ("media",)])
+def test_steps_may_be_computed_again_if_only_tokens_are_read(asks: tuple[str, ...]) -> None:
+    nothing = {"wants_prompt_logprobs": False, "hidden": None, "media": None}
+    req: Any = SimpleNamespace(**nothing | dict.fromkeys(asks, True))
+    assert Req.may_be_stale.fget(req) == (not asks)  # type: ignore[attr-defined]

@@ -287,6 +287,17 @@ def test_least_recently_used_goes_first() -> None:
     assert [cache.match_prefix([first, 9, 9]).length for first in (1, 2, 3)] == [3, 0, 3]
 
 
+def test_following_a_prefix_is_a_use() -> None:
+    allocator, cache = filled()
+    for first in (1, 2):
+        put(allocator, cache, [first, 9, 9])
+    cache.match_prefix([1, 9, 9])
+    cache.match_prefix([2, 9, 9])
+    assert [node.depth for node in cache.follow([1, 9, 9, 9])][-1] == 3
+    assert cache.evict(3) == 3
+    assert [cache.match_prefix([first, 9, 9]).length for first in (1, 2)] == [3, 0]
+
+
 def keep(cache: RadixCache, tokens: list[int], until: float) -> None:
     cache.keep(cache.match_prefix(tokens).node, until)
 

@@ -16,7 +16,7 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.device_state import StepShape
-from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, GraphSizes
+from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, GraphSizes, _one_prompt
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import LaunchedForward, StepInput
 from sglang.srt.plan.defaults import mixed_decode_sizes
@@ -201,3 +201,9 @@ def test_times_of_steps_with_guesses(name: str, tmp_path: Path, monkeypatch: pyt
     asked = replace(SIZES_OF_PLAN, max_running_requests=4, verified_tokens=3)
     assert max(kept) == verified_bytes(runner.plan.description, "float32", asked)
     assert verified_bytes(runner.plan.description, "float32", replace(asked, verified_tokens=1)) == 0
+
+
+def test_the_prompt_of_a_capture_has_all_tokens() -> None:
+    values = _one_prompt(StepShape(16, 2, has_prompts=True))
+    assert values["start_loc"].tolist() == [0, *[16] * (MAX_PROMPTS + 1)]
+    assert (values["seq_lens"].tolist(), values["num_tokens"].tolist()) == ([16], [16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from fractions import Fraction
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.plan.caches import CacheGroup, group_caches
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
+from sglang.srt.plan.memory import MemoryPlan, Sizes
 from sglang.srt.plan.pool_sizes import (
     CacheCost,
     Pools,
@@ -19,6 +21,7 @@ from sglang.srt.plan.pool_sizes import (
     sized_cost,
     window_tokens,
 )
+from sglang.srt.plan.ranks import ONE_RANK
 
 
 def kv(heads: int, window: int = 0) -> CacheSpec:
@@ -117,3 +120,16 @@ def test_pools_end_at_the_most_tokens_and_the_page_of_padding(memory: int, most:
     pools = plan_pools(cost, memory, page, most)
     assert pools.tokens == min(memory // 7, most + page) // page * page
     assert pools.token_bytes == (memory if memory // 7 <= most + page else 7 * (most + page))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "prompts", "growing", "rows"), [((1, 8), (), 3, 24), ((2,), (64,), 3, 64), ((), (), 1, 4)]
+)
+def test_rows_of_shared_tokens(graphs: tuple[int, ...], prompts: tuple[int, ...], growing: int, rows: int) -> None:
+    sizes = Sizes(4, 64, 64, graphs, 1, ONE_RANK, prompts, growing=growing)
+    assert sizes.token_rows == rows
+
+
+def test_what_is_not_asked_for_takes_nothing() -> None:
+    assert Sizes(4, 64, 64, (), 1, ONE_RANK).token_rows == 4, "a token a request"
+    assert {field.default for field in fields(MemoryPlan)} <= {MISSING, 0}
