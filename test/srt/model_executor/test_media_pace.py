@@ -147,3 +147,13 @@ def test_times_of_graphs_come_before_those_of_launches() -> None:
 def test_the_longest_prompt_leaves_room_for_a_token(chunk: int, longest: int) -> None:
     plan = SimpleNamespace(context_len=100, chunked_prefill_size=chunk, max_prefill_tokens=4096)
     assert ModelRunner.longest_prompt.fget(SimpleNamespace(plan=plan)) == longest  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("in_graphs", [True, False])
+@pytest.mark.parametrize(("both_ways", "stages"), [(None, 1), (True, 1), (False, 2), (False, 1)])
+def test_prompts_are_timed_where_graphs_have_images(in_graphs: bool, both_ways: bool | None, stages: int) -> None:
+    media = None if both_ways is None else SimpleNamespace(both_ways=both_ways)
+    plan = SimpleNamespace(description=SimpleNamespace(media=media), ranks=SimpleNamespace(pp_size=stages))
+    graphs = SimpleNamespace(prompt_times=lambda: {64: 6.0}) if in_graphs else None
+    times = ModelRunner.media_prompt_times(SimpleNamespace(plan=plan, graphs=graphs))  # type: ignore[arg-type]
+    assert times == ({64: 6.0} if in_graphs and both_ways is False and stages == 1 else {})

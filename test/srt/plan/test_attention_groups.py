@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.drafts.draft_plan import layout_of_draft
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout
-from sglang.srt.plan.memory import Sizes, activation_bytes, graph_bytes
+from sglang.srt.plan.memory import GATHER_BYTES, Sizes, _attention_sizes, activation_bytes, graph_bytes
+from sglang.srt.plan.pool_sizes import CacheCost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weights import rank_weight_bytes
@@ -126,3 +128,13 @@ def test_graphs_of_groups_that_share_the_vocabulary_have_the_logits_of_all(tmp_p
         return graph_bytes(model, "bfloat16", Sizes(8, 64, 64, (1, 8), 1, ranks))
 
     assert planned(dp_lm_head=False) - planned(dp_lm_head=True) == 2 * 3 * 8 * model.vocab_size * 4
+
+
+def test_gathered_entries_are_those_of_a_whole_context(tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", tmp_path)
+    model, cost = plan_for(tmp_path).description, CacheCost(Fraction(1), shared_entry=100)
+    sizes = [
+        _attention_sizes(model, Sizes(8, 64, 64, (1,), 1, RankLayout(2, dcp_size=ranks)), 100, 1 << 20, cost)
+        for ranks in (1, 2)
+    ]
+    assert [size.gathered for size in sizes] == [0, 64 * (100 + GATHER_BYTES)]
