@@ -33,6 +33,7 @@ def make(family: str, **settings: Any) -> processors.ImageProcessor:
         ("qwen2_5_vl", {}, 14, 2),
         ("glm4v", {}, 14, 2),
         ("glm46v", {}, 14, 2),
+        ("glm5_next", {}, 14, 2),
         ("kimi_k25", {}, 14, 2),
     ],
 )

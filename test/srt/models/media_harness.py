@@ -27,7 +27,7 @@ from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
-from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, ROUTED, SIZES, YARN, randomize
+from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, POOLED_LATENT, ROUTED, SIZES, YARN, randomize
 from srt.models.quantized_checkpoints import split_experts
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ GEMMA_VISION = {
     "position_embedding_size": 32,
 }
 GLM_VISION = {"image_size": 32, "hidden_act": "silu"}
+AXIAL = {"rope_type": "axial", "rope_theta": 500.0}
 
 # name -> (config class, text config, vision config, zero-centred norms)
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
@@ -121,6 +122,12 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
         | {"rope_parameters": GLM_ROPE, "use_qk_norm": False, "model_type": "glm4v_moe_text"},
         GLM_VISION,
+        False,
+    ),
+    "glm5_next": (
+        "Glm5NextConfig",
+        POOLED_LATENT,
+        GLM_VISION | {"projection_intermediate_size": 40, "swiglu_limit": 0.5, "rope_parameters": AXIAL},
         False,
     ),
     "gemma4": (
@@ -211,10 +218,10 @@ def _clip_by_clip(model: Any, pixels: torch.Tensor, grids: torch.Tensor, **_: An
 
 
 def _masks_by_token(
-    ids: torch.Tensor, embeddings: torch.Tensor, image_features: Any = None, video_features: Any = None
+    ids: torch.Tensor, inputs_embeds: torch.Tensor, image_features: Any = None, video_features: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The places of images and of videos. GLM's class takes both for images, and so only one of them in a prompt."""
-    return (ids == IMAGE)[..., None].expand_as(embeddings), (ids == VIDEO)[..., None].expand_as(embeddings)
+    return (ids == IMAGE)[..., None].expand_as(inputs_embeds), (ids == VIDEO)[..., None].expand_as(inputs_embeds)
 
 
 def as_published_qwen3_vl_moe(folder: Path) -> None:
