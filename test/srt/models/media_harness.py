@@ -155,6 +155,8 @@ POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
 ONE_FRAME = ("kimi_k25", "gemma4")
 """`model_type` of those whose patches have one frame."""
+PAGES = {"glm5_next": 4}
+"""Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
 Grid = tuple[int, int, int]
