@@ -540,3 +540,23 @@ def add_mtp(folder: Path, layer: int) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_pooled_mtp(folder: Path) -> None:
+    """Gives a saved GLM-5.3-Flash a layer that drafts: a copy of its last one without hyper-connections."""
+    file, count = folder / "model.safetensors", POOLED_LATENT["num_hidden_layers"]
+    last, behind = (f"model.language_model.layers.{layer}." for layer in (count - 1, count))
+    tensors = safetensors.torch.load_file(file)
+    copies = {
+        name.replace(last, behind): t.clone()
+        for name, t in tensors.items()
+        if name.startswith(last) and ".hc_" not in name
+    }
+    generator = torch.Generator().manual_seed(6)
+    copies[f"{behind}eh_proj.weight"] = torch.randn(64, 128, generator=generator) * 0.15
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        copies[f"{behind}{name}.weight"] = torch.rand(64, generator=generator) + 0.5
+    safetensors.torch.save_file(tensors | copies, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -259,8 +259,8 @@ def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
 class _Form:
     """The way in which a family reads videos. `defaults`: settings that a model's files may leave out. `middle`: frames
     that are taken together have the time between them, otherwise that of the first. `pooled`: so many frames of the
-    grid have the placeholders of one; then none is repeated where the last ones are fewer. `on_a_canvas`: frames keep their
-    shape, and black is added to them; then `size` is not asked."""
+    grid have the placeholders of one; then none is repeated where the last ones are fewer. `on_a_canvas`: frames
+    keep their shape, and black is added to them; then `size` is not asked."""
 
     frames: Callable[[Video, Settings], list[int]]
     written: Written
