@@ -122,7 +122,9 @@ def test_families_of_2026_have_room_on_the_cards_of_their_owners(name: str, tmp_
     path = str(published.checkpoint(name, tmp_path))
     for tp_size, pp_size in FAMILIES_OF_2026[name]:
         for product in ("rtx-pro-6000-server", "rtx-5090", "gb10"):
-            found = explained(path, tp_size, product, pp_size=pp_size)
+            # A machine with a GB10 has one.
+            machines = {"nnodes": tp_size * pp_size, "dist_init_addr": "first:1"} if product == "gb10" else {}
+            found = explained(path, tp_size, product, pp_size=pp_size, **machines)
             assert found is not None, (tp_size, pp_size, product)
             check(found, product)
             if product == "rtx-pro-6000-server":
