@@ -7,7 +7,7 @@ from pathlib import Path
 import layouts
 import pytest
 import shapes
-from layouts import Answer, Layouts, gap, runs
+from layouts import Answer, Layouts, apart, runs
 
 from sglang import explain
 
@@ -45,21 +45,27 @@ def test_the_models_without_drafts_come_first_on_one_gpu() -> None:
     ]
 
 
-def test_a_first_other_token_is_judged_by_its_probability() -> None:
+def test_log_probabilities_count_up_to_the_first_other_token() -> None:
     wanted = Answer([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.8}, {7: -0.2}])
-    assert gap(wanted, [5, 6, 7]) == 0.0
-    assert gap(wanted, [5, 8, 1]) == pytest.approx(0.1), "what comes behind it does not count"
-    assert gap(wanted, [9, 6, 7]) == pytest.approx(2.9)
-    assert gap(wanted, [5, 6, 1]) == float("inf"), "not one of the likeliest"
+    assert apart(wanted, wanted) == [0.0] * 5
+    other = Answer([5, 8, 1], [{5: -0.2, 4: -3.0}, {6: -0.9, 8: -0.5}, {1: -0.1, 7: -9.0}])
+    assert sorted(apart(wanted, other)) == pytest.approx([0.1, 0.2, 0.3]), "what comes behind it does not count"
 
 
 @pytest.mark.parametrize(
-    ("cpu", "tokens", "right"), [(False, [8, 1], True), (True, [8, 1], False), (False, [3, 1], False)]
+    ("dtype", "shift", "same", "right"),
+    [
+        *(("float32", 0.0, True, True), ("float32", 0.0, False, False)),
+        *(("bfloat16", 0.05, False, True), ("bfloat16", 1.0, True, False)),
+    ],
 )
-def test_a_layout_that_answers_otherwise_is_wrong(cpu: bool, tokens: list[int], right: bool, tmp_path: Path) -> None:
-    bench = Layouts(layouts.Window(tmp_path, 60.0), cpu)
+def test_a_layout_that_answers_otherwise_is_wrong(
+    dtype: str, shift: float, same: bool, right: bool, tmp_path: Path
+) -> None:
+    bench = Layouts(layouts.Window(tmp_path, 60.0), True, dtype)
     wanted = [Answer([6, 7], [{6: -0.7, 8: -0.8}, {7: -0.2}])] * 2
-    bench.compare(wanted, runs(["dense"], 2, ("TP2",))[-1], [wanted[0], Answer(tokens, [])])
+    got = Answer([6 if same else 8, 7], [{6: -0.7 - shift, 8: -0.8 - shift}, {7: -0.2 - shift}])
+    bench.compare(wanted, runs(["dense"], 2, ("TP2",))[-1], [got, got])
     assert [row.right for row in bench.rows] == [right]
 
 
