@@ -2,9 +2,9 @@
 
 The tiny models of the tests have weights of one spread, whatever their widths: branches outweigh the stream they are
 added to, attention is nearly a choice, and experts and tokens are chosen by differences that rounding turns round. One
-bit then becomes half a nat within four layers. `calm` gives each matrix a gain of about one. Which experts a token gets
-is written in its embedding, in dims that no branch adds to and from which alone the routers read, so that no two scores
-are near one another.
+bit then becomes half a nat within four layers. `calm` gives each matrix a gain of about one. No branch adds to the first
+dims of the stream, from which alone routers and indexers read. Routers read there which experts a token gets, so that no
+two scores are near one another; an indexer's scores may be, but few roundings come before them.
 
 `FAULTS` are what a layout that is wrong would compute, as changes of the weights: one server shows what they change.
 """
@@ -26,6 +26,8 @@ GAINS = {r"(o_proj|out_proj)\.weight$": 2.0, r"lm_head\.weight$": 2.0}
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FROM, UPTO = -2.0, 2.0
 """Of the scores of experts, evenly apart."""
+KEPT = 64
+"""Dims that no branch adds to."""
 LAYER = 1
 """Where faults are."""
 
@@ -44,8 +46,35 @@ def calm(folder: Path) -> None:
             fan_in = 1 if name.endswith("embed_tokens.weight") else tensor[0].numel()
             tensors[name] = tensor * (gain * fan_in**-0.5 / tensor.std())
     if experts := next((config[key] for key in NUM_EXPERTS if key in config), 0):
+        keep(tensors, KEPT)
         route(tensors, experts, config.get("n_group", 1))
+    select(tensors)
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+def keep(tensors: Tensors, dims: int) -> None:
+    """The first dims of the stream stay what the embedding has there."""
+    for name, tensor in tensors.items():
+        if re.search(r"(o_proj|out_proj|down_proj)\.weight$", name):
+            tensor[:dims] = 0
+        elif re.search(r"\d\.(input|post_attention)_layernorm\.weight$", name):
+            tensor[:dims] = tensor.mean().round()  # some add one to it
+
+
+def select(tensors: Tensors) -> None:
+    """Keys, weights and half of the latent of an indexer's queries are made of those dims alone."""
+    for name in [name for name in tensors if name.endswith("indexer.wq_b.weight")]:
+        layer = name.removesuffix("indexer.wq_b.weight")
+        latent = tensors[f"{layer}q_a_proj.weight"]
+        half = len(latent) // 2
+        of_stream = (f"{layer}indexer.wk.weight", f"{layer}indexer.weights_proj.weight")
+        for read, columns in (
+            (latent[:half], KEPT),
+            *((tensors[key], KEPT) for key in of_stream),
+            (tensors[name], half),
+        ):
+            read *= (read.shape[1] / columns) ** 0.5
+            read[:, columns:] = 0
 
 
 def route(tensors: Tensors, experts: int, groups: int) -> None:
@@ -59,11 +88,7 @@ def route(tensors: Tensors, experts: int, groups: int) -> None:
         inside = torch.stack([torch.randperm(experts // groups, generator=generator) for _ in range(groups)])
         row[(order + inside).flatten()] = scores
     for name, tensor in tensors.items():
-        if re.search(r"(o_proj|out_proj|down_proj)\.weight$", name):
-            tensor[:experts] = 0
-        elif re.search(r"\d\.(input|post_attention)_layernorm\.weight$", name):
-            tensor[:experts] = tensor.mean().round()  # some add one to it
-        elif name.endswith("mlp.gate.weight"):
+        if name.endswith("mlp.gate.weight"):
             tensor.zero_()[:, :experts] = torch.eye(experts)
         elif name.endswith("e_score_correction_bias"):
             tensor *= 0.1
