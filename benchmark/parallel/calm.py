@@ -2,9 +2,9 @@
 
 The tiny models of the tests have weights of one spread, whatever their widths: branches outweigh the stream they are
 added to, attention is nearly a choice, and experts and tokens are chosen by differences that rounding turns round. One
-bit then becomes half a nat within four layers. `calm` gives each matrix a gain of about one. No branch adds to the first
-dims of the stream, from which alone routers and indexers read. Routers read there which experts a token gets, so that no
-two scores are near one another; an indexer's scores may be, but few roundings come before them.
+bit then becomes half a nat within four layers. `calm` gives each matrix a gain of about one. No branch adds to the
+first dims of the stream, from which alone routers and indexers read. Routers read there which experts a token gets, so
+that no two scores are near one another; an indexer's scores may be, but few roundings come before them.
 
 `FAULTS` are what a layout that is wrong would compute, as changes of the weights: one server shows what they change.
 """
