@@ -225,12 +225,15 @@ def kill(bench: Bench) -> None:
 
 
 def slice_(bench: Bench) -> None:
-    """Steps of slices of large models, with the sum in the norm's kernel, before it, and by NCCL. All start side by
-    side."""
+    """Steps of slices of large models, with the sum in the norm's kernel, before it, and by NCCL; of several models as
+    the server has chosen. All start side by side."""
+    several = ("--one-way",) if len(bench.models) > 1 else ()
     started = []
     for model in bench.models:
         name = f"slice{f' {model.name}' if len(bench.models) > 1 else ''} TP{bench.ranks}"
-        started.append(bench.steps(name, *(() if bench.cpu else SLICE_STEPS), *bench.tp, "--profile", model=model))
+        started.append(
+            bench.steps(name, *(() if bench.cpu else SLICE_STEPS), *bench.tp, "--profile", *several, model=model)
+        )
     bench.wait_for_turn()
     for run in started:
         bench.measured(run)
