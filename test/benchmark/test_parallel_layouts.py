@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 
 import calm
@@ -86,8 +86,8 @@ def test_a_layout_that_answers_otherwise_is_wrong(
     assert [row.right for row in bench.rows] == [right, not right] * 2, "one answer is enough"
 
 
-def answers_by(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> list[list[Answer]]:
-    """An answer of one token behind each token of each prompt."""
+def answers_by(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> list[Answer]:
+    """What comes behind each token of each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     found = []
     for prompt in prompts:
@@ -95,8 +95,17 @@ def answers_by(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> li
             rows = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
         values, tokens = rows.topk(layouts.TOP)
         likely = [dict(zip(*each, strict=True)) for each in zip(tokens.tolist(), values.tolist(), strict=True)]
-        found.append([Answer([max(each, key=lambda token: each[token])], [each]) for each in likely])
+        found.append(Answer(tokens[:, 0].tolist(), likely))
     return found
+
+
+def behind_the_same(wanted: list[Answer], got: list[Answer]) -> list[Answer]:
+    """With the tokens of the others: the next place is behind the prompt's token, whatever either would say."""
+    return [replace(other, tokens=one.tokens) for one, other in zip(wanted, got, strict=True)]
+
+
+def last_of(answers: list[Answer]) -> list[Answer]:
+    return [Answer(answer.tokens[-1:], answer.likely[-1:]) for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +115,12 @@ def test_sixteen_bits_tell_roundings_from_faults(name: str, tmp_path: Path) -> N
     bench = Layouts(layouts.Window(tmp_path, 60.0), True)
     folder, prompts = bench.save(name), [prompt for prompt in layouts.prompts_of(4, 250) if len(prompt) > 8]
     exact, rounded = (answers_by(folder, dtype, prompts) for dtype in (torch.float32, torch.bfloat16))
-    bench.compare([*chain.from_iterable(exact)], f"{name}, roundings", [*chain.from_iterable(rounded)])
+    bench.compare(exact, f"{name}, roundings", behind_the_same(exact, rounded))
     for run in runs([name], 2, ("none",), faults=True)[1:]:
         wrong = answers_by(bench.save(name, run.fault), torch.bfloat16, prompts)
-        bench.compare([*chain.from_iterable(rounded)], run.name, [*chain.from_iterable(wrong)], alike=False)
+        bench.compare(rounded, run.name, behind_the_same(rounded, wrong), alike=False)
     mixed_up = answers_by(folder, torch.bfloat16, [calm.with_other_tokens(prompt) for prompt in prompts])
-    bench.compare([each[-1] for each in rounded], "a cache mixed up", [each[-1] for each in mixed_up], alike=False)
+    bench.compare(last_of(rounded), f"{name}, a cache mixed up", last_of(mixed_up), alike=False)
     assert all(row.right for row in bench.rows), layouts.table(bench.rows)
 
 
