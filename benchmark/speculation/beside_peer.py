@@ -2,7 +2,8 @@
 or each on a GPU of its own where two are visible.
 
 Each has the flags and the forced accept length of a case of `draft_shapes`. Requests of random tokens are sent
-together, once with short and once with long answers; the difference is decoding alone.
+together, once with short and once with long answers; the difference is decoding alone. The peer computes prompts
+without graphs: capturing them takes up to 165 s before it serves, and what is compared does not contain prompts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
 
 from compare import PEER_ENV, PORT, Side, healthy, peer_path  # noqa: E402
+from processors import write_processors, write_tokenizer  # noqa: E402
 
 from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
 
@@ -86,7 +88,7 @@ def sides_of(name: str, case: Case, sizes: list[int], device: str, peer_site: st
     flags += ["--skip-server-warmup", "--device", device, *case.flags]
     env = {"SGLANG_SIMULATE_ACC_LEN": str(case.accept_length)}
     of_peer = ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--attention-backend", "flashinfer"]
-    of_peer += ["--mem-fraction-static", "0.85"]
+    of_peer += ["--mem-fraction-static", "0.85", "--disable-prefill-cuda-graph"]
     if "quantization_config" in case.target(True):
         of_peer += ["--moe-runner-backend", "triton"]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -153,6 +155,9 @@ class Comparison:
         self.name, self.sizes = name, sizes
         self.folder = tempfile.TemporaryDirectory()
         self.model, *draft = case.write(Path(self.folder.name), few_layers=False)[1:]
+        if "vision_config" in case.target(True):
+            write_tokenizer(Path(self.model))  # the peer asks for these, whatever is sent
+            write_processors(Path(self.model))
         self.ours, self.peer = sides_of(name, case, sizes, device, peer_site, logs)
         for side in (self.ours, self.peer):
             side.flags += draft[len(case.flags) :]
