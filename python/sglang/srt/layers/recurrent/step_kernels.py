@@ -47,8 +47,12 @@ class VerifiedRows:
         return tuple(tensor.data_ptr() for tensor in self.tensors())
 
     def copy(self) -> VerifiedRows:
-        """Returns rows that later steps leave as they are, with the same states."""
-        x, k, v, log_decays, betas = (tensor.clone() for tensor in self.tensors()[2:])
+        """Returns rows that later steps leave as they are, with the same states. Keys and values lie in one tensor, as
+        they do behind the convolution: kernels go from token to token of both by the same stride."""
+        x, log_decays, betas = (tensor.clone() for tensor in (self.x, self.log_decays, self.betas))
+        keys, values = self.k.flatten(1), self.v.flatten(1)
+        k, v = torch.cat((keys, values), dim=1).split([keys.shape[1], values.shape[1]], dim=1)
+        k, v = k.unflatten(1, self.k.shape[1:]), v.unflatten(1, self.v.shape[1:])
         return VerifiedRows(self.states, self.conv_states, x, k, v, log_decays, betas)
 
 
