@@ -92,7 +92,7 @@ def sides_of(name: str, case: Case, sizes: list[int], device: str, peer_site: st
     if "quantization_config" in case.target(True):
         of_peer += ["--moe-runner-backend", "triton"]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    peer_env = {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **WORKSPACE, **env}
+    peer_env = {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **WORKSPACE, "PYTHONFAULTHANDLER": "1", **env}
     if gpus := visible_gpus():
         peer_env["CUDA_VISIBLE_DEVICES"] = gpus[-1]
         env["CUDA_VISIBLE_DEVICES"] = gpus[0]
@@ -125,6 +125,7 @@ class Server:
         try:
             while not healthy(self.port):
                 if self.process.poll() is not None or time.monotonic() - self.began > start_seconds:
+                    self._say_where()
                     raise HttpError(f"not up after {time.monotonic() - self.began:.0f} s")
                 time.sleep(0.5)
             print(f"{name}: up {time.monotonic() - self.began:.0f} s after its start", flush=True)
@@ -135,10 +136,16 @@ class Server:
                 print(f"{name} at {size}: {text}", flush=True)
         except (HttpError, OSError, KeyError, ValueError) as error:
             text = self.side.log.read_text(errors="replace")
-            print(f"{name} failed: {error!r}; {self.side.log} ends:\n{text[-2500:]}", flush=True)
+            print(f"{name} failed: {error!r}; {self.side.log} ends:\n{text[-4000:]}", flush=True)
         finally:
             self.end()
         return rates
+
+    def _say_where(self) -> None:
+        """Has its processes write to the log where they are, and end."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGABRT)
+            time.sleep(2)
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -28,7 +28,8 @@ class StepKernels(Generic[Extend, Decode, Verify, Commit]):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
-    """What a layer keeps of a step of T tokens that its states do not have yet, and these states."""
+    """What a layer keeps of a step of T tokens that its states do not have yet, and these states. k and v are parts of
+    the same rows."""
 
     states: torch.Tensor  # [slots, H, K, V]
     conv_states: torch.Tensor  # [slots, W - 1, C]
@@ -47,12 +48,11 @@ class VerifiedRows:
         return tuple(tensor.data_ptr() for tensor in self.tensors())
 
     def copy(self) -> VerifiedRows:
-        """Returns rows that later steps leave as they are, with the same states. Keys and values lie in one tensor, as
-        they do behind the convolution: kernels go from token to token of both by the same stride."""
-        x, log_decays, betas = (tensor.clone() for tensor in (self.x, self.log_decays, self.betas))
-        keys, values = self.k.flatten(1), self.v.flatten(1)
-        k, v = torch.cat((keys, values), dim=1).split([keys.shape[1], values.shape[1]], dim=1)
-        k, v = k.unflatten(1, self.k.shape[1:]), v.unflatten(1, self.v.shape[1:])
+        """Returns rows that later steps leave as they are, with the same states. Strides stay: a clone of k would have
+        other rows than one of v."""
+        x, k, v, log_decays, betas = (
+            tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor) for tensor in self.tensors()[2:]
+        )
         return VerifiedRows(self.states, self.conv_states, x, k, v, log_decays, betas)
 
 
