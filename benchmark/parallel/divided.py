@@ -44,7 +44,7 @@ import compare as peers  # noqa: E402
 import latent_slice  # noqa: E402
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
-from parts import Bench, table  # noqa: E402
+from parts import PEER_GRAPHS, Bench, table  # noqa: E402
 from served import first_gpu  # noqa: E402
 from two_gpus import EMBEDDED, SERVER_LIMIT_S, Server, Servers, Window, load  # noqa: E402
 
@@ -58,8 +58,6 @@ LAYOUTS = {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}
 OF_PEER = {"TP2": TP2, "DP attention 2": ("--tp", "2", "--dp", "2", "--enable-dp-attention"), "DCP2": DCP2}
 """The same layouts, as upstream's flags have them."""
 PEER = ("--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--grammar-backend", "none")
-PEER_GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Of upstream's 36 sizes: each takes it two seconds to capture."""
 PEER = (*PEER, "--mem-fraction-static", "0.85", "--trust-remote-code", "--cuda-graph-bs", *map(str, PEER_GRAPHS))
 COMMAND = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
 PEER_CPU = ("--attention-backend", "torch_native", "--trust-remote-code")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Prompts as two halves and sums in eight bits, each without and with the other, on two GPUs; about four minutes.
+"""Prompts as two halves and sums in eight bits, each without and with the other, on several GPUs. About four minutes.
 
     python benchmark/parallel/halves.py [--shapes glm,dense] [--tokens 8192] [--device cuda] [--links host,peers]
-        [--kernels] [--skip-tokens]
+        [--ranks 2] [--kernels] [--skip-tokens]
 
 For each way between the GPUs (host: NCCL without peer-to-peer copies, as a stand-in for PCIe cards that have none):
 the embedded model's greedy tokens in all four settings, then the time of a prompt of a few layers of GLM-4.7-FP8 and of
@@ -238,13 +238,13 @@ def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, out
 
 
 def run(
-    folder: Path, config: Path, num_tokens: int, links: str, device: str, kernels: bool = False
+    folder: Path, config: Path, num_tokens: int, links: str, device: str, ranks: int, kernels: bool = False
 ) -> dict[str, Any] | None:
     """What rank 0 has seen; None if a rank failed or time was over."""
     environment, flags = LINKS[links]
     small: dict[str, Any] = {"max_total_tokens": 4096} if device == "cpu" else {"mem_fraction_static": 0.8}
     args = ServerArgs.from_kwargs(
-        model_path=str(config), load_format="dummy" if num_tokens else "auto", tp_size=2, skip_tokenizer_init=True,
+        model_path=str(config), load_format="dummy" if num_tokens else "auto", tp_size=ranks, skip_tokenizer_init=True,
         skip_server_warmup=True, chunked_prefill_size=max(num_tokens, 512), max_running_requests=8,
         context_length=num_tokens + 64 if num_tokens else None,
         attention_backend="torch_native" if device == "cpu" else "triton", disable_cuda_graph=True,
@@ -255,15 +255,16 @@ def run(
     os.environ.update(environment)
     context = multiprocessing.get_context("spawn")
     meeting = f"file://{folder}/{config.name}.{links}"
-    ranks = [
-        context.Process(target=rank_process, args=(r, args, num_tokens, meeting, output, kernels)) for r in range(2)
+    processes = [
+        context.Process(target=rank_process, args=(rank, args, num_tokens, meeting, output, kernels))
+        for rank in range(ranks)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
     deadline = time.monotonic() + LIMIT_S
-    for process in ranks:
+    for process in processes:
         process.join(max(1.0, deadline - time.monotonic()))
-    for process in ranks:
+    for process in processes:
         if process.is_alive():
             process.kill()
     for name in environment:
@@ -328,6 +329,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="glm,dense")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--links", default="host,peers")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--skip-tokens", action="store_true", help="of the embedded model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -339,12 +341,12 @@ def main() -> int:
         folder = Path(directory)
         for links in options.links.split(","):
             if not options.skip_tokens:
-                found = run(folder, Path(DEFAULT_MODEL_PATH), 0, links, options.device)
+                found = run(folder, Path(DEFAULT_MODEL_PATH), 0, links, options.device, options.ranks)
                 least = 1.0 if options.device == "cpu" else SAME_ANSWERS
                 right &= found is not None and show_tokens(found, links, least)
             for name in options.shapes.split(","):
                 config = write_config(name, options.device, folder)
-                found = run(folder, config, num_tokens, links, options.device, options.kernels)
+                found = run(folder, config, num_tokens, links, options.device, options.ranks, options.kernels)
                 if found is None:
                     print(f"{links}, {name}: no result", flush=True)
                     right = False

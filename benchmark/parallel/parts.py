@@ -3,14 +3,15 @@
 
     python benchmark/parallel/parts.py answers --out DIR                       2 or 4 GPUs,  60 s
     python benchmark/parallel/parts.py kill    --out DIR                       2 GPUs, 150 s
-    python benchmark/parallel/parts.py slice   --out DIR --model SLICE         2 GPUs, 150 s
+    python benchmark/parallel/parts.py slice   --out DIR --model SLICE ...     2 GPUs, 150 s
     python benchmark/parallel/parts.py stages  --out DIR --model EXPERTS       2 GPUs, 300 s
     python benchmark/parallel/parts.py three   --out DIR --model EXPERTS       3 or 4 GPUs, 150 s
     python benchmark/parallel/parts.py sums    --out DIR --model DENSE         2 GPUs, 540 s
     python benchmark/parallel/parts.py halves  --out DIR --model DENSE         2 GPUs, 300 s
     python benchmark/parallel/parts.py load    --out DIR --model EXPERTS --peer-site DIR   2 GPUs, 600 s
 
-`--ranks 4` or `8` (default: 2) tries slice, sums, halves and load on so many GPUs, in place of two.
+`--ranks 4` or `8` (default: 2) tries slice, sums, halves and load on so many GPUs, in place of two. With `--turn FILE`
+slice and load start what they measure, and measure when there is a FILE, so that starts of minutes pass beside others.
 
 The seconds are estimates for H200s whose Triton caches are empty; nothing waits behind --limit. EXPERTS is a mixture of
 experts such as Qwen3-30B-A3B-FP8, DENSE a model such as Qwen3-32B-FP8, SLICE a few layers of GLM-4.7-FP8; weights are
@@ -53,7 +54,10 @@ ALONE, ALONE_LENGTHS = 16, (1024, 128)
 """Requests one after the other, and their tokens: how long a prompt takes, and a step of one request."""
 PEER = ("--load-format", "dummy", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
 PEER = (*PEER, "--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--max-total-tokens", "220000")
-PEER = (*PEER, "--mem-fraction-static", "0.6")
+PEER_GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Of upstream's 36 sizes: each takes it two seconds to capture."""
+PEER = (*PEER, "--mem-fraction-static", "0.6", "--cuda-graph-bs", *map(str, PEER_GRAPHS))
+SLICE_STEPS = ("--batch-sizes", "1,64,256", "--max-total-tokens", "300000", "--context-length", "16384")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Bench:
     cpu: bool
     peer_site: str | None = None
     ranks: int = 2
+    models: Sequence[Path] = ()
+    turn: Path | None = None
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -98,12 +104,17 @@ class Bench:
         """Flags of a server of `model`."""
         return self.tiny(*flags) if self.cpu else (*two_gpus.SERVER, *flags)
 
-    def steps(self, name: str, *flags: str) -> StepTimes:
+    def steps(self, name: str, *flags: str, model: Path | None = None) -> StepTimes:
         small = ("--device", "cpu", "--batch-sizes", "1,3", "--lengths", "40,6") if self.cpu else ()
-        return StepTimes.start(name, self.window, str(self.model), *small, *flags)
+        return StepTimes.start(name, self.window, str(model or self.model), *small, *flags)
 
     def loads(self) -> tuple[tuple[int, int], ...]:
         return ((2, 4), (4, 8)) if self.cpu else two_gpus.LOADS
+
+    def wait_for_turn(self) -> None:
+        """Until the file is there, or no time is left."""
+        while self.turn is not None and not self.turn.exists() and time.monotonic() < self.window.end:
+            time.sleep(0.1)
 
     def measured(self, run: StepTimes) -> None:
         """A row for each way of a process of step_times.py."""
@@ -214,8 +225,18 @@ def kill(bench: Bench) -> None:
 
 
 def slice_(bench: Bench) -> None:
-    """Steps of a slice of a large model, with the sum in the norm's kernel, before it, and by NCCL."""
-    bench.measured(bench.steps(f"slice TP{bench.ranks}", *bench.tp, "--profile"))
+    """Steps of slices of large models, with the sum in the norm's kernel, before it, and by NCCL; of several models as
+    the server has chosen. All start side by side."""
+    several = ("--one-way",) if len(bench.models) > 1 else ()
+    started = []
+    for model in bench.models:
+        name = f"slice{f' {model.name}' if len(bench.models) > 1 else ''} TP{bench.ranks}"
+        started.append(
+            bench.steps(name, *(() if bench.cpu else SLICE_STEPS), *bench.tp, "--profile", *several, model=model)
+        )
+    bench.wait_for_turn()
+    for run in started:
+        bench.measured(run)
 
 
 def stages(bench: Bench) -> None:
@@ -271,6 +292,7 @@ def served_load(bench: Bench) -> None:
             with bench.window.part(f"start, {name}"):
                 ready[name] = future.result(bench.window.left(PEER_START_S))
                 bench.window.say(f"{name} was up after {ready[name].start_seconds:.0f} s")
+        bench.wait_for_turn()
         for name, server in ready.items():
             with bench.window.part(f"load, {name}"):
                 times[name], throughput[name] = bench.alone(name, server), bench.served(name, server)
@@ -385,7 +407,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, default=EMBEDDED)
+    parser.add_argument("--model", type=Path, nargs="+", default=[EMBEDDED], help="slice takes several")
+    parser.add_argument("--turn", type=Path, help="file that slice and load wait for before they measure")
     parser.add_argument("--peer-site")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -397,7 +420,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     run, limit = PARTS[args.part]
     window = Window(args.out.resolve(), args.limit or limit)
-    bench = Bench(window, args.model, args.device == "cpu", args.peer_site, args.ranks)
+    cpu, models = args.device == "cpu", args.model
+    bench = Bench(window, models[0], cpu, args.peer_site, args.ranks, models, args.turn)
     if not bench.cpu:
         with window.part("sgl-kernel"):
             two_gpus.install_kernels(window)

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "test" / "srt" / "kernels" / "configs"
+CONFIGS = ROOT / "test" / "srt" / "kernels"
 TOKENIZER = ROOT / "python" / "sglang" / "embedded" / "tiny"
-LAYERS = {"glm47": 7, "kimi_k25": 5, "glm5": 6}
-"""Of each: the dense layers that the model begins with, and four or three of experts."""
+LAYERS = {
+    "glm47": ("configs/glm47.json", 7),
+    "kimi_k25": ("configs/kimi_k25.json", 5),
+    "glm52": ("published/GLM-5.2-FP8/config.json", 6),
+}
+"""Of each: the file, and the dense layers that the model begins with, and four or three of experts."""
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -32,10 +36,11 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def write(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    config = cut(json.loads((CONFIGS / f"{name}.json").read_text()), LAYERS[name])
+    file, layers = LAYERS[name]
+    config = cut(json.loads((CONFIGS / file).read_text()), layers)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / file, folder / file)
+    for copied in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / copied, folder / copied)
     return folder
 
 

@@ -113,3 +113,32 @@ def test_a_part_without_rows_has_shown_nothing(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setitem(parts.PARTS, "load", (fails, 5.0))
     assert parts.main(["load", "--out", str(tmp_path), "--device", "cpu"]) == 1
+
+
+@pytest.mark.parametrize(("models", "one_way"), [(1, False), (3, True)])
+def test_slices_start_side_by_side_and_wait_for_their_turn(
+    models: int, one_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    def steps(bench: parts.Bench, name: str, *flags: str, model: Path) -> str:
+        log.append(f"{model.name} starts")
+        assert ("--one-way" in flags) == one_way and "--max-total-tokens" in flags
+        return model.name
+
+    monkeypatch.setattr(parts.Bench, "steps", steps)
+    monkeypatch.setattr(parts.Bench, "wait_for_turn", lambda _: log.append("turn"))
+    monkeypatch.setattr(parts.Bench, "measured", lambda _, run: log.append(f"{run} measured"))
+    names = [f"model{number}" for number in range(models)]
+    folders = [tmp_path / name for name in names]
+    parts.slice_(parts.Bench(parts.Window(tmp_path, 60), folders[0], cpu=False, models=folders))
+    assert log == [*(f"{name} starts" for name in names), "turn", *(f"{name} measured" for name in names)]
+
+
+def test_a_turn_comes_with_its_file_and_none_is_waited_for_behind_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "turn"
+    bench = parts.Bench(parts.Window(tmp_path, 0.0), parts.EMBEDDED, cpu=True, turn=file)
+    bench.wait_for_turn()
+    bench.window.end += 600
+    file.touch()
+    bench.wait_for_turn()
