@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Two GPUs that hold different tokens: replicas, groups with requests of their own (DP attention), shared-out latents
-(DCP), beside two ranks that hold the same ones (TP2), and beside upstream's same layouts. Planned for six minutes.
+(DCP), beside two ranks that hold the same ones (TP2), and beside upstream's same layouts. Planned for nine minutes.
 
-    python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 360] [--skip slice,replicas,answers]
+    python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 535] [--skip slice,replicas,answers]
         [--peer-site DIR | --peer-command COMMAND] [--layouts NAMES] [--peer-layouts NAMES]
 
 1. slice     four layers of DeepSeek-V3's shapes: output tokens a second with 64 and 256 requests, decode steps behind
@@ -81,22 +81,25 @@ class Slices:
     peer_layouts: tuple[str, ...] = ()
     peer: tuple[Sequence[str], Mapping[str, str]] | None = None
 
-    def start(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+    def start(
+        self, bench: Bench, servers: Servers, model: Path, before_ours: Callable[[], None]
+    ) -> dict[str, Future[Server]]:
+        """Upstream's servers take longest and come first."""
         flags = (*SMALL_CPU, "--load-format", "dummy") if bench.cpu else SLICE
-        started = {
+        of_peer: dict[str, Future[Server]] = {}
+        if self.peer is not None:
+            command, environment = self.peer
+            for name in self.peer_layouts:
+                of_peer[f"upstream {name}"] = servers.start(
+                    f"upstream_{name.replace(' ', '_')}", model, *flags, *(PEER_CPU if bench.cpu else PEER),
+                    *OF_PEER[name], limit_s=PEER_LIMIT_S, command=command, **environment,
+                )  # fmt: skip
+        before_ours()
+        ours = {
             name: servers.start(f"slice_{name.replace(' ', '_')}", model, *flags, *LAYOUTS[name])
             for name in self.layouts
         }
-        if self.peer is None:
-            return started
-        command, environment = self.peer
-        flags = (*flags, *(PEER_CPU if bench.cpu else PEER))
-        for name in self.peer_layouts:
-            started[f"upstream {name}"] = servers.start(
-                f"upstream_{name.replace(' ', '_')}", model, *flags, *OF_PEER[name],
-                limit_s=PEER_LIMIT_S, command=command, **environment,
-            )  # fmt: skip
-        return started
+        return ours | of_peer
 
 
 def generated(server: Server, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -158,13 +161,15 @@ def bytes_a_token(server: Server) -> float:
     return found
 
 
-def slice_(bench: Bench, slices: Slices, meanwhile: Sequence[Callable[[], None]] = ()) -> None:
-    """All layouts start side by side; the others idle while one is measured. meanwhile: what is done while they start,
-    of which no time counts."""
+def slice_(
+    bench: Bench, slices: Slices, before_ours: Callable[[], None], meanwhile: Sequence[Callable[[], None]] = ()
+) -> None:
+    """All layouts start side by side; the others idle while one is measured. before_ours: what our servers need and
+    upstream's do not. meanwhile: what is done while they start, of which no time counts."""
     model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
     held, long, served = dict[str, float](), dict[str, list[float]](), dict[str, list[float]]()
     with ExitStack() as stack, bench.window.part("slice"):
-        started = slices.start(bench, Servers(bench.window, stack), model)
+        started = slices.start(bench, Servers(bench.window, stack), model, before_ours)
         for part in meanwhile:
             part()
         ready: dict[str, Server] = {}
@@ -179,8 +184,9 @@ def slice_(bench: Bench, slices: Slices, meanwhile: Sequence[Callable[[], None]]
                     bench.row(f"slice, {name}: bytes of a GPU a token", f"{held[name]:,.0f}")
                 long[name] = behind_long_contexts(bench, name, server)
                 served[name] = bench.served(f"slice, {name}", server)
-    compare(bench, held, long, served)
-    compare_with_peer(bench, long, served)
+    with bench.window.part("beside one another"):
+        compare(bench, held, long, served)
+        compare_with_peer(bench, long, served)
 
 
 def compare(bench: Bench, held: dict[str, float], long: dict[str, list[float]], served: dict[str, list[float]]) -> None:
@@ -215,7 +221,7 @@ def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]
     for at_once in LONG_AT_ONCE:
         lengths = (64, 8) if bench.cpu else (LONG, LONG_OUTPUT)
         row = load(bench.window, server, at_once, at_once, lengths, 1.0)
-        step: float = row["median_itl_ms"]
+        step: float = row["median_itl_ms"] or row["median_tpot_ms"]  # 0: tokens that came together
         text = f"{step:.2f} ms between tokens, first {row['mean_ttft_ms']:.0f} ms"
         bench.window.say(f"slice, {name}, {at_once} of {lengths[0]:,} tokens: {text}")
         bench.row(
@@ -229,19 +235,21 @@ def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]
 
 
 def replicas(bench: Bench) -> None:
-    """Two replicas, with twice the requests and with as many, beside one."""
+    """One server under two loads, and two replicas under the larger one."""
     each = bench.loads()[-1][0] // 2
     flags = bench.tiny() if bench.cpu else two_gpus.SERVER
     flags = (*flags, "--max-total-tokens", "8192" if bench.cpu else "150000")
     found: dict[str, dict[int, float]] = {}
-    for name, words in {"one": (), "DP2": ("--dp-size", "2")}.items():
+    loads: dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
+    loads = {"one": ((), (each, 2 * each)), "DP2": (("--dp-size", "2"), (2 * each,))}
+    for name, (words, of_name) in loads.items():
         with ExitStack() as stack, bench.window.part(f"replicas, {name}"):
             gpu = first_gpu() if name == "one" else {}
             future = Servers(bench.window, stack).start(f"dense_{name}", bench.model, *flags, *words, **gpu)
             server = future.result(bench.window.left(SERVER_LIMIT_S))
             lengths = (48, 8) if bench.cpu else two_gpus.SERVER_LENGTHS
             found[name] = {}
-            for at_once in (each, 2 * each):
+            for at_once in of_name:
                 load(bench.window, server, at_once, at_once, lengths)
                 row: dict[str, Any] = load(bench.window, server, at_once, 4 * at_once, lengths)
                 found[name][at_once] = row["output_throughput"]
@@ -249,7 +257,7 @@ def replicas(bench: Bench) -> None:
                 bench.window.say(f"replicas, {name}, {at_once} at a time: {text}")
                 right = row["completed"] == 4 * at_once
                 bench.row(f"replicas, {name}, {at_once} at a time", text, f"{4 * at_once} answers", right)
-    if len(found) == 2 and all(len(loads) == 2 for loads in found.values()):
+    if all(len(found.get(name, ())) == len(of_name) for name, (_, of_name) in loads.items()):
         ratio, same = found["DP2"][2 * each] / found["one"][each], found["DP2"][2 * each] / found["one"][2 * each]
         right = None if bench.cpu else ratio >= OF_TWO
         bench.row(f"DP2 with {2 * each} beside one with {each}", f"{ratio:.2f}x", f"{OF_TWO}x", right)
@@ -282,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dense", type=Path, default=EMBEDDED)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=float, default=360.0, help="seconds")
+    parser.add_argument("--limit", type=float, default=535.0, help="seconds")
     parser.add_argument("--skip", default="", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--layouts", type=names_of, default=tuple(LAYOUTS), help=f"of the slice: {', '.join(LAYOUTS)}")
     parser.add_argument("--peer-site", help="folder with upstream and its dependencies")
@@ -297,13 +305,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     window = Window(args.out.resolve(), args.limit)
     bench = Bench(window, args.dense, args.device == "cpu")
-    if not bench.cpu:
-        with window.part("sgl-kernel"):
-            two_gpus.install_kernels(window)
+
+    def kernels() -> None:
+        if not bench.cpu:
+            with window.part("sgl-kernel"):
+                two_gpus.install_kernels(window)
+
     slices = Slices(args.layouts, args.peer_layouts, peer_of(args))
     skipped = args.skip.split(",")
+    if "slice" in skipped:
+        kernels()
     meanwhile = [] if slices.peer is None or {"slice", "answers"} & {*skipped} else [partial(answers, bench)]
-    parts = {"slice": partial(slice_, bench, slices, meanwhile), "replicas": partial(replicas, bench)}
+    parts = {"slice": partial(slice_, bench, slices, kernels, meanwhile), "replicas": partial(replicas, bench)}
     parts["answers"] = partial(answers, bench)
     for name in PARTS:
         if name in skipped or (name == "answers" and meanwhile):
