@@ -28,7 +28,6 @@ import json
 import os
 import random
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -52,12 +51,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
 
 from compare import PEER_ENV, PORT, Side, healthy, peer_path  # noqa: E402
+from processors import MARKS, write_processors, write_tokenizer  # noqa: E402
 
 from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
 
 OURS, PEER = "sm120-sglang", "SGLang 0.5.15"
 PORTS = {OURS: PORT, PEER: PORT + 1}
-MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PROMPT = "".join(MARKS[i] for i in (0, 2, 1)) + " What is in this picture?"
 BOUND = 1.5
 HEAD_START_S = 20.0
@@ -90,11 +89,7 @@ TINY = Sizes((64, 96), 2, 4, 16, 24, side=64, images=2, large=1, image_output=2,
 
 def write_model(folder: Path, tiny: bool) -> Path:
     """The config, a tokenizer and the settings of the processors. Placeholders have the ids behind the tokenizer's."""
-    embedded = ROOT / "python" / "sglang" / "embedded" / "tiny"
-    tokenizer = json.loads((embedded / "tokenizer.json").read_text())
-    first = max(token["id"] for token in tokenizer["added_tokens"]) + 1
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer["added_tokens"] += [{"id": first + i, "content": mark, **plain} for i, mark in enumerate(MARKS)]
+    first = write_tokenizer(folder)
     start, end, image, video = range(first, first + len(MARKS))
     config = QWEN3_VL_8B | {"image_token_id": image, "video_token_id": video}
     config |= {"vision_start_token_id": start, "vision_end_token_id": end}
@@ -105,18 +100,7 @@ def write_model(folder: Path, tiny: bool) -> Path:
         text |= {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
         text |= {"head_dim": 128, "intermediate_size": 96, "vocab_size": first + 64}
     (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = json.loads((embedded / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 32768}))
-    shutil.copy(embedded / "chat_template.jinja", folder)
-    pixels = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3}
-    pixels |= {"image_std": [0.5] * 3, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
-    if tiny:
-        pixels["size"] = {"shortest_edge": 1024, "longest_edge": 65536}
-    of_image = pixels | {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
-    of_video = pixels | {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(of_image))
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(of_video))
+    write_processors(folder, *((1024, 65536) if tiny else ()))
     return folder
 
 

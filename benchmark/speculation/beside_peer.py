@@ -2,7 +2,8 @@
 or each on a GPU of its own where two are visible.
 
 Each has the flags and the forced accept length of a case of `draft_shapes`. Requests of random tokens are sent
-together, once with short and once with long answers; the difference is decoding alone.
+together, once with short and once with long answers; the difference is decoding alone. The peer computes prompts
+without graphs: capturing them takes up to 165 s before it serves, and what is compared does not contain prompts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "peers")]
 
 from compare import PEER_ENV, PORT, Side, healthy, peer_path  # noqa: E402
+from processors import write_processors, write_tokenizer  # noqa: E402
 
 from sglang.bench.http_client import Endpoint, HttpError, send  # noqa: E402
 
@@ -86,11 +88,11 @@ def sides_of(name: str, case: Case, sizes: list[int], device: str, peer_site: st
     flags += ["--skip-server-warmup", "--device", device, *case.flags]
     env = {"SGLANG_SIMULATE_ACC_LEN": str(case.accept_length)}
     of_peer = ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--attention-backend", "flashinfer"]
-    of_peer += ["--mem-fraction-static", "0.85"]
+    of_peer += ["--mem-fraction-static", "0.85", "--disable-prefill-cuda-graph"]
     if "quantization_config" in case.target(True):
         of_peer += ["--moe-runner-backend", "triton"]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    peer_env = {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **WORKSPACE, **env}
+    peer_env = {**PEER_ENV, **TRITON_FP8, **REAL_TOKENS, **WORKSPACE, "PYTHONFAULTHANDLER": "1", **env}
     if gpus := visible_gpus():
         peer_env["CUDA_VISIBLE_DEVICES"] = gpus[-1]
         env["CUDA_VISIBLE_DEVICES"] = gpus[0]
@@ -123,6 +125,7 @@ class Server:
         try:
             while not healthy(self.port):
                 if self.process.poll() is not None or time.monotonic() - self.began > start_seconds:
+                    self._say_where()
                     raise HttpError(f"not up after {time.monotonic() - self.began:.0f} s")
                 time.sleep(0.5)
             print(f"{name}: up {time.monotonic() - self.began:.0f} s after its start", flush=True)
@@ -133,10 +136,16 @@ class Server:
                 print(f"{name} at {size}: {text}", flush=True)
         except (HttpError, OSError, KeyError, ValueError) as error:
             text = self.side.log.read_text(errors="replace")
-            print(f"{name} failed: {error!r}; {self.side.log} ends:\n{text[-2500:]}", flush=True)
+            print(f"{name} failed: {error!r}; {self.side.log} ends:\n{text[-4000:]}", flush=True)
         finally:
             self.end()
         return rates
+
+    def _say_where(self) -> None:
+        """Has its processes write to the log where they are, and end."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGABRT)
+            time.sleep(2)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -153,6 +162,9 @@ class Comparison:
         self.name, self.sizes = name, sizes
         self.folder = tempfile.TemporaryDirectory()
         self.model, *draft = case.write(Path(self.folder.name), few_layers=False)[1:]
+        if "vision_config" in case.target(True):
+            write_tokenizer(Path(self.model))  # the peer asks for these, whatever is sent
+            write_processors(Path(self.model))
         self.ours, self.peer = sides_of(name, case, sizes, device, peer_site, logs)
         for side in (self.ours, self.peer):
             side.flags += draft[len(case.flags) :]

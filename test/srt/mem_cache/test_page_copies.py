@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import interpreter
 import numpy as np
@@ -187,3 +188,32 @@ def test_a_failed_copy_ends_when_nothing_is_under_way(monkeypatch: pytest.Monkey
     copies = BrokenCopies([], "cpu", num_threads=0)
     assert copies._end(PendingCopy([], True, None), Copier(torch.device("cpu"), 8)) is CopyState.FAILED
     assert finished == [True]
+
+
+def test_memory_is_allocated_before_it_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside whatever comes before `start`, such as graphs, and once."""
+    allowed, done, order = threading.Event(), threading.Event(), []
+
+    def populate(pools: object) -> None:
+        order.append("allocates")
+        allowed.wait(10)
+        order.append("is allocated")
+
+    def lock(pools: object) -> None:
+        order.append("locks")
+        done.set()
+
+    monkeypatch.setattr(copy_engine, "populate", populate)
+    monkeypatch.setattr(copy_engine, "page_lock", lock)
+    monkeypatch.setattr(copy_engine, "Copier", lambda *_, **__: SimpleNamespace(warm_up=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    copies = ThreadedCopies([], "cpu")
+    copies.device = torch.device("cuda", 0)
+    copies.populate()
+    order.append("captures")
+    copies.start()
+    assert not done.wait(0.05)
+    allowed.set()
+    assert copies.wait_prepared(10)
+    assert sorted(order[:2]) == ["allocates", "captures"]
+    assert order[2:] == ["is allocated", "locks"]

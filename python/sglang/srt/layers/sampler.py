@@ -106,7 +106,7 @@ class Sampler:
         """Compile what requests will need later, on the padding slot of `table`, which is left as it was."""
         slots = np.zeros(1, dtype=np.int64)
         device, vocab_size = table.device, table.vocab_size
-        slots_dev, positions = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32)
+        slots_dev, positions = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64)
         mask = torch.full((1, -(-vocab_size // BITS)), -1, dtype=torch.int32, device=device)
         kinds = (
             SamplingParams(temperature=0.0),

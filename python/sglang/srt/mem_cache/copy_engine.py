@@ -255,12 +255,21 @@ class ThreadedCopies:
         self._num_threads = num_threads
         self._started = False
         self._prepared_threads: list[threading.Event] = []
+        self._populating: threading.Thread | None = None
+
+    def populate(self) -> None:
+        """Has the system allocate main memory in a thread, which takes most of the time that locking it would. CUDA has
+        no part in that, so graphs may be captured meanwhile."""
+        if self.device.type == "cuda" and self._populating is None:
+            self._populating = threading.Thread(target=populate, args=(self.pools,), name="main-memory", daemon=True)
+            self._populating.start()
 
     def start(self) -> None:
         """Starts the threads, which page-lock main memory first. Not before graphs are captured: CUDA allows no other
         thread to lock memory meanwhile."""
         if not self._started:
             self._started = True
+            self.populate()
             for _ in range(self._num_threads):
                 self._prepared_threads.append(prepared := threading.Event())
                 threading.Thread(target=self._work, args=(prepared,), name="cache-copies", daemon=True).start()
@@ -311,7 +320,8 @@ class ThreadedCopies:
 
     def _prepared(self) -> Copier:
         """Page-locks main memory, and returns what copies."""
-        if self.device.type == "cuda":
+        if self._populating is not None:
+            self._populating.join()
             torch.cuda.set_device(self.device)
             page_lock(self.pools)
         copier = Copier(self.device, budget=self.budget)
@@ -352,12 +362,17 @@ def part_of(moves: PageMoves, rank: int, count: int) -> PageMoves:
     return PageMoves(moves.sources[mine], moves.targets[mine])
 
 
+def populate(pools: Sequence[PagePool]) -> None:
+    """Has the system allocate the pools' main memory, in huge pages where it has them."""
+    for pool in pools:
+        _use_huge_pages(pool.host)
+        _populate(pool.host)
+
+
 def page_lock(pools: Sequence[PagePool]) -> None:
     """Lets the GPU read and write main memory at the bus's rate. Where the system does not allow it, copies are slower.
     A pool is locked as a whole: CUDA refuses copies across two ranges that were locked apart."""
     for pool in pools:
-        _use_huge_pages(pool.host)
-        _populate(pool.host)
         code = torch.cuda.cudart().cudaHostRegister(pool.host.data_ptr(), pool.host.numel(), 0)
         pool.locked = int(code) == 0
         if not pool.locked:

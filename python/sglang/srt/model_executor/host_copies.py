@@ -31,4 +31,5 @@ def create_copies(plan: Plan, host: HostCachePlan, pools: CachePools) -> Threade
         return None
     copies = ThreadedCopies(in_main_memory, plan.device)
     copies.share = share
+    copies.populate()
     return copies

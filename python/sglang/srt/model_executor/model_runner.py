@@ -114,7 +114,7 @@ class ModelRunner:
                 self.graphs = GraphRunner(self.state, sizes, keeps_hidden or drafts is not None, in_graphs)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
-            for prefix in (0, 1):  # compiles what prompts too long for a graph need
+            for prefix in attention.prefixes(16, plan.context_len):  # compiles what prompts too long for a graph need
                 self.run_padding(16, prefix)
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)

@@ -62,6 +62,14 @@ def test_long_prompts_outside_of_graphs(name: str) -> None:
     assert built[WHOLE].extend == ("long" if name in LONG else "short") and built[WINDOW].extend == "windows"
 
 
+def test_prefixes_that_meet_other_kernels() -> None:
+    """Of a context that is too short no prefix is shared, and a runner computes none at its start."""
+    attention = AttentionSites({}, {WHOLE: Builder("short")})
+    assert attention.prefixes(16, 40_000) == [0, 1, sites.LONG_PREFIX]
+    assert attention.prefixes(16, 6_000) == [0, 1, 5_983]
+    assert attention.prefixes(16, 5_016) == [0, 1]
+
+
 def plan_of(backend: Any) -> Any:
     """A plan that chose a backend for long prompts of both sites."""
     choice = SimpleNamespace(name="flashinfer", need=SimpleNamespace(head_dim=128), load=lambda: backend)

@@ -36,6 +36,9 @@ LONG_PROMPTS = 512
 """Tokens of a step's prompts from which those of `long_prompts` pay: planning them takes the host some 0.2 ms, and 512
 tokens of Qwen3-8B's heads take half a millisecond less in all layers (predicted)."""
 
+LONG_PREFIX = 16384
+"""Tokens of a cached prefix that all backends share out, which share any."""
+
 
 class AttentionSites:
     """Makes `ForwardBatch.metadata`. Everything that a step must know of its attention backends is asked here."""
@@ -70,6 +73,12 @@ class AttentionSites:
     def shares_prefixes(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> bool:
         """Returns whether several programs share a cached prefix of a step with such prompts, which has no graph."""
         return any(builder.num_parts(new_lens, prefix_lens) > 1 for builder in self._extend_builders)
+
+    def prefixes(self, num_tokens: int, context_len: int) -> list[int]:
+        """Returns lengths of cached prefixes that prompts of so many tokens meet with different kernels: none, a short
+        one, and one that several programs share, where a context is long enough."""
+        long = min(LONG_PREFIX, context_len - 1 - num_tokens)
+        return [0, 1, *([long] if self.shares_prefixes([num_tokens], [long]) else [])]
 
     def metadata(
         self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False
