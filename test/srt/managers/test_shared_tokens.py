@@ -41,7 +41,7 @@ class Case:
     guesses: bool = False
     thorough: bool = True
     tokens_only: bool = False
-    """Decisions are other ones than those of one process."""
+    """Decisions are other ones than those of one process; perhaps no request goes back to the queue."""
     drafts: str = ""
     """Drafter of the ranks, of `DRAFTERS`; one process does not draft."""
 
@@ -135,7 +135,8 @@ def test_ranks_that_share_out_tokens_give_the_tokens_of_one_process(name: str, t
             assert got == Outcome(**every[0]), where
             if not case.guesses and not case.drafts and not case.tokens_only:
                 assert got == one, where
-            assert got.num_retracted > 0 and got.num_cached > 0 and got.finishes == one.finishes, where
+            assert got.num_retracted > 0 or case.tokens_only, where
+            assert got.num_cached > 0 and got.finishes == one.finishes, where
             aborted, other = got.tokens["aborted"], one.tokens["aborted"]
             assert aborted and aborted[: len(other)] == other[: len(aborted)] and len(aborted) < NEW_TOKENS, where
             assert {**got.tokens, "aborted": other} == one.tokens, where
