@@ -90,8 +90,10 @@ def test_a_published_command_starts_or_says_why_not(
 ) -> None:
     row = COMMANDS[name]
     words = shlex.split(row["flags"])
-    argv = ["--arch", row["gpu"], "--model-path", str(checkpoint(row["config"], tmp_path / "m"))]
-    if "DSPARK" in words and "--speculative-draft-model-path" not in words:
+    model = checkpoint(row["config"], tmp_path / "m")
+    argv = ["--arch", row["gpu"], "--model-path", str(model)]
+    brings_draft = "dspark_block_size" in (Path(model) / "config.json").read_text()
+    if "DSPARK" in words and "--speculative-draft-model-path" not in words and not brings_draft:
         argv += ["--json-model-override-args", json.dumps(BRINGS_DSPARK)]
     words = [draft_checkpoint(word, tmp_path / "draft") if word in DRAFTS else word for word in words]
     status = explain.main([*argv, *words, *STAND_INS.get(name, [])])

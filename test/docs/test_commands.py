@@ -226,7 +226,7 @@ RECIPE_CONFIGS = {
     "Step-3.5-Flash-FP8": "Step-3.5-Flash-FP8",
     "Step-3.7-Flash-NVFP4 (text)": "Step-3.7-Flash-NVFP4",
     "GLM-5-NVFP4": "GLM-5-NVFP4",
-    "GLM-5.3-Flash-NVFP4 (text)": "GLM-5.3-Flash-NVFP4",
+    "GLM-5.3-Flash-NVFP4": "GLM-5.3-Flash-NVFP4",
 }
 RECIPE_ROWS = {
     cells[1]: cells

@@ -33,6 +33,7 @@ def make(family: str, **settings: Any) -> processors.ImageProcessor:
         ("qwen2_5_vl", {}, 14, 2),
         ("glm4v", {}, 14, 2),
         ("glm46v", {}, 14, 2),
+        ("glm5_next", {}, 14, 2),
         ("kimi_k25", {}, 14, 2),
     ],
 )
@@ -126,6 +127,35 @@ def test_the_processors_of_glm_are_told_by_their_files(tmp_path: Path) -> None:
         assert files.family == family
         frames, rows, columns = image_processor(files)(picture(3000, 2900)).grid
         assert PATCHES_A_STEP * 3 // 4 < frames * rows * columns <= PATCHES_A_STEP
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"min_image_tokens": 40, "max_image_tokens": 60, "patch_size": 16},
+        {"temporal_patch_size": 1, "image_mean": [0.2, 0.4, 0.6], "image_std": [0.9, 0.3, 0.7]},
+        {"max_image_tokens": 9, "min_image_tokens": 2, "do_normalize": False},
+    ],
+    ids=str,
+)
+def test_pictures_on_a_canvas_are_those_of_transformers(settings: dict[str, Any]) -> None:
+    """To the bit, of GLM-5.3-Flash: sizes that are kept, enlarged and made smaller, all with their shape."""
+    kind = processors._transformers_class(
+        "glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil", HALF | settings
+    )
+    process = image_processor(ProcessorFiles("glm5_next", HALF | settings, {}))
+    for width, height in ((112, 56), (30, 20), (400, 300), (1001, 37), (3, 900)):
+        want, got = kind(picture(width, height), return_tensors="np"), process(picture(width, height))
+        assert tuple(want["image_grid_thw"][0]) == got.grid
+        assert np.array_equal(want["pixel_values"], got.pixels)
+        assert len(got.pixels) == got.num_tokens * kind.merge_size**2
+
+
+def test_a_canvas_fits_an_encoder_step() -> None:
+    """As published, 8,000 tokens: twice what the memory plan counts."""
+    frames, rows, columns = image_processor(ProcessorFiles("glm5_next", HALF, {}))(picture(3000, 2900)).grid
+    assert PATCHES_A_STEP * 3 // 4 < frames * rows * columns <= PATCHES_A_STEP
 
 
 PUBLISHED_KIMI = {

@@ -44,6 +44,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "qwen2_5_vl": ((4, 18, 30), [0.0, 1.0, 2.0]),
         "glm4v": ((4, 8, 14), [0.0, 1.0, 2.0]),
         "glm46v": ((12, 8, 14), [0.0, 0.4, 0.7]),
+        "glm5_next": ((4, 10, 16), [0.0, 1.0, 2.0]),
         "gemma4": ((32, 18, 30), [0.0, 0.1, 0.2]),
         "kimi_k25": ((8, 10, 16), [0.0, 0.5, 1.0]),
     },
@@ -52,6 +53,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "qwen2_5_vl": ((2, 40, 72), [0.0, 0.67]),
         "glm4v": ((1, 52, 92), [0.0]),
         "glm46v": ((4, 52, 92), [0.0, 0.25, 0.54]),
+        "glm5_next": ((1, 52, 92), [0.0]),
         "gemma4": ((32, 18, 33), [0.0, 0.04, 0.08]),
         "kimi_k25": ((2, 50, 86), [0.0, 0.67]),
     },
@@ -60,6 +62,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "qwen2_5_vl": ((3, 34, 46), [0.0, 1.1, 2.2]),
         "glm4v": ((3, 34, 46), [0.0, 1.0, 2.0]),
         "glm46v": ((10, 34, 46), [0.0, 0.3, 0.6]),
+        "glm5_next": ((3, 36, 46), [0.0, 1.0, 2.0]),
         "gemma4": ((32, 21, 27), [0.0, 0.1, 0.2]),
         "kimi_k25": ((6, 36, 46), [0.0, 0.53, 1.1]),
     },
@@ -68,6 +71,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "qwen2_5_vl": ((360, 24, 24), [0.0, 1.0, 2.0]),
         "glm4v": ((300, 2, 2), [0.0, 1.24, 2.44]),
         "glm46v": ((180, 2, 2), [0.0, 2.0, 4.0]),
+        "glm5_next": ((360, 4, 4), [0.0, 1.0, 2.0]),
         "gemma4": ((32, 24, 24), [0.0, 11.24, 22.48]),
         "kimi_k25": ((720, 4, 4), [0.0, 0.48, 1.0]),
     },
@@ -92,6 +96,7 @@ def test_frames_and_sizes(video: tuple[int, float, tuple[int, int]], family: str
         ("qwen2_5_vl", [540]),
         ("glm4v", ["<|begin_of_image|>", 28, "<|end_of_image|>0", "<|begin_of_image|>", 28, "<|end_of_image|>1"]),
         ("glm46v", ["<|begin_of_image|>", 28, "<|end_of_image|>0.0 seconds", "<|begin_of_image|>"]),
+        ("glm5_next", ["<|begin_of_image|>", 40, "<|end_of_image|>0.0 seconds", "<|begin_of_image|>"]),
         ("gemma4", ["00:00 ", 60, " 00:00 ", 60]),
         ("kimi_k25", ["00:00:00.000<|media_begin|>video<|media_content|>", 40, "<|media_end|>", *KIMI_AT_2]),
     ],
@@ -140,6 +145,15 @@ def test_frames_of_kimi_have_the_patches_of_the_image() -> None:
     assert make("kimi_k25", **settings, fps=1.0)(Numbered(40, 10.0, (200, 120))).patches.grid == (4, 10, 16)
 
 
+def test_frames_of_glm_5_have_the_patches_of_the_image() -> None:
+    """Both frames of a pair are the picture: black is added to it, and small ones are enlarged."""
+    for still in (picture(96, 64), picture(40, 30)):
+        result = make("glm5_next", **HALF)(decoding.Pictures([encoded(still)] * 2))
+        image = image_processor(ProcessorFiles("glm5_next", HALF, {}))(still)
+        assert result.patches.grid == image.grid and image.num_tokens >= 12
+        np.testing.assert_allclose(result.patches.pixels, image.pixels, atol=1e-6)
+
+
 def test_frames_of_an_animation_are_sampled_by_time() -> None:
     settings = {**HALF, "patch_size": 16, "fps": 2, "min_frames": 4, "max_frames": 6}
     result = make("qwen3_vl", **settings)(open_video(animation(40, milliseconds=100)))
@@ -155,5 +169,9 @@ def test_limits() -> None:
         make("glm46v")(Numbered(4, 2.0, (9000, 40)))
     large = make("qwen3_vl", size={"shortest_edge": 1024, "longest_edge": 1 << 30})(Numbered(4, 1.0, (4000, 3000)))
     assert large.patches.grid[1] * large.patches.grid[2] <= 1 << 14, "one frame fits an encoder step"
+    large = make("glm5_next")(Numbered(4, 1.0, (4000, 3000)))
+    assert 15000 <= large.patches.grid[1] * large.patches.grid[2] <= 1 << 14
+    with pytest.raises(MediaError, match="32 frames, more than there may be tokens"):
+        make("glm5_next", max_image_tokens=15)(Numbered(32, 2.0, (64, 64)))
     tall = make("kimi_k25")(Numbered(9, 2.0, (400, 4000)))
     assert tall.patches.grid[1] * tall.patches.grid[2] <= 4600, "a clip of four fits an encoder step, but for black"

@@ -45,6 +45,23 @@ RECIPES = (
 )
 """Layouts that people publish."""
 
+FAMILIES_OF_2026 = {
+    "qwen38_flash_next_nvfp4": ((2, 1), (4, 1)),
+    "deepseek_v4": ((2, 1), (4, 1), (8, 1)),
+    "DeepSeek-V4-Flash-FP8": ((4, 1), (8, 1)),
+    "DeepSeek-V4-Flash-NVFP4": ((2, 1), (4, 1), (8, 1)),
+    "GLM-5.3-Flash-NVFP4": ((4, 1), (2, 3), (8, 1)),
+    "Hy3-NVFP4": ((2, 1), (4, 1)),
+    "Step-3.7-Flash-NVFP4": ((2, 1), (4, 1)),
+    "minimax_m3_nvfp4": ((4, 1), (2, 3), (8, 1)),
+    "MiMo-V2-Flash": ((2, 2), (2, 3), (8, 1)),
+    "GLM-5.2-NVFP4": ((2, 3), (8, 1)),
+    "DeepSeek-V3.2-NVFP4": ((2, 3), (8, 1)),
+    "DeepSeek-V4.1-Flash": ((4, 1), (8, 1)),
+    "kimi_k26_nvfp4": ((8, 1),),
+}
+"""Ranks of a stage and stages that owners of cards of 96 GB run, or would."""
+
 
 def explained(path: str, tp_size: int, product: str, **flags: object) -> explain.Explanation | None:
     """None: such a model is not served, or not on so many ranks."""
@@ -96,6 +113,22 @@ def test_published_recipes_have_room(name: str, tp_size: int, product: str, tmp_
         assert found is not None and found.plan is not None, "not served"
         assert found.plan["max_total_num_tokens"] > 4_096
         check(found, product)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES_OF_2026)
+def test_families_of_2026_have_room_on_the_cards_of_their_owners(name: str, tmp_path: Path) -> None:
+    """And every kernel on the smaller ones too, whether or not the weights fit there."""
+    path = str(published.checkpoint(name, tmp_path))
+    for tp_size, pp_size in FAMILIES_OF_2026[name]:
+        for product in ("rtx-pro-6000-server", "rtx-5090", "gb10"):
+            # A machine with a GB10 has one.
+            machines = {"nnodes": tp_size * pp_size, "dist_init_addr": "first:1"} if product == "gb10" else {}
+            found = explained(path, tp_size, product, pp_size=pp_size, **machines)
+            assert found is not None, (tp_size, pp_size, product)
+            check(found, product)
+            if product == "rtx-pro-6000-server":
+                assert found.plan is not None and found.plan["max_total_num_tokens"] > 65_536, (tp_size, pp_size)
 
 
 def test_glm_on_four_cards_has_room_with_small_steps(tmp_path: Path) -> None:

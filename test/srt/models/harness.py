@@ -694,6 +694,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral4Config",
         LATENT | {"head_dim": 24, "n_group": 1, "topk_group": 1, "rope_parameters": GROWING},
     ),
+    "mistral4_wide": (
+        "Mistral4Config",
+        WIDE
+        | {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "rope_parameters": GROWING}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128}
+        | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "moe_intermediate_size": 128}
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0},
+    ),
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
     "deepseek_v4_wide": (
         "DeepseekV4Config",

@@ -27,7 +27,7 @@ from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
-from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, ROUTED, SIZES, YARN, randomize
+from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, POOLED_LATENT, ROUTED, SIZES, YARN, randomize
 from srt.models.quantized_checkpoints import split_experts
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ GEMMA_VISION = {
     "position_embedding_size": 32,
 }
 GLM_VISION = {"image_size": 32, "hidden_act": "silu"}
+AXIAL = {"rope_type": "axial", "rope_theta": 500.0}
 
 # name -> (config class, text config, vision config, zero-centred norms)
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
@@ -123,6 +124,12 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         GLM_VISION,
         False,
     ),
+    "glm5_next": (
+        "Glm5NextConfig",
+        POOLED_LATENT,
+        GLM_VISION | {"projection_intermediate_size": 40, "swiglu_limit": 0.5, "rope_parameters": AXIAL},
+        False,
+    ),
     "gemma4": (
         "Gemma4Config",
         GEMMA4 | {"layer_types": GEMMA4_LAYERS, "use_bidirectional_attention": "vision", "sliding_window": 16},
@@ -148,6 +155,8 @@ POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
 ONE_FRAME = ("kimi_k25", "gemma4")
 """`model_type` of those whose patches have one frame."""
+PAGES = {"glm5_next": 4}
+"""Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
 Grid = tuple[int, int, int]
@@ -211,10 +220,10 @@ def _clip_by_clip(model: Any, pixels: torch.Tensor, grids: torch.Tensor, **_: An
 
 
 def _masks_by_token(
-    ids: torch.Tensor, embeddings: torch.Tensor, image_features: Any = None, video_features: Any = None
+    ids: torch.Tensor, inputs_embeds: torch.Tensor, image_features: Any = None, video_features: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The places of images and of videos. GLM's class takes both for images, and so only one of them in a prompt."""
-    return (ids == IMAGE)[..., None].expand_as(embeddings), (ids == VIDEO)[..., None].expand_as(embeddings)
+    return (ids == IMAGE)[..., None].expand_as(inputs_embeds), (ids == VIDEO)[..., None].expand_as(inputs_embeds)
 
 
 def as_published_qwen3_vl_moe(folder: Path) -> None:
@@ -530,4 +539,24 @@ def add_mtp(folder: Path, layer: int) -> None:
     safetensors.torch.save_file(tensors | copies, file)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_pooled_mtp(folder: Path) -> None:
+    """Gives a saved GLM-5.3-Flash a layer that drafts: a copy of its last one without hyper-connections."""
+    file, count = folder / "model.safetensors", POOLED_LATENT["num_hidden_layers"]
+    last, behind = (f"model.language_model.layers.{layer}." for layer in (count - 1, count))
+    tensors = safetensors.torch.load_file(file)
+    copies = {
+        name.replace(last, behind): t.clone()
+        for name, t in tensors.items()
+        if name.startswith(last) and ".hc_" not in name
+    }
+    generator = torch.Generator().manual_seed(6)
+    copies[f"{behind}eh_proj.weight"] = torch.randn(64, 128, generator=generator) * 0.15
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        copies[f"{behind}{name}.weight"] = torch.rand(64, generator=generator) + 0.5
+    safetensors.torch.save_file(tensors | copies, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True}
     (folder / "config.json").write_text(json.dumps(config))

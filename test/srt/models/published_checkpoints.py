@@ -44,6 +44,7 @@ class Published:
     beside: tuple[str, ...] = ()
     """Names of tensors that nobody reads."""
     wrap: bool = False  # the text's config is inside
+    experts_apart: bool = False  # as of `save_quantized`
 
 
 _FP4_VALUES = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -183,6 +184,13 @@ PUBLISHED: dict[str, Published] = {
         changes=_HY3,
         drafts=1,
     ),
+    "Mistral-Small-4-NVFP4 of llm-compressor": Published(
+        "mistral4_wide",
+        "compressed_nvfp4",
+        {**FORMS["compressed_nvfp4"].config, "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]},
+        keep=("self_attn",),
+        experts_apart=True,
+    ),
     "Mixtral-8x22B-v0.1": Published("mixtral", "fp8_block", keep=_IN_16_BITS),
     "GLM-4.7-FP8": Published(
         "glm4_moe_wide", "compressed_fp8_channel", _GLM47_FP8, changes={"num_nextn_predict_layers": 1}, drafts=1
@@ -257,7 +265,7 @@ PUBLISHED: dict[str, Published] = {
 def write_published(row: Published, folder: Path) -> None:
     """`folder`/quantized, and what it stands for in `folder`/reference."""
     form = Form(FORMS[row.form].write, row.config, row.modelopt)
-    save_quantized(row.tiny, form, folder, keep=row.keep)
+    save_quantized(row.tiny, form, folder, keep=row.keep, experts_apart=row.experts_apart)
     tensors = load_file(folder / "quantized" / SINGLE_NAME)
     if row.cache_scales:
         for name, value in (("k", 0.5), ("v", 0.25)):

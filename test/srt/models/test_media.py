@@ -31,6 +31,7 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 
 from .media_harness import (
     BOTH_WAYS,
+    PAGES,
     POOLED_FRAMES,
     SEEING,
     Prompt,
@@ -55,6 +56,8 @@ class Seeing:
         self.name, self.folder, self.model = name, folder, save_seeing(name, folder)
 
     def scheduler(self, **options: Any) -> Scheduler:
+        if self.name in PAGES:
+            options = {**options, "page_size": max(PAGES[self.name], options.get("page_size", 1))}
         return seeing_scheduler(self.folder, ReferenceEncoder(self.model), **options)
 
     def check(self, scheduler: Scheduler, *prompts: Prompt, new_tokens: int = NEW_TOKENS) -> None:
@@ -68,7 +71,7 @@ class Seeing:
         assert_clean(scheduler)
 
 
-_FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v")
+_FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next")
 """Those of which `test_towers` has what is their own."""
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
 
@@ -166,7 +169,7 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
     scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing.name)
-    for chunk in range(8 if seeing.name in BOTH_WAYS else 1, len(prompt.ids)):
+    for chunk in range(8 if seeing.name in BOTH_WAYS else PAGES.get(seeing.name, 1), len(prompt.ids)):
         scheduler._chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
         assert scheduler.flush_cache()
@@ -386,7 +389,9 @@ def test_in_graphs(seeing: Seeing) -> None:
 def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
     """Beside two requests that decode, whose positions and embeddings stay their own."""
     prompt = Prompt().text(2, 3).image((1, 4, 4), 10).image((1, 2, 4), 11).text(2, 5)
-    scheduler, first = seeing.scheduler(chunked_prefill_size=64), 12 if seeing.name in BOTH_WAYS else 3
+    # Two tokens of a chunk are those of the requests that decode.
+    scheduler = seeing.scheduler(chunked_prefill_size=64)
+    first = 12 if seeing.name in BOTH_WAYS else 2 + PAGES.get(seeing.name, 1)
 
     def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
         outcomes = []

@@ -30,6 +30,7 @@ from .media_harness import (
     SEEING,
     Prompt,
     add_mtp,
+    add_pooled_mtp,
     again_in_graphs,
     greedy,
     media_request,
@@ -71,24 +72,31 @@ def model_of_its_own(folder: Path) -> Path:
 @dataclass(frozen=True)
 class Kind:
     """A kind of draft. `make`: writes it to a folder and returns its path. `inside`: adds it to the checkpoints of
-    these families, which alone have it."""
+    these families, which alone have it. `reads_one_stream`: of the target's hidden states."""
 
     algorithm: str
     make: Callable[[Path], Path] | None = None
     inside: dict[str, Callable[[Path], None]] | None = None
+    reads_one_stream: bool = False
 
     def of(self, family: str) -> bool:
+        if self.reads_one_stream and family in _SEVERAL_STREAMS:
+            return False
         return self.inside is None or family in self.inside
+
+
+_SEVERAL_STREAMS = ("glm5_next",)
+"""Families whose layers hand on several: drafts that read one are refused by name."""
 
 
 KINDS = {
     "ngram": Kind("NGRAM"),
-    "eagle": Kind("EAGLE", eagle1_head),
-    "eagle3": Kind("EAGLE3", eagle3_head),
-    "eagle3 with latents": Kind("EAGLE3", eagle3_latent_head),
+    "eagle": Kind("EAGLE", eagle1_head, reads_one_stream=True),
+    "eagle3": Kind("EAGLE3", eagle3_head, reads_one_stream=True),
+    "eagle3 with latents": Kind("EAGLE3", eagle3_latent_head, reads_one_stream=True),
     "dflash": Kind("DFLASH", block_draft),
     "standalone": Kind("STANDALONE", model_of_its_own),
-    "nextn": Kind("NEXTN", inside={"qwen3_5": lambda folder: add_mtp(folder, layer=2)}),
+    "nextn": Kind("NEXTN", inside={"qwen3_5": lambda folder: add_mtp(folder, layer=2), "glm5_next": add_pooled_mtp}),
 }
 CELLS = [(family, kind) for family in SEEING for kind, draft in KINDS.items() if draft.of(family)]
 _AT_ONCE = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.plan.towers.gemma4 import describe_gemma4
-from sglang.srt.plan.towers.glm4v import describe_glm4v
+from sglang.srt.plan.towers.glm4v import describe_glm4v, describe_glm5_next
 from sglang.srt.plan.towers.moonvit import describe_moonvit
 from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
@@ -77,6 +77,7 @@ ENCODERS: Mapping[str, _Reader] = {
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
+    "glm5_next": _Reader(describe_glm5_next, sections=False),
     "gemma4": _Reader(describe_gemma4, sections=False),
     "kimi_k25": _COUNTED,
 }

@@ -77,7 +77,7 @@ def test_rows_are_those_of_decoding(kind: str, num_sms: int, state_dtype: torch.
     and touches no state, and neither does a token that is taken back."""
     kernels, slots = KERNELS[kind], torch.tensor(SLOTS, device=DEVICE)
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=DEVICE)
-    heads = (1, 2) if kind in (DELTA, SSD) else (2, 2)
+    heads = (1, 3) if kind in (DELTA, SSD) else (2, 2)  # keys and values of a row differ in size
     layers, expected = [], []
     for _ in range(2):
         lens = (1,) * (len(SLOTS) * WIDTH)
@@ -95,9 +95,12 @@ def test_rows_are_those_of_decoding(kind: str, num_sms: int, state_dtype: torch.
         layers.append(kept)
         expected.append(after)
     natively = [replace_states(layer, layer.states.clone()) for layer in layers]
+    copies = [replace_states(layer.copy(), layer.states.clone()) for layer in layers]
     kernels.commit(given.rule, layers, addresses(layers), slots, counts, WIDTH)
+    kernels.commit(given.rule, copies, addresses(copies), slots, counts, WIDTH)
     native.commit_states(given.rule, natively, addresses(natively), slots, counts, WIDTH)
-    for layer, other, after in zip(layers, natively, expected, strict=True):
+    for layer, copy, other, after in zip(layers, copies, natively, expected, strict=True):
+        assert torch.equal(layer.states, copy.states), "stages of a pipeline commit copies"
         if interpreter.INTERPRETED:
             assert torch.equal(layer.states, after)
         assert relative(layer.states, after.double()) < (1e-5 if state_dtype is torch.float32 else 1e-2)

@@ -28,7 +28,8 @@ class StepKernels(Generic[Extend, Decode, Verify, Commit]):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
-    """What a layer keeps of a step of T tokens that its states do not have yet, and these states."""
+    """What a layer keeps of a step of T tokens that its states do not have yet, and these states. k and v are parts of
+    the same rows."""
 
     states: torch.Tensor  # [slots, H, K, V]
     conv_states: torch.Tensor  # [slots, W - 1, C]
@@ -47,8 +48,11 @@ class VerifiedRows:
         return tuple(tensor.data_ptr() for tensor in self.tensors())
 
     def copy(self) -> VerifiedRows:
-        """Returns rows that later steps leave as they are, with the same states."""
-        x, k, v, log_decays, betas = (tensor.clone() for tensor in self.tensors()[2:])
+        """Returns rows that later steps leave as they are, with the same states. Strides stay: a clone of k would have
+        other rows than one of v."""
+        x, k, v, log_decays, betas = (
+            tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor) for tensor in self.tensors()[2:]
+        )
         return VerifiedRows(self.states, self.conv_states, x, k, v, log_decays, betas)
 
 

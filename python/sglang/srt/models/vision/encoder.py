@@ -141,10 +141,14 @@ class VisionEncoder(ABC, Generic[AnyTower]):
             out = F.linear(x, self._weight(name, "weight"), bias.tensor)
         return self.group.all_reduce(out) if cut is Cut.COLUMNS else out
 
-    def _gated(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
-        """A feed-forward block whose gate is a SiLU."""
-        gate = F.silu(self._linear(prefix + "gate_proj", x), inplace=True)
-        return self._linear(prefix + "down_proj", gate.mul_(self._linear(prefix + "up_proj", x)))
+    def _gated(self, prefix: str, x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
+        """A feed-forward block whose gate is a SiLU. `limit`, if not 0: of the gate from above, and of what it is
+        multiplied with from both sides."""
+        gate, up = self._linear(prefix + "gate_proj", x), self._linear(prefix + "up_proj", x)
+        if limit:
+            gate.clamp_(max=limit)
+            up.clamp_(-limit, limit)
+        return self._linear(prefix + "down_proj", F.silu(gate, inplace=True).mul_(up))
 
     def _norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
         weight = self._weight(name, "weight")

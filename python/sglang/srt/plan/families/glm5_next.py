@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash (`glm5_next`), text: three of four layers are Kimi delta attention, every fourth latent attention
+"""GLM-5.3-Flash (`glm5_next`): three of four layers are Kimi delta attention, every fourth latent attention
 without positions to runs of tokens that an indexer selects by pooled keys; four streams with hyper-connections."""
 
 from __future__ import annotations
@@ -60,4 +60,3 @@ GLM5_NEXT = Family(
     router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
     mtp=GLM5_NEXT_MTP,
 )
-"""Its image encoder is not read."""

@@ -1,10 +1,10 @@
-"""The encoder of images and videos of GLM-4.1V, GLM-4.5V and GLM-4.6V, as config.json has it."""
+"""The encoder of images and videos of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-5.3-Flash, as config.json has it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -19,19 +19,27 @@ from sglang.srt.plan.towers.tower import (
     whole_quarters,
 )
 
-ROTARY_THETA = 10000.0
-"""The same in every published model, whose configs do not name it."""
+_THETA = 10000.0
+"""The same in every published model, whose configs do not name it, but for GLM-5.3-Flash's."""
 _PREFIX = "model.visual."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4vTower(Tower):
-    """`intermediate_size`: of the merger; the layers' is `out_size`. `side`: learned positions a side, which are
-    interpolated to an image's. `norm_eps`: of the RMS norms. `qkv_bias`: whether queries, keys and values have one."""
+    """`intermediate_size`: of the merger; `block_size`: of the layers. `side`: learned positions a side, which are
+    interpolated to an image's; 0: there are none, nor a norm of the embedded patches. `norm_eps`: of the RMS norms.
+    `qkv_bias`, `block_bias`: whether queries, keys and values, or the other linear layers of a block, have one.
+    `head_norms`: whether each head of queries and keys has a norm. `limit`: of gates from above, and of what they are
+    multiplied with from both sides; 0: none. `theta`: of the rotary angles."""
 
+    block_size: int
     side: int
     norm_eps: float
     qkv_bias: bool
+    block_bias: bool = False
+    head_norms: bool = False
+    limit: float = 0.0
+    theta: float = _THETA
     cuts: ClassVar[Mapping[str, Cut]] = {
         ".attn.qkv": Cut.HEADS,
         ".attn.proj": Cut.COLUMNS,
@@ -44,15 +52,19 @@ class Glm4vTower(Tower):
     def shapes(self) -> Iterator[NamedShape]:
         hidden, out = self.hidden_size, self.out_size
         yield from linear_shapes(_PREFIX + "patch_embed.proj", hidden, self.patch_values)
-        yield f"{_PREFIX}embeddings.position_embedding.weight", (self.side**2, hidden)
-        yield f"{_PREFIX}post_conv_layernorm.weight", (hidden,)
+        if self.side:
+            yield f"{_PREFIX}embeddings.position_embedding.weight", (self.side**2, hidden)
+            yield f"{_PREFIX}post_conv_layernorm.weight", (hidden,)
         for i in range(self.num_layers):
             block = f"{_PREFIX}blocks.{i}."
             yield f"{block}norm1.weight", (hidden,)
             yield f"{block}norm2.weight", (hidden,)
             yield from linear_shapes(block + "attn.qkv", 3 * hidden, hidden, bias=self.qkv_bias)
-            yield from linear_shapes(block + "attn.proj", hidden, hidden, bias=False)
-            yield from gated_shapes(block + "mlp.", hidden, out, bias=False)
+            if self.head_norms:
+                yield f"{block}attn.q_norm.weight", (self.head_dim,)
+                yield f"{block}attn.k_norm.weight", (self.head_dim,)
+            yield from linear_shapes(block + "attn.proj", hidden, hidden, bias=self.block_bias)
+            yield from gated_shapes(block + "mlp.", hidden, self.block_size, bias=self.block_bias)
         yield f"{_PREFIX}post_layernorm.weight", (hidden,)
         yield f"{_PREFIX}downsample.weight", (out, hidden, self.merge, self.merge)
         yield f"{_PREFIX}downsample.bias", (out,)
@@ -62,26 +74,53 @@ class Glm4vTower(Tower):
 
     def activation_size(self) -> int:
         merged = (2 * self.out_size + 3 * self.intermediate_size) // self.merge**2
-        return 2 * self.hidden_size + max(8 * self.hidden_size, 3 * self.out_size, merged) + self.place_size
+        return 2 * self.hidden_size + max(8 * self.hidden_size, 3 * self.block_size, merged) + self.place_size
 
 
 def describe_glm4v(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
     """Describes the encoder of a vision_config. Raises UserError naming a key that is missing or not served."""
+    patch = vision.positive("patch_size", 14)
+    return Glm4vTower(
+        **_usual(vision),
+        intermediate_size=vision.positive("intermediate_size"),
+        block_size=vision.positive("out_hidden_size"),
+        side=vision.positive("image_size", 336) // patch,
+        qkv_bias=vision.default("attention_bias", bool, False),
+    )
+
+
+def describe_glm5_next(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
+    """As `describe_glm4v`, of GLM-5.3-Flash: no learned positions, norms of heads, gates with limits, biases."""
+    rope = ConfigReader(vision.default("rope_parameters", dict, {}), f"{vision.source} rope_parameters")
+    only(rope, "rope_type", "axial")
+    bias = vision.default("attention_bias", bool, True)
+    return Glm4vTower(
+        **_usual(vision),
+        intermediate_size=vision.positive("projection_intermediate_size", 10240),
+        block_size=vision.positive("intermediate_size"),
+        side=0,
+        qkv_bias=bias,
+        block_bias=bias,
+        head_norms=True,
+        limit=vision.default("swiglu_limit", float, 10.0),
+        theta=rope.default("rope_theta", float, _THETA),
+    )
+
+
+def _usual(vision: ConfigReader) -> dict[str, Any]:
+    """Returns the fields that both forms say alike."""
     only(vision, "hidden_act", "silu")
     hidden, heads = vision.positive("hidden_size"), vision.count("num_heads", "num_attention_heads")
     if not heads:
         raise UserError(f"{vision.source}: the key 'num_heads' is missing.")
     whole_quarters(vision, hidden, heads)
     patch = vision.positive("patch_size", 14)
-    return Glm4vTower(
-        hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
-        num_layers=vision.positive("depth"),
-        num_heads=heads,
-        patch_shape=(vision.positive("in_channels", 3), vision.positive("temporal_patch_size", 2), patch, patch),
-        merge=vision.positive("spatial_merge_size", 2),
-        out_size=vision.positive("out_hidden_size"),
-        side=vision.positive("image_size", 336) // patch,
-        norm_eps=vision.default("rms_norm_eps", float, 1e-5),
-        qkv_bias=vision.default("attention_bias", bool, False),
-    )
+    return {
+        "hidden_size": hidden,
+        "num_layers": vision.positive("depth"),
+        "num_heads": heads,
+        "patch_shape": (vision.positive("in_channels", 3), vision.positive("temporal_patch_size", 2), patch, patch),
+        "merge": vision.positive("spatial_merge_size", 2),
+        "out_size": vision.positive("out_hidden_size"),
+        "norm_eps": vision.default("rms_norm_eps", float, 1e-5),
+    }

@@ -136,6 +136,7 @@ def commit_states(
         return
     (heads, value_dim), (key_heads, key_dim) = first.v.shape[1:], first.k.shape[1:]
     assert not any(layer.states.data_ptr() % 16 for layer in layers)
+    assert len(first.v) == 1 or first.k.stride(0) == first.v.stride(0), "k and v are parts of one row"
     tile = VERIFY_TILE
     grid = (triton.cdiv(value_dim, tile["BLOCK_V"]) * heads, batch, len(layers))
     commit_states_kernel[grid](

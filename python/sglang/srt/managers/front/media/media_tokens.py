@@ -18,6 +18,7 @@ _FAMILIES: Mapping[str, str] = {
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
     "glm46v": "glm4v",
+    "glm5_next": "glm5_next",
     "gemma4": "gemma4",
     "kimi_k25": "kimi_k25",
 }
@@ -77,7 +78,7 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
     if family == "gemma4":
         marks = (config.get("boi_token_id"), config.get("eoi_token_id"))
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
-    if family == "glm4v":
+    if family in ("glm4v", "glm5_next"):
         return MediaTokens(family, image, video, frame=image)
     if family == "qwen2_5_vl":
         return MediaTokens(family, image, video)

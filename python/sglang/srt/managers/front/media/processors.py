@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from sglang.srt.managers.front.media import canvas
 from sglang.srt.managers.front.media.patch_types import as_type
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 
@@ -76,6 +77,23 @@ def _merged(module: str, name: str, counts_frames: bool = False) -> _Make:
         return process
 
     return make
+
+
+def _on_a_canvas(settings: Settings, dtype: str) -> ImageProcessor:
+    """GLM-5.3-Flash: a picture keeps its shape, and black is added up to whole squares of patches."""
+    processor = _transformers_class("glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil", settings)
+    words = {name: getattr(processor, name) for name in canvas.KEYS}
+    patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    levels = as_type(_levels(processor), dtype)
+
+    def process(image: Image.Image) -> Patches:
+        size = canvas.fitted(image.size, frames, words)
+        image = image if image.size == size.content else image.resize(size.content, processor.resample)
+        (picture,) = size.around(np.asarray(image)[None])
+        rows, columns = picture.shape[0] // patch, picture.shape[1] // patch
+        return Patches(cut(picture, levels, patch, merge, frames), (1, rows, columns), rows * columns // merge**2)
+
+    return process
 
 
 def _levels(processor: Any) -> np.ndarray:
@@ -156,6 +174,7 @@ _IMAGES: Mapping[str, _Make] = {
     "qwen2_5_vl": _QWEN,
     "glm4v": _merged("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil", counts_frames=True),
     "glm46v": _merged("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil", counts_frames=True),
+    "glm5_next": _on_a_canvas,
     "gemma4": _pooled,
     "kimi_k25": _native_size,
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from sglang.srt.managers.front.media.canvas import fitted
 from sglang.srt.managers.front.media.decoding import MediaError, Video
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.managers.front.media.processors import (
@@ -133,10 +134,23 @@ _MAX_SECONDS, _MAX_SAMPLED = 2400, 640
 
 def _by_length(video: Video, settings: Settings) -> list[int]:
     """GLM-4.6V: the longer a video is, the fewer frames a second."""
-    total, duration = video.num_frames, video.num_frames / video.fps
-    counted = min(duration, _MAX_SECONDS)
+    counted = min(video.num_frames / video.fps, _MAX_SECONDS)
     rate = settings["temporal_patch_size"] * next(rate for seconds, rate in _RATES if counted <= seconds)
-    count = min(int(counted * rate), _MAX_SAMPLED)
+    return _as_they_are_due(video, rate, min(int(counted * rate), _MAX_SAMPLED))
+
+
+def _by_rate_and_time(video: Video, settings: Settings) -> list[int]:
+    """GLM-5.3-Flash: `fps` frames a second; of more than `max_duration` seconds, if that is not 0, as many as of that
+    time."""
+    rate, counted = settings["fps"], video.num_frames / video.fps
+    if settings["max_duration"] > 0:
+        counted = min(counted, settings["max_duration"])
+    return _as_they_are_due(video, rate, min(int(counted * rate), settings["max_frames"]))
+
+
+def _as_they_are_due(video: Video, rate: float, count: int) -> list[int]:
+    """The first frame of every 1 / `rate` seconds; if these are not `count`, so many in equal steps."""
+    total, duration = video.num_frames, video.num_frames / video.fps
     indices: list[int] = []
     if total >= count:
         step, due = 1 / rate, 0.0
@@ -245,7 +259,8 @@ def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
 class _Form:
     """The way in which a family reads videos. `defaults`: settings that a model's files may leave out. `middle`: frames
     that are taken together have the time between them, otherwise that of the first. `pooled`: so many frames of the
-    grid have the placeholders of one; then none is repeated where the last ones are fewer."""
+    grid have the placeholders of one; then none is repeated where the last ones are fewer. `on_a_canvas`: frames
+    keep their shape, and black is added to them; then `size` is not asked."""
 
     frames: Callable[[Video, Settings], list[int]]
     written: Written
@@ -254,6 +269,7 @@ class _Form:
     pooled: int = 1
     size: Callable[[Video, int, Settings], tuple[int, int]] = _merged_size
     patches: Callable[[np.ndarray, Settings], Patches] = _merged_patches
+    on_a_canvas: bool = False
 
 
 _PAIRS = {"temporal_patch_size": 2, "merge_size": 2, "fps": 2.0, "max_frames": 768}
@@ -263,6 +279,15 @@ _OF_CLIP = {
     "patch_size": 14,
 }
 _OF_GLM = {**_PAIRS, **_OF_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
+_OF_GLM5 = {
+    **_PAIRS,
+    **_OF_CLIP,
+    "max_frames": 2048,
+    "max_duration": 0,
+    "patch_expand_factor": 1,
+    "min_image_tokens": 16,
+    "max_image_tokens": 240000,
+}
 _OF_QWEN3 = {
     "image_mean": (0.5,) * 3,
     "image_std": (0.5,) * 3,
@@ -306,6 +331,9 @@ _FORMS: Mapping[str, _Form] = {
     "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **_OF_CLIP, **_OF_QWEN2_5}),
     "glm4v": _Form(_rounded_up, _each_frame(*_GLM_MARKS, lambda time: str(int(time))), _OF_GLM),
     "glm46v": _Form(_by_length, _each_frame(*_GLM_MARKS, "{:.1f} seconds".format), _OF_GLM),
+    "glm5_next": _Form(
+        _by_rate_and_time, _each_frame(*_GLM_MARKS, "{:.1f} seconds".format), _OF_GLM5, on_a_canvas=True
+    ),
     "kimi_k25": _Form(
         _by_rate, _clips_of_four, _OF_KIMI, pooled=_CLIP_FRAMES, size=_size_without_padding, patches=_padded_patches
     ),
@@ -327,7 +355,8 @@ class VideoProcessor:
     def __call__(self, video: Video) -> VideoPatches:
         form, settings = self._form, self._settings
         indices = self._indices(video)
-        size = form.size(video, len(indices), settings)
+        canvas = fitted(video.size, len(indices), settings) if form.on_a_canvas else None
+        size = form.size(video, len(indices), settings) if canvas is None else canvas.content
         frames = [resized(frame, size) for frame in _repeated(video, indices)]
         together = settings["temporal_patch_size"] if form.pooled == 1 else 1
         missing = -len(frames) % together
@@ -336,7 +365,8 @@ class VideoProcessor:
         firsts, lasts = indices[::together], indices[together - 1 :: together]
         lasts = lasts if form.middle else firsts
         times = [(first + last) / 2 / video.fps for first, last in zip(firsts, lasts, strict=True)]
-        patches = form.patches(np.stack(frames), settings)
+        pictures = np.stack(frames)
+        patches = form.patches(pictures if canvas is None else canvas.around(pictures), settings)
         sampled_fps = len(indices) / video.num_frames * video.fps
         parts = form.written(times, patches.num_tokens // -(-len(times) // form.pooled))
         return VideoPatches(patches, times, parts, together / sampled_fps)
