@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Two GPUs that hold different tokens: replicas, groups with requests of their own (DP attention), shared-out latents
-(DCP), beside two ranks that hold the same ones (TP2), and beside upstream's same layouts. Planned for six minutes.
+(DCP), beside two ranks that hold the same ones (TP2), and beside upstream's same layouts. Planned for nine minutes.
 
-    python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 360] [--skip slice,replicas,answers]
+    python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 535] [--skip slice,replicas,answers]
         [--peer-site DIR | --peer-command COMMAND] [--layouts NAMES] [--peer-layouts NAMES]
 
 1. slice     four layers of DeepSeek-V3's shapes: output tokens a second with 64 and 256 requests, decode steps behind
              65,536 tokens, and the bytes of a GPU that a token of the cache takes
 2. replicas  two replicas of `--dense` (Qwen3-8B) beside one of them
-3. answers   the embedded model and a small one with latents, in every layout: texts and tokens as one rank gives them
+3. answers   the embedded model's texts in every layout, beside those of one rank (`layouts.py` has tokens of every kind)
 
 Upstream comes from --peer-site (see `benchmark/peers/compare.py`), or from a command behind which flags can be put. Its
 servers of the slice start beside ours, and all idle while one is measured; one that does not start costs its own rows.
@@ -24,13 +24,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import shlex
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -44,7 +42,7 @@ import compare as peers  # noqa: E402
 import latent_slice  # noqa: E402
 import requirements  # noqa: E402
 import two_gpus  # noqa: E402
-from parts import PEER_GRAPHS, Bench, table  # noqa: E402
+from parts import Bench, table  # noqa: E402
 from served import first_gpu  # noqa: E402
 from two_gpus import EMBEDDED, SERVER_LIMIT_S, Server, Servers, Window, load  # noqa: E402
 
@@ -58,17 +56,17 @@ LAYOUTS = {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}
 OF_PEER = {"TP2": TP2, "DP attention 2": ("--tp", "2", "--dp", "2", "--enable-dp-attention"), "DCP2": DCP2}
 """The same layouts, as upstream's flags have them."""
 PEER = ("--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--grammar-backend", "none")
+PEER_GRAPHS = (1, 8, 64, 256)
+"""The loads' sizes, of upstream's 36: each takes it up to ten seconds to capture. Batches between are padded."""
 PEER = (*PEER, "--mem-fraction-static", "0.85", "--trust-remote-code", "--cuda-graph-bs", *map(str, PEER_GRAPHS))
 COMMAND = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
 PEER_CPU = ("--attention-backend", "torch_native", "--trust-remote-code")
-PEER_LIMIT_S, LEAST_S = 260.0, 45.0
+PEER_LIMIT_S, LEAST_S = 300.0, 45.0
 """Seconds for a start, and that a part needs to begin."""
 LONG = 65536
 LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
 TOKENS_HELD, FASTER, OF_TWO = 1.9, 1.0, 1.9
 """Wanted: tokens that DCP2 holds beside TP2, decode steps behind long contexts, and replicas beside one."""
-SAME_TOKENS = 0.8
-"""Of the answers in bf16 with random weights, whose tokens are often as likely as one another."""
 
 
 @dataclass(frozen=True)
@@ -79,45 +77,31 @@ class Slices:
     peer_layouts: tuple[str, ...] = ()
     peer: tuple[Sequence[str], Mapping[str, str]] | None = None
 
-    def start(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+    def start(
+        self, bench: Bench, servers: Servers, model: Path, before_ours: Callable[[], None]
+    ) -> dict[str, Future[Server]]:
+        """Upstream's servers take longest and come first."""
         flags = (*SMALL_CPU, "--load-format", "dummy") if bench.cpu else SLICE
-        started = {
+        of_peer: dict[str, Future[Server]] = {}
+        if self.peer is not None:
+            command, environment = self.peer
+            for name in self.peer_layouts:
+                of_peer[f"upstream {name}"] = servers.start(
+                    f"upstream_{name.replace(' ', '_')}", model, *flags, *(PEER_CPU if bench.cpu else PEER),
+                    *OF_PEER[name], limit_s=PEER_LIMIT_S, command=command, **environment,
+                )  # fmt: skip
+        before_ours()
+        ours = {
             name: servers.start(f"slice_{name.replace(' ', '_')}", model, *flags, *LAYOUTS[name])
             for name in self.layouts
         }
-        if self.peer is None:
-            return started
-        command, environment = self.peer
-        flags = (*flags, *(PEER_CPU if bench.cpu else PEER))
-        for name in self.peer_layouts:
-            started[f"upstream {name}"] = servers.start(
-                f"upstream_{name.replace(' ', '_')}", model, *flags, *OF_PEER[name],
-                limit_s=PEER_LIMIT_S, command=command, **environment,
-            )  # fmt: skip
-        return started
-
-
-def generated(server: Server, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """The greedy tokens behind each prompt, whose requests come together."""
-
-    def post(ids: list[int]) -> list[int]:
-        params = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
-        body = json.dumps({"input_ids": ids, "sampling_params": params}).encode()
-        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            found: list[int] = json.load(reply)["output_ids"]
-        return found
-
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(post, prompts))
+        return ours | of_peer
 
 
 def answers(bench: Bench) -> None:
-    """Texts of the embedded model, and tokens of one with latents: prompts with common beginnings, more than a chunk
-    long."""
+    """Texts of the embedded model; `layouts.py` compares tokens of every kind of model."""
     small = SMALL_CPU if bench.cpu else SMALL
     layouts = {"TP2": TP2, "DP attention 2": GROUPS, "DP2": ("--dp-size", "2")}
-    latents = latent_slice.save_small(bench.window.out / "latents", EMBEDDED)
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
         texts = {"one": servers.start("one", EMBEDDED, *small, **first_gpu())}
@@ -125,28 +109,6 @@ def answers(bench: Bench) -> None:
             texts[name] = servers.start(name.replace(" ", "_"), EMBEDDED, *small, *flags)
         up = {name: future.result(bench.window.left(SERVER_LIMIT_S)) for name, future in texts.items()}
         bench.compared(up.pop("one"), up)
-    with ExitStack() as stack, bench.window.part("tokens"):
-        servers, chunks = Servers(bench.window, stack), ("--chunked-prefill-size", "128", "--skip-tokenizer-init")
-        tokens = {"one": servers.start("latents_one", latents, *small, *chunks, **first_gpu())}
-        for name, flags in {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}.items():
-            tokens[name] = servers.start(f"latents_{name.replace(' ', '_')}", latents, *small, *chunks, *flags)
-        found = {
-            name: generated(future.result(bench.window.left(SERVER_LIMIT_S)), prompts_of_latents(bench.cpu), 24)
-            for name, future in tokens.items()
-        }
-        wanted = found.pop("one")
-        for name, got in found.items():
-            same = sum(a == b for a, b in zip(wanted, got, strict=True))
-            least = 1.0 if bench.cpu else SAME_TOKENS
-            right = same >= least * len(wanted)
-            bench.row(f"latents, {name}: tokens as one rank's", f"{same} of {len(wanted)}", f"{least:.0%}", right)
-
-
-def prompts_of_latents(few: bool) -> list[list[int]]:
-    rng = random.Random(4)
-    trunk = [rng.randrange(2, 500) for _ in range(150)]
-    alone = [[rng.randrange(2, 500) for _ in range(rng.randrange(5, 300))] for _ in range(4 if few else 20)]
-    return [*alone, *(trunk + ids[:20] for ids in alone)]
 
 
 def bytes_a_token(server: Server) -> float:
@@ -156,13 +118,15 @@ def bytes_a_token(server: Server) -> float:
     return found
 
 
-def slice_(bench: Bench, slices: Slices, meanwhile: Sequence[Callable[[], None]] = ()) -> None:
-    """All layouts start side by side; the others idle while one is measured. meanwhile: what is done while they start,
-    of which no time counts."""
+def slice_(
+    bench: Bench, slices: Slices, before_ours: Callable[[], None], meanwhile: Sequence[Callable[[], None]] = ()
+) -> None:
+    """All layouts start side by side; the others idle while one is measured. before_ours: what our servers need and
+    upstream's do not. meanwhile: what is done while they start, of which no time counts."""
     model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
     held, long, served = dict[str, float](), dict[str, list[float]](), dict[str, list[float]]()
     with ExitStack() as stack, bench.window.part("slice"):
-        started = slices.start(bench, Servers(bench.window, stack), model)
+        started = slices.start(bench, Servers(bench.window, stack), model, before_ours)
         for part in meanwhile:
             part()
         ready: dict[str, Server] = {}
@@ -175,10 +139,11 @@ def slice_(bench: Bench, slices: Slices, meanwhile: Sequence[Callable[[], None]]
                 if name in LAYOUTS:
                     held[name] = bytes_a_token(server)
                     bench.row(f"slice, {name}: bytes of a GPU a token", f"{held[name]:,.0f}")
-                long[name] = behind_long_contexts(bench, name, server)
                 served[name] = bench.served(f"slice, {name}", server)
-    compare(bench, held, long, served)
-    compare_with_peer(bench, long, served)
+                long[name] = behind_long_contexts(bench, name, server)
+    with bench.window.part("beside one another"):
+        compare(bench, held, long, served)
+        compare_with_peer(bench, long, served)
 
 
 def compare(bench: Bench, held: dict[str, float], long: dict[str, list[float]], served: dict[str, list[float]]) -> None:
@@ -213,7 +178,7 @@ def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]
     for at_once in LONG_AT_ONCE:
         lengths = (64, 8) if bench.cpu else (LONG, LONG_OUTPUT)
         row = load(bench.window, server, at_once, at_once, lengths, 1.0)
-        step: float = row["median_itl_ms"]
+        step: float = row["median_itl_ms"] or row["median_tpot_ms"]  # 0: tokens that came together
         text = f"{step:.2f} ms between tokens, first {row['mean_ttft_ms']:.0f} ms"
         bench.window.say(f"slice, {name}, {at_once} of {lengths[0]:,} tokens: {text}")
         bench.row(
@@ -227,19 +192,21 @@ def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]
 
 
 def replicas(bench: Bench) -> None:
-    """Two replicas, with twice the requests and with as many, beside one."""
+    """One server under two loads, and two replicas under the larger one."""
     each = bench.loads()[-1][0] // 2
     flags = bench.tiny() if bench.cpu else two_gpus.SERVER
     flags = (*flags, "--max-total-tokens", "8192" if bench.cpu else "150000")
     found: dict[str, dict[int, float]] = {}
-    for name, words in {"one": (), "DP2": ("--dp-size", "2")}.items():
+    loads: dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
+    loads = {"one": ((), (each, 2 * each)), "DP2": (("--dp-size", "2"), (2 * each,))}
+    for name, (words, of_name) in loads.items():
         with ExitStack() as stack, bench.window.part(f"replicas, {name}"):
             gpu = first_gpu() if name == "one" else {}
             future = Servers(bench.window, stack).start(f"dense_{name}", bench.model, *flags, *words, **gpu)
             server = future.result(bench.window.left(SERVER_LIMIT_S))
             lengths = (48, 8) if bench.cpu else two_gpus.SERVER_LENGTHS
             found[name] = {}
-            for at_once in (each, 2 * each):
+            for at_once in of_name:
                 load(bench.window, server, at_once, at_once, lengths)
                 row: dict[str, Any] = load(bench.window, server, at_once, 4 * at_once, lengths)
                 found[name][at_once] = row["output_throughput"]
@@ -247,7 +214,7 @@ def replicas(bench: Bench) -> None:
                 bench.window.say(f"replicas, {name}, {at_once} at a time: {text}")
                 right = row["completed"] == 4 * at_once
                 bench.row(f"replicas, {name}, {at_once} at a time", text, f"{4 * at_once} answers", right)
-    if len(found) == 2 and all(len(loads) == 2 for loads in found.values()):
+    if all(len(found.get(name, ())) == len(of_name) for name, (_, of_name) in loads.items()):
         ratio, same = found["DP2"][2 * each] / found["one"][each], found["DP2"][2 * each] / found["one"][2 * each]
         right = None if bench.cpu else ratio >= OF_TWO
         bench.row(f"DP2 with {2 * each} beside one with {each}", f"{ratio:.2f}x", f"{OF_TWO}x", right)
@@ -280,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dense", type=Path, default=EMBEDDED)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=float, default=360.0, help="seconds")
+    parser.add_argument("--limit", type=float, default=535.0, help="seconds")
     parser.add_argument("--skip", default="", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--layouts", type=names_of, default=tuple(LAYOUTS), help=f"of the slice: {', '.join(LAYOUTS)}")
     parser.add_argument("--peer-site", help="folder with upstream and its dependencies")
@@ -295,13 +262,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     window = Window(args.out.resolve(), args.limit)
     bench = Bench(window, args.dense, args.device == "cpu")
-    if not bench.cpu:
-        with window.part("sgl-kernel"):
-            two_gpus.install_kernels(window)
+
+    def kernels() -> None:
+        if not bench.cpu:
+            with window.part("sgl-kernel"):
+                two_gpus.install_kernels(window)
+
     slices = Slices(args.layouts, args.peer_layouts, peer_of(args))
     skipped = args.skip.split(",")
+    if "slice" in skipped:
+        kernels()
     meanwhile = [] if slices.peer is None or {"slice", "answers"} & {*skipped} else [partial(answers, bench)]
-    parts = {"slice": partial(slice_, bench, slices, meanwhile), "replicas": partial(replicas, bench)}
+    parts = {"slice": partial(slice_, bench, slices, kernels, meanwhile), "replicas": partial(replicas, bench)}
     parts["answers"] = partial(answers, bench)
     for name in PARTS:
         if name in skipped or (name == "answers" and meanwhile):

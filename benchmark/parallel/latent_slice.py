@@ -1,5 +1,4 @@
-"""Models of DeepSeek-V3's form: a few layers of its shapes with random weights, and a small one with a checkpoint,
-whose answers every layout must give alike."""
+"""A few layers of DeepSeek-V3's shapes with random weights."""
 
 from __future__ import annotations
 
@@ -7,9 +6,6 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 EXPERT_LAYERS = 1
 """So few that five servers of two ranks fit in 80 GB of each GPU at once."""
@@ -78,56 +74,3 @@ def save_slice(folder: Path, tokenizer: Path, small: bool = False) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
     return folder
-
-
-def save_small(folder: Path, tokenizer: Path) -> Path:
-    """Writes a checkpoint of a small model, with the tokenizer of another."""
-    save_slice(folder, tokenizer, small=True)
-    config = SHAPES | SMALL
-    generator = torch.Generator().manual_seed(5)
-    tensors = {
-        name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape, generator=generator) * 0.08
-        for name, shape in _shapes(config).items()
-    }
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-def _shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the checkpoint's tensors."""
-    hidden, heads, latent, rope = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["qk_rope_head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (c["vocab_size"], hidden),
-    }
-    for i in range(c["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        shapes |= {f"{at}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        attention = {
-            "q_a_proj": (c["q_lora_rank"], hidden),
-            "q_a_layernorm": (c["q_lora_rank"],),
-            "q_b_proj": (heads * (c["qk_nope_head_dim"] + rope), c["q_lora_rank"]),
-            "kv_a_proj_with_mqa": (latent + rope, hidden),
-            "kv_a_layernorm": (latent,),
-            "kv_b_proj": (heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), latent),
-            "o_proj": (hidden, heads * c["v_head_dim"]),
-        }
-        shapes |= {f"{at}self_attn.{name}.weight": shape for name, shape in attention.items()}
-        if i < c["first_k_dense_replace"]:
-            shapes |= _mlp(f"{at}mlp.", hidden, c["intermediate_size"])
-            continue
-        shapes[f"{at}mlp.gate.weight"] = (c["n_routed_experts"], hidden)
-        shapes[f"{at}mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
-        shapes |= _mlp(f"{at}mlp.shared_experts.", hidden, c["moe_intermediate_size"] * c["n_shared_experts"])
-        for expert in range(c["n_routed_experts"]):
-            shapes |= _mlp(f"{at}mlp.experts.{expert}.", hidden, c["moe_intermediate_size"])
-    return shapes
-
-
-def _mlp(at: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{at}gate_proj.weight": (width, hidden),
-        f"{at}up_proj.weight": (width, hidden),
-        f"{at}down_proj.weight": (hidden, width),
-    }

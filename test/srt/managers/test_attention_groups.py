@@ -110,6 +110,18 @@ QUICK = ("DP2", "latents")
 """The one that is not thorough."""
 
 
+def _play_without_agreement(scheduler: Scheduler | AttentionGroups) -> Outcome:
+    """The schedule; beside what layers exchange, and the tokens, no rank tells another anything."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("ranks agree on a step by a message of its own")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("broadcast_bytes", "least", "least_each", "all_ranks_say", "meet"):
+            patch.setattr(parallel_state, name, refuse)
+        return play(scheduler)
+
+
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
     """Once without graphs, once with; then steps of two rows and more leave the ranks their columns of the logits."""
     torch.set_num_threads(1)
@@ -118,7 +130,8 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flag
             replayed = set[int]() if graphs else None
             embedding.FEWEST_SHARDED_ROWS = 2 if graphs else 16
             more = {**flags, "max_total_tokens": POOLS.get(name, POOL)}
-            result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}.{graphs}", replayed, **more)
+            meeting = f"file://{out}/rendezvous.{name}.{graphs}"
+            result = outcome(folder, ranks, rank, meeting, replayed, schedule=_play_without_agreement, **more)
             (out / f"{name}.{graphs}.{rank}.json").write_text(json.dumps(result.__dict__))
             parallel_state.shutdown()
             assert not graphs or replayed, "steps had graphs"

@@ -1,6 +1,7 @@
 """Ranks that share a model in every way take the same decisions and give the tokens of one process: requests with
-common prefixes, prompts in chunks beside decoding, penalties, seeds, an abort, and a pool so small that some go back to
-the queue. Without stages the decisions are those of one process too; with stages, steps bring the tokens of fewer."""
+common prefixes, prompts in chunks beside decoding, penalties, seeds, grammars, an abort, and a pool so small that some
+go back to the queue. Without stages the decisions are those of one process too; with stages, steps bring the tokens of
+fewer."""
 
 from __future__ import annotations
 
@@ -15,16 +16,19 @@ import torch
 from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
+from srt.constrained import turned_grammar
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_runner
@@ -32,6 +36,8 @@ from srt.models.harness import VOCAB, save_tiny
 
 NEW_TOKENS, POOL, CHUNK = 32, 150, 16
 ABORT_AT, SECOND_WAVE_AT = 12, 20
+GRAMMAR, COMPILED_AT = (6, 14), 3
+"""Tokens of an output with a grammar, at least and at most; the step at which those of the second wave have theirs."""
 THIRDS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 TINY_MODELS = {
     "dense": ("qwen3", {}),
@@ -69,6 +75,8 @@ PROMPTS = {
     "same prefix": [*TRUNK, 9],
     "same prompt": [*TRUNK, 7, 8],
     "biased": prompt(5, 12),
+    "grammar": [*TRUNK, 12],
+    "sampled grammar": prompt(6, 11),
 }
 
 
@@ -99,19 +107,30 @@ def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
         "same prefix": {"temperature": 0.0},
         "same prompt": {"temperature": 0.0},
         "biased": {"temperature": 0.0, "logit_bias": {"11": 4.0}, "presence_penalty": 2.0},
+        "grammar": {"temperature": 0.0},
+        "sampled grammar": {"temperature": 0.8, "frequency_penalty": 1.0},
     }
+    constrained = dict[str, Req]()
     for wave in (first, second):
         for rid, params in wave.items():
             message = request(rid, PROMPTS[rid], NEW_TOKENS, ignore_eos=True, **params)
             if rid == "biased":
                 message.return_logprob, message.top_logprobs_num, message.token_ids_logprob = True, 2, [3, 11]
             add(scheduler, message)
+            if "grammar" in rid:
+                constrained[rid] = scheduler.reqs[rid]
+                scheduler.hold(constrained[rid], None)  # type: ignore[arg-type]
         for step in range(SECOND_WAVE_AT):
+            if wave is second and step == COMPILED_AT:
+                for req in constrained.values():
+                    req.grammar = Grammar(turned_grammar.compiled(scheduler.plan.model.vocab_size, *GRAMMAR))
+                    scheduler.release_hold(req)
             if wave is first and step == ABORT_AT:
                 scheduler.abort(AbortReq(["aborted"]))
             scheduler.step()
             collector.take(scheduler)
     run_to_end(scheduler, collector)
+    assert all(turned_grammar.fits(collector.tokens[rid], *GRAMMAR) for rid in constrained)
     for each in scheduler.schedulers if isinstance(scheduler, AttentionGroups) else [scheduler]:
         assert_clean(each)
     finishes = {rid: reason.type for rid, reason in collector.finish.items()}
@@ -185,7 +204,9 @@ def test_the_schedule_has_what_it_is_for(models: dict[str, tuple[str, Outcome]])
     for name, (_, one) in models.items():
         assert one.num_retracted > 0 and one.num_cached > 0, name
         assert one.finishes["aborted"] == "abort" and 0 < len(one.tokens["aborted"]) < NEW_TOKENS, name
-        assert {len(ids) for rid, ids in one.tokens.items() if rid != "aborted"} == {NEW_TOKENS}
+        whole = {rid for rid, finish in one.finishes.items() if finish == "length"}
+        assert whole == {*PROMPTS} - {"aborted", "grammar", "sampled grammar"}, name
+        assert {len(one.tokens[rid]) for rid in whole} == {NEW_TOKENS}
         assert len(one.logprobs) == 5 * NEW_TOKENS, name
         assert one.tokens["plain"] == one.tokens["same prompt"], name
 

@@ -24,7 +24,9 @@ from .test_parallel_schedules import NEW_TOKENS, Outcome, outcome
 DCP2, DCP4 = RankLayout(2, dcp_size=2), RankLayout(4, dcp_size=4)
 TP4_DCP2 = RankLayout(4, dcp_size=2)
 ONE_KV_HEAD = {"num_key_value_heads": 1}
-PAGES_OF_2 = {"page_size": 2}
+AG_RS = {"dcp_comm_backend": "ag_rs"}
+DRAFTED = {"deepseek_v3": ("DCP2", "DCP4", "TP4 x DCP2"), "glm_moe_dsa": ("DCP2",), "qwen3": ("TP4 x DCP2",)}
+"""Models with each drafter, and their layouts."""
 GUESSES = {"speculative_num_draft_tokens": 3}
 
 
@@ -39,42 +41,59 @@ class Case:
     guesses: bool = False
     thorough: bool = True
     tokens_only: bool = False
-    """Decisions are other ones than those of one process."""
+    """Decisions are other ones than those of one process; perhaps no request goes back to the queue."""
     drafts: str = ""
     """Drafter of the ranks, of `DRAFTERS`; one process does not draft."""
 
 
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "latents": ("deepseek_v3", {}),
+    "selected latents": ("deepseek_v32", {}),
+    "dense": ("qwen3", ONE_KV_HEAD),
+    "experts": ("qwen3_moe", ONE_KV_HEAD),
+    "states": ("qwen3_next", {**ONE_KV_HEAD, "linear_num_key_heads": 4}),
+    "delta attention": ("kimi_linear", {}),
+    "windows": ("qwen3_windows", ONE_KV_HEAD),
+    "sinks": ("gpt_oss", ONE_KV_HEAD),
+}
+WITH_STATES, OTHER_DECISIONS = ("states", "delta attention"), ("sinks",)
+"""Models whose pages would be longer; those whose windows have another share of the memory where tokens take half."""
+LAYOUTS = {"DCP2": DCP2, "DCP4": DCP4, "TP4 x DCP2": TP4_DCP2}
+QUICK = ("latents, DCP2, guesses", "dense, DCP2, guesses")
 CASES = {
-    "latents": Case("deepseek_v3", DCP2),
-    "latents, guesses": Case("deepseek_v3", DCP2, guesses=True, thorough=False),
-    "latents, DCP4": Case("deepseek_v3", DCP4),
-    "latents, TP4 x DCP2": Case("deepseek_v3", TP4_DCP2, flags={"dcp_comm_backend": "ag_rs"}),
+    f"{kind}, {layout}{', guesses' * guesses}": Case(
+        *(tiny, ranks, changes, {"page_size": ranks.dcp_size} if kind in WITH_STATES else {}),
+        guesses=guesses,
+        thorough=f"{kind}, {layout}{', guesses' * guesses}" not in QUICK,
+        tokens_only=kind in OTHER_DECISIONS,
+    )
+    for kind, (tiny, changes) in KINDS.items()
+    for layout, ranks in LAYOUTS.items()
+    for guesses in (False, True)
+}
+CASES |= {
+    "latents, ag_rs": Case("deepseek_v3", TP4_DCP2, flags=AG_RS),
     "latents, EP2": Case("deepseek_v3", RankLayout(2, 2, dcp_size=2)),
     "latents, TP3": Case("deepseek_v2_lite", RankLayout(3, dcp_size=3), flags={"chunked_prefill_size": 15}),
     "latents, PP2": Case("deepseek_v3", RankLayout(2, pp_size=2, dcp_size=2), tokens_only=True),
     "latents, pages": Case("deepseek_v3", DCP2, flags={"page_size": 4}),
-    "selected latents": Case("deepseek_v32", DCP2, flags={"dcp_comm_backend": "ag_rs"}),
-    "selected latents, guesses": Case("glm_moe_dsa", DCP2, guesses=True),
-    "selected latents, DCP4": Case("deepseek_v32", DCP4),
-    "KV head": Case("qwen3", DCP2, ONE_KV_HEAD, guesses=True, thorough=False),
+    "selected latents, ag_rs": Case("deepseek_v32", DCP2, flags=AG_RS),
+    "shared selections, guesses": Case("glm_moe_dsa", DCP2, guesses=True),
     "KV heads, TP4": Case("qwen3", TP4_DCP2),
-    "KV head, DCP4": Case("qwen3_moe", DCP4, ONE_KV_HEAD, guesses=True),
-    "experts": Case("qwen3_moe", RankLayout(2, 2, dcp_size=2), ONE_KV_HEAD),
-    "states": Case("qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, PAGES_OF_2, guesses=True),
-    "states, no guesses": Case("qwen3_next", DCP2, ONE_KV_HEAD, PAGES_OF_2),
-    "delta attention": Case("kimi_linear", DCP2, flags=PAGES_OF_2),
-    "delta attention, DCP4": Case("kimi_linear", DCP4, flags={"page_size": 4}),
-    "delta attention, guesses": Case("kimi_linear", TP4_DCP2, flags=PAGES_OF_2, guesses=True),
-    "windows": Case("qwen3_windows", DCP2, ONE_KV_HEAD),
-    "windows, guesses": Case("qwen3_windows", TP4_DCP2, guesses=True),
-    "sinks": Case("gpt_oss", DCP2, ONE_KV_HEAD, {"dcp_comm_backend": "ag_rs"}),
-    "sinks, a2a": Case("gpt_oss", TP4_DCP2),
+    "experts, EP2": Case("qwen3_moe", RankLayout(2, 2, dcp_size=2), ONE_KV_HEAD),
+    "tied states, guesses": Case(
+        "qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, {"page_size": 2}, guesses=True
+    ),
+    "windows of KV heads, guesses": Case("qwen3_windows", TP4_DCP2, guesses=True),
+    "sinks, ag_rs": Case("gpt_oss", DCP2, ONE_KV_HEAD, AG_RS, tokens_only=True),
+    "sinks of KV heads": Case("gpt_oss", TP4_DCP2, tokens_only=True),
     "KV heads, drafts": Case("glm4_moe", TP4_DCP2, drafts="NEXTN"),
     "embedded": Case("", TP4_DCP2),
 }
 CASES |= {
-    f"{name}, {drafter}": Case(name, ranks, drafts=drafter)
-    for name, ranks in {"deepseek_v3": DCP2, "glm_moe_dsa": DCP2, "qwen3": TP4_DCP2}.items()
+    f"{name}, {layout}, {drafter}": Case(name, LAYOUTS[layout], drafts=drafter)
+    for name, layouts in DRAFTED.items()
+    for layout in layouts
     for drafter, (_, models) in DRAFTERS.items()
     if name in models
 }
@@ -116,7 +135,8 @@ def test_ranks_that_share_out_tokens_give_the_tokens_of_one_process(name: str, t
             assert got == Outcome(**every[0]), where
             if not case.guesses and not case.drafts and not case.tokens_only:
                 assert got == one, where
-            assert got.num_retracted > 0 and got.num_cached > 0 and got.finishes == one.finishes, where
+            assert got.num_retracted > 0 or case.tokens_only, where
+            assert got.num_cached > 0 and got.finishes == one.finishes, where
             aborted, other = got.tokens["aborted"], one.tokens["aborted"]
             assert aborted and aborted[: len(other)] == other[: len(aborted)] and len(aborted) < NEW_TOKENS, where
             assert {**got.tokens, "aborted": other} == one.tokens, where

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sglang.srt.constrained.grammar import Grammar
@@ -17,6 +15,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
+from srt.constrained.turned_grammar import compiled
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
@@ -37,36 +36,6 @@ THOUGHTS = 5
 BUDGET = ThinkingBudget(tokens=6, begin=[1], end=[7], inside=True)
 
 
-class InTurn:
-    """Implements Matcher: token t may stand behind n others if t % 3 is n % 3. Ends never."""
-
-    def __init__(self) -> None:
-        self.length = 0
-
-    def fill_mask(self, row: np.ndarray) -> None:
-        allowed = np.arange(len(row) * 32) % 3 == self.length % 3
-        row[:] = np.packbits(allowed, bitorder="little").view(np.int32)
-
-    def accept(self, token_id: int) -> bool:
-        fits = token_id % 3 == self.length % 3
-        self.length += fits
-        return fits
-
-    def is_terminated(self) -> bool:
-        return False
-
-    def rollback(self, num_tokens: int) -> None:
-        self.length -= num_tokens
-
-
-def _fill_masks(matchers: list[InTurn], mask: np.ndarray, rows: list[int], threads: int) -> None:
-    for matcher, row in zip(matchers, rows, strict=True):
-        matcher.fill_mask(mask[row])
-
-
-COMPILED: Any = SimpleNamespace(matcher=InTurn, fill_masks=_fill_masks, vocab_size=VOCAB)
-
-
 def run(scheduler: Scheduler, params: dict[str, Any]) -> dict[int, list[int]]:
     collector = Collector()
     for i, (ids, own) in enumerate(zip(prompts(), PARAMS, strict=True)):
@@ -75,7 +44,7 @@ def run(scheduler: Scheduler, params: dict[str, Any]) -> dict[int, list[int]]:
         msg.thinking = BUDGET if i == THOUGHTS else None
         add(scheduler, msg)
         if "regex" in own:
-            scheduler.reqs[f"r{i}"].grammar = Grammar(COMPILED)
+            scheduler.reqs[f"r{i}"].grammar = Grammar(compiled(VOCAB))
     run_to_end(scheduler, collector)
     assert_clean(scheduler)
     return {i: collector.tokens[f"r{i}"] for i in range(len(PARAMS))}

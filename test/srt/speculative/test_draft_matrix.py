@@ -1,5 +1,6 @@
 """Every kind of draft x every kind of model x every layout: a schedule gives what it gives without drafts. It has
-greedy, sampled, penalized, biased and stopped requests, log probabilities, an abort, retraction, and cached prefixes.
+greedy, sampled, penalized, biased and stopped requests, grammars, log probabilities, an abort, retraction, and cached
+prefixes.
 
 `make test` has each drafter, model and layout in a case or two; `make thorough` runs all of them."""
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from rank_processes import run_ranks
 
+from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import native_ops
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
@@ -29,6 +31,7 @@ from sglang.srt.managers.wire.io_struct import AbortReq, FinishReason
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
+from srt.constrained import turned_grammar
 from srt.managers.fake_runner import assert_clean, request
 from srt.managers.test_fp4_schedules import quantize_rounded
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -186,7 +189,11 @@ SECOND: dict[str, tuple[list[int], dict[str, Any]]] = {
     "same prompt": ([*TRUNK, 7, 8], {}),
     "biased": (prompt(5, 12), {"logit_bias": {"11": 4.0}, "presence_penalty": 2.0, "temperature": 0.7, "min_p": 0.02}),
     "stopped": (prompt(6, 28), {"stop_token_ids": list(range(0, VOCAB, 4)), "min_new_tokens": 3, "temperature": 1.0}),
+    "constrained": ([*TRUNK, 12], {"frequency_penalty": 0.5}),
+    "constrained sample": (prompt(7, 18), {"temperature": 0.8}),
 }
+GRAMMAR = (5, 12)
+"""Tokens of the outputs of constrained requests, at least and at most."""
 WITH_LOGPROBS = {"greedy", "sampled", "biased", "same prefix"}
 
 
@@ -227,6 +234,9 @@ def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
             if rid in WITH_LOGPROBS:
                 message = msgspec.structs.replace(message, return_logprob=True, logprob_start_len=len(ids))
             scheduler.add(message, seed=seed, stop_ids=frozenset(message.sampling_params.stop_token_ids))
+            if rid.startswith("constrained"):
+                grammar = turned_grammar.compiled(scheduler.plan.model.vocab_size, *GRAMMAR)
+                scheduler.reqs[rid].grammar = Grammar(grammar)
         for i in range(SECOND_WAVE_AT):
             if wave is FIRST and i == ABORT_AT:
                 scheduler.abort(AbortReq(["aborted"]))
@@ -237,6 +247,7 @@ def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
         step()
     for each in scheduler.schedulers if isinstance(scheduler, AttentionGroups) else [scheduler]:
         assert_clean(each)
+    assert all(turned_grammar.fits(result.tokens[rid], *GRAMMAR) for rid in result.tokens if "constrained" in rid)
     stats = scheduler.stats
     result.num_retracted, result.num_cached = stats.num_retracted, stats._cached
     result.verified = 0 if stats.drafts is None else stats.drafts.num_steps
