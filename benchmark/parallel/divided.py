@@ -8,7 +8,7 @@
 1. slice     four layers of DeepSeek-V3's shapes: output tokens a second with 64 and 256 requests, decode steps behind
              65,536 tokens, and the bytes of a GPU that a token of the cache takes
 2. replicas  two replicas of `--dense` (Qwen3-8B) beside one of them
-3. answers   the embedded model's texts in every layout, beside those of one rank (`layouts.py` has tokens of every kind)
+3. answers   the embedded model's texts in every layout, beside those of one rank; `layouts.py` compares tokens
 
 Upstream comes from --peer-site (see `benchmark/peers/compare.py`), or from a command behind which flags can be put. Its
 servers of the slice start beside ours, and all idle while one is measured; one that does not start costs its own rows.
