@@ -3,6 +3,7 @@ share."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -176,7 +177,7 @@ def multimodal(name: str, folder: Path) -> torch.Tensor:
     """Saved as transformers writes it, with a small image encoder. Logits of TOKENS."""
     import transformers
 
-    text = getattr(transformers, TINY[name][0])(**(SIZES | TINY[name][1]))
+    text = getattr(transformers, TINY[name][0])(**copy.deepcopy(SIZES | TINY[name][1]))
     encoder = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     if name.startswith("gemma3"):
         vision = transformers.SiglipVisionConfig(**encoder, image_size=28, patch_size=14)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -86,7 +87,8 @@ def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
 def test_every_large_matrix_is_quantized(name: str) -> None:
     """Of DeepSeek-V4 and Step-3.7 transformers writes keys that no published config.json has."""
     class_name, changes = TINY[name]
-    config = json.loads(getattr(transformers, class_name)(**(SIZES | changes)).to_json_string(use_diff=False))
+    values = copy.deepcopy(SIZES | changes)  # some of these classes write into what they are given
+    config = json.loads(getattr(transformers, class_name)(**values).to_json_string(use_diff=False))
     config["architectures"] = [class_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
     model = describe_model(config, online_fp8("fp8"))
     rows = expert_rows(model, ONE_RANK)
