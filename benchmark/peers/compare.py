@@ -5,10 +5,11 @@
         [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256] [--context-length N]
 
 `--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models
-need a config.json and a tokenizer; weights are random. One load generator (ours) drives both servers.
-Upstream reads the type of DeepSeek-V4's experts from checkpoints and takes it for MXFP4 where weights are random;
-SGLANG_DSV4_FP4_EXPERTS=0 in the environment makes them FP8. Prints
+need a config.json and a tokenizer; weights are random. One load generator (ours) drives both servers. Prints
 a table with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
+
+Upstream reads the type of DeepSeek-V4's experts from checkpoints and takes it for MXFP4 where weights are random;
+SGLANG_DSV4_FP4_EXPERTS=0 in the environment makes them FP8.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ class ThreadedCopies:
         self._populating: threading.Thread | None = None
 
     def populate(self) -> None:
-        """Has the system allocate main memory in a thread, which takes most of the time that locking it would. CUDA has
-        no part in that, so graphs may be captured meanwhile."""
+        """Has the system allocate main memory in a thread, so that locking it has less to do. CUDA has no part in that,
+        so graphs may be captured meanwhile."""
         if self.device.type == "cuda" and self._populating is None:
             self._populating = threading.Thread(target=populate, args=(self.pools,), name="main-memory", daemon=True)
             self._populating.start()

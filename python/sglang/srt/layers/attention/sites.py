@@ -37,7 +37,8 @@ LONG_PROMPTS = 512
 tokens of Qwen3-8B's heads take half a millisecond less in all layers (predicted)."""
 
 LONG_PREFIX = 16384
-"""Tokens of a cached prefix that all backends share out, which share any."""
+"""Tokens of the cached prefix behind which a start computes a prompt to compile what shares it: four times the least
+part that a program gets (`prefix_parts.LEAST_PART`)."""
 
 
 class AttentionSites:
