@@ -76,6 +76,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 160,
+    "num_local_experts": 4,
+    "attention_chunk_size": 12,
+    "floor_scale": 7,
+    "attn_scale": 0.4,
+    "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0},
+}
+
 MUSE = {
     "num_hidden_layers": 8,
     "sliding_window": 12,
@@ -424,6 +435,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
+    "llama4": ("Llama4TextConfig", LLAMA4),
+    "llama4_mixed": (
+        "Llama4TextConfig",
+        LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_parameters": PLAIN_ROPE},
+    ),
+    "llama4_wide": (
+        "Llama4TextConfig",
+        WIDE | LLAMA4 | {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "intermediate_size_mlp": 512}
+        | {"attention_chunk_size": 24, "intermediate_size": 256},
+    ),
     "qwen3_wide": ("Qwen3Config", WIDE),
     "qwen3_windows_wide": (
         "Qwen3Config",

@@ -54,11 +54,13 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "window_cap_sinks": ("HAS_WINDOW", *_SCORES),
         "custom_mask": ("HAS_MASK",),
         "window_both_ways": ("HAS_WINDOW",),
+        "window_chunks": ("HAS_WINDOW", "HAS_CHUNKS"),
     },
     "decode_attention": {
         "plain": ("HAS_GUESSES",),
         "cap_sinks": ("HAS_GUESSES", *_SCORES),
         "window_cap_sinks": ("HAS_GUESSES", "HAS_WINDOW", *_SCORES),
+        "window_chunks": ("HAS_GUESSES", "HAS_WINDOW", "HAS_CHUNKS"),
     },
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
     "latent_prompt_attention": {"causal": ("CAUSAL", "CARRY_OUT"), "chunk": ("CARRY_IN", "CARRY_OUT")},
@@ -66,8 +68,9 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 """The flags that are recorded, those that cost most: guesses, prefixes in parts, a cap and sinks together, in layers
 with a window and in those without."""
 
-_BOTH_WAYS = ((256, 256),)
-"""Heads of models whose images see themselves both ways in layers with a window (Gemma 4)."""
+_OF_SOME_HEADS = {"window_both_ways": ((256, 256),), "window_chunks": ((128, 128),)}
+"""Flags that only models with these heads have: images that see themselves both ways in layers with a window (Gemma 4),
+and windows that are chunks (Llama 4)."""
 GROUP = 8
 """Query heads a kv head, in every row: with 1 to 128 of them shared memory is the same, and none takes more registers
 but 12, which takes up to 10 more and spills no more."""
@@ -231,7 +234,7 @@ def _of_tile(
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
         if name == "custom_mask" and kv_dtype != "bfloat16":
             continue
-        if name != "window_both_ways" or head_dims in _BOTH_WAYS:
+        if head_dims in _OF_SOME_HEADS.get(name, (head_dims,)):
             yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
 
 

@@ -31,6 +31,7 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
     "window_cap_sinks": ("sliding_window",),
     "custom_mask": ("custom_mask",),
     "window_both_ways": ("both_ways",),
+    "window_chunks": ("chunked",),
 }
 """Last part of a variant's key -> the traits that need it."""
 _SAME_CODE = {"float16": "bfloat16"}

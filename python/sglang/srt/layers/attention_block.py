@@ -62,7 +62,7 @@ class GQAttention:
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
         self.value_scale, self.interleaved = spec.value_scale, spec.interleaved
-        self.growth = (spec.query_growth, spec.query_length)
+        self.growth = (spec.query_growth, spec.query_length, spec.query_offset)
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
@@ -125,6 +125,7 @@ class GQAttention:
             spec.softmax_scale,
             spec.v_head_dim,
             sliding_window=spec.window,
+            chunked=spec.chunked,
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
             token_ranks=spec.token_ranks(group.size, scope.groups.context.size),
@@ -198,12 +199,12 @@ def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def growth_of_queries(batch: ForwardBatch, growth: float, length: int) -> torch.Tensor:
+def growth_of_queries(batch: ForwardBatch, growth: float, length: int, offset: int = 0) -> torch.Tensor:
     """Returns the factors [T, 1] fp32 of a step's queries by their positions; the first layer makes them. Source:
-    Llama 4's attention temperature (arXiv 2501.19399), as Ministral 3 has it."""
-    name = f"query_growth.{growth}.{length}"
+    Llama 4's attention temperature (arXiv 2501.19399); Ministral 3 has it without an offset."""
+    name = f"query_growth.{growth}.{length}.{offset}"
     if name not in batch.handed_on:
-        runs = torch.div(batch.positions, length, rounding_mode="floor")
+        runs = torch.div(batch.positions + offset, length, rounding_mode="floor")
         batch.handed_on[name] = (1.0 + growth * torch.log1p(runs.float()))[:, None]
     return batch.handed_on[name]
 

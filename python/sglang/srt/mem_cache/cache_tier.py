@@ -128,7 +128,7 @@ def _can_go_on(one: CachedPrefix, other: CachedPrefix, depth: int) -> bool:
     if one.tier.checkpoints is not None and one.state_at(depth) is None and other.state_at(depth) is None:
         return False
     for window in one.tier.windows:
-        start = max(0, depth - (window.window - 1))
+        start = depth - int(window.seen_before(np.array(depth, np.int32)))
         if not (one.window(window.index, start, depth) | other.window(window.index, start, depth)).all():
             return False
     return True
@@ -353,7 +353,8 @@ class Transfer:
             first = int(window.first_kept(np.array([end], np.int32))[0])
             there, here = source.now().window(window.index, first, end), target.window(window.index, first, end)
             copied = (here == 0) & (there != 0)
-            if not (here | there)[-(window.window - 1) :].all():  # nobody could go on behind it
+            seen = int(window.seen_before(np.array(end, np.int32)))
+            if not (here | there)[len(here) - seen :].all():  # nobody could go on behind it
                 copied[:] = False
             self.departure.keep_window(of_source, np.where(copied, there, 0))
             self.arrival.keep_window(window, here)

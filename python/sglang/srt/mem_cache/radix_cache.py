@@ -123,7 +123,7 @@ class RadixCache:
         return all(self._has_window(node, window) for window in self.windows)
 
     def _has_window(self, node: Node, window: WindowTable) -> bool:
-        missing = min(node.depth, window.window - 1)
+        missing = int(window.seen_before(np.array(node.depth, np.int32)))
         for n in self._path(node):
             if missing <= 0:
                 break

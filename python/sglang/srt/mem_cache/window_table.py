@@ -22,7 +22,8 @@ BEFORE_THE_WINDOW, IN_THE_WINDOW = 0, 1
 
 class WindowTable:
     """Rows as those of `KVTable`, of which a request has the positions from `start` on: so many that the next token
-    sees its window, and that the window before the last whole page is complete when the request ends.
+    sees its window, and that the window before the last whole page is complete when the request ends. Windows that are
+    chunks begin at a multiple of their size.
 
     Slots of the tree are arrays as long as its tokens, with 0 for pages that it does not have.
     """
@@ -30,7 +31,7 @@ class WindowTable:
     def __init__(self, index: int, sizes: PoolSizes) -> None:
         """`index` among the windows of `sizes`: that of the entry in `Node.windows`."""
         self.index = index
-        self.window = sizes.windows[index].window
+        self.window, self.chunked = sizes.windows[index].window, sizes.windows[index].chunked
         self.page_size, self.growing = sizes.page_size, sizes.growing
         self.allocator = TokenAllocator(sizes.windows[index].tokens, sizes.page_size)
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
@@ -83,8 +84,13 @@ class WindowTable:
     def first_kept(self, lens: Lengths) -> Lengths:
         """Returns the first position that requests of these lengths must keep."""
         page = self.page_size
-        first: Lengths = np.maximum(lens // page * page - (self.window - 1), 0) // page * page
+        whole = lens // page * page
+        first: Lengths = (whole - self.seen_before(whole)) // page * page
         return first
+
+    def seen_before(self, positions: Lengths) -> Lengths:
+        """Returns how many tokens before each position the token there sees."""
+        return positions % self.window if self.chunked else np.minimum(positions, self.window - 1)
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -227,7 +233,7 @@ class WindowTable:
             if node.last_access > queued_at:
                 self.queue(node, tier)
                 continue
-            end = slots.size if tier == IN_THE_WINDOW else self._before_the_window(slots)
+            end = slots.size if tier == IN_THE_WINDOW else self._before_the_window(node)
             freed += self._evict_from(slots[:end], missing - freed)
             if tier == BEFORE_THE_WINDOW:
                 self.queue(node, IN_THE_WINDOW)
@@ -237,9 +243,10 @@ class WindowTable:
             self.queue(node)
         return freed * self.page_size
 
-    def _before_the_window(self, slots: Slots) -> int:
+    def _before_the_window(self, node: Node) -> int:
         """Returns how many of a node's positions lie before its last window."""
-        return max(0, slots.size - window_tokens(self.window, self.page_size, 0))
+        kept = node.depth - int(self.first_kept(np.array([node.depth], np.int32))[0])
+        return max(0, node.key.size - kept)
 
     def _next_evicted(self, num_pages: int) -> list[Node]:
         """Returns the nodes whose last windows lose pages if so many are freed."""
@@ -247,7 +254,7 @@ class WindowTable:
         for tier, _, entry, node in self._heap:
             if node.parent is not None:
                 slots = node.windows[self.index]
-                end = 0 if tier == IN_THE_WINDOW else self._before_the_window(slots)
+                end = 0 if tier == IN_THE_WINDOW else self._before_the_window(node)
                 num_pages -= self._unused(slots[:end]).size
                 in_window.append((node.last_access, entry, node, self._unused(slots[end:]).size))
         nodes = []
@@ -284,7 +291,8 @@ class WindowTable:
         page = self.page_size
         users, cached = np.zeros_like(self._users), np.zeros_like(self._cached)
         for slot, length in rows.items():
-            assert self.start[slot] <= max(0, length - self.window + 1), "a request gave up what its window needs"
+            needed = length - int(self.seen_before(np.array([length], np.int32))[0])
+            assert self.start[slot] <= needed, "a request gave up what its window needs"
             pages = self._pages(self.rows[slot, self.start[slot] : length])
             assert pages.size == -(-(length - self.start[slot]) // page), "a row lacks a page"
             users[pages] += 1

@@ -19,6 +19,5 @@ def site_of(mixer: Mixer, tp_size: int, dcp_size: int = 1) -> AttentionSite | No
     if shape is None:
         return None
     assert isinstance(mixer, GQA | MLA), "other mixers have no attention over a cache"
-    window = mixer.window if isinstance(mixer, GQA) else 0
-    top_k = mixer.top_k
-    return AttentionSite(shape, window, top_k, mixer.token_ranks(tp_size, dcp_size))
+    window, chunked = (mixer.window, mixer.chunked) if isinstance(mixer, GQA) else (0, False)
+    return AttentionSite(shape, window, mixer.top_k, mixer.token_ranks(tp_size, dcp_size), chunked)

@@ -73,6 +73,8 @@ class CacheGroup:
 
     def _kept_for(self) -> str:
         if isinstance(self.lifetime, Window):
+            if self.lifetime.chunked:
+                return f"the current {self.lifetime.tokens:,} tokens"
             return f"the last {self.lifetime.tokens:,} tokens"
         return "all tokens" if isinstance(self.lifetime, Full) else "the request"
 

@@ -20,6 +20,7 @@ from sglang.srt.plan.config_blocks import (
     block_sparse_layers,
     pooled_sparse,
 )
+from sglang.srt.plan.config_chunks import chunked_mixers
 from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
 from sglang.srt.plan.config_projections import projection_stripes
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
@@ -137,6 +138,8 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
             plain, rotated = (_compressed(keys, rate, rotation, indexed_rate=0) for rate in (0, 2))
             return [*shared_sparse_mixers(keys, rates, plain, rotated)]
         return [_compressed(keys, rate, rotation) for rate in rates]
+    if family.chunks:
+        return [*chunked_mixers(keys, _grouped(keys, family, 0, rotation), num_layers)]
     if keys.count("kv_lora_rank") and family.pooled_index:
         indexed = indexed_layers(keys, num_layers)
         return pooled_latent_mixers(keys, indexed, family.decay_bound, unsupported)
@@ -434,10 +437,12 @@ def _of_compression(keys: ConfigReader, rate: int) -> dict[str, Any]:
 def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
     """Returns whether each layer has experts: every `decoder_sparse_step`-th from `first_k_dense_replace` on, but for
     those of `mlp_only_layers`; or as `mlp_layer_types`, or a list in `moe_layer_freq`, says."""
-    step = keys.positive("decoder_sparse_step", 1) * keys.positive("interleave_moe_layer_step", 1)
+    listed_experts = keys.values.get("moe_layers_enum")
+    step = keys.positive("decoder_sparse_step", 1)
+    if listed_experts is None:
+        step *= keys.positive("interleave_moe_layer_step", 1)
     first, dense = keys.count("first_k_dense_replace"), keys.default("mlp_only_layers", list, [])
     kinds = _by_layer(keys, "mlp_layer_types", num_layers, "sparse")
-    listed_experts = keys.values.get("moe_layers_enum")
     if listed_experts is not None and keys.values.get("mlp_layer_types") is None:
         kinds = enumerated(listed_experts, num_layers, keys.source)
     if isinstance(keys.values.get("moe_layer_freq"), list):

@@ -68,7 +68,8 @@ class Router:
     of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
     `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
     empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
-    linear layer. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
+    linear layer. `scales_inputs`: an expert's weight multiplies what it takes, and not what it makes; of one expert a
+    token. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
     type, and the sums of their products are not rounded to it.
     """
 
@@ -81,6 +82,7 @@ class Router:
     correction: str = ""
     hash_table: str = ""
     bias: bool = False
+    scales_inputs: bool = False
     float32: bool = False
     exact_logits: bool = False
 
@@ -100,6 +102,8 @@ class Router:
             problems.append("groups are ranked by their two best experts and have one")
         if not 1 <= self.top_k <= members * self.top_groups:
             problems.append(f"{self.top_k} experts cannot be chosen from {self.top_groups} groups of {members}")
+        if self.scales_inputs and self.top_k != 1:
+            problems.append(f"weights multiply what an expert takes, but {self.top_k} experts take it")
         if self.score == "softmax" and (self.correction or self.hash_table):
             problems.append("softmax routing has no correction bias or hash table")
         return problems
@@ -199,6 +203,8 @@ def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQ
         return "it has a gate of its own"
     if experts.branches:
         return "it has norms of its own"
+    if experts.router.scales_inputs:
+        return "what the routed ones take is multiplied by their weights"
     if expert.activation not in (None, experts.activation):
         return "its activation has another limit"
     if experts.latent_size:

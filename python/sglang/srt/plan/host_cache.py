@@ -14,7 +14,7 @@ from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Window
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize, cache_cost
+from sglang.srt.plan.pool_sizes import PoolSizes, cache_cost
 from sglang.srt.server_args import ServerArgs
 
 GB, GIB = 1000**3, 1024**3
@@ -250,18 +250,19 @@ def _scaled(
     def pages(tokens: int) -> int:
         return max(1, int(tokens * ratio) // page) * page
 
-    windows = tuple(WindowSize(size.window, pages(size.tokens)) for size in device.windows)
+    windows = tuple(replace(size, tokens=pages(size.tokens)) for size in device.windows)
     checkpoints = max(1, int(device.checkpoints * ratio)) if device.has_states else 0
     sizes = replace(device, tokens=pages(device.tokens), max_requests=0, windows=windows, checkpoints=checkpoints)
     cost = cache_cost(groups)
     of_window = {
-        size.window: sum(g.bytes_per_entry for g in groups if g.lifetime == Window(size.window)) for size in windows
+        size: sum(g.bytes_per_entry for g in groups if g.lifetime == Window(size.window, size.chunked))
+        for size in windows
     }
     per_page = max(1, int(cost.bytes_per_token * page))
     return HostCachePlan(
         sizes,
         token_bytes=int(cost.bytes_per_token * sizes.tokens),
-        window_bytes=sum(size.tokens * of_window[size.window] for size in windows),
+        window_bytes=sum(size.tokens * of_window[size] for size in windows),
         state_bytes=cost.state_bytes * checkpoints,
         write_policy=args.hicache_write_policy,
         save_tokens=max(1, SAVE_BYTES // per_page) * page,

@@ -31,9 +31,11 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Lifetime of entries that are kept for the last `tokens` tokens of a request."""
+    """Lifetime of entries that are kept for the last `tokens` tokens of a request; `chunked`: only for those of them
+    that are in the chunk of the next token, where chunks of so many tokens follow one another from the first on."""
 
     tokens: int
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,13 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
     """The properties that call sites must have in common for one plan of a step to serve them. `window` 0: all tokens.
-    `top_k` > 0: the number of them that an indexer selects. `token_ranks`: as in CacheSpec."""
+    `top_k` > 0: the number of them that an indexer selects. `token_ranks`: as in CacheSpec. `chunked`: as in Window."""
 
     shape: AttentionShape
     window: int = 0
     top_k: int = 0
     token_ranks: int = 1
+    chunked: bool = False
 
     @property
     def gathered(self) -> AttentionShape:
@@ -148,7 +151,7 @@ class AttentionSite:
     @property
     def lifetime(self) -> Full | Window:
         """Lifetime of the cache entries that the site reads."""
-        return Window(self.window) if self.window else FULL
+        return Window(self.window, self.chunked) if self.window else FULL
 
 
 @dataclass(frozen=True, slots=True)

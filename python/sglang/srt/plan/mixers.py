@@ -47,7 +47,8 @@ class HeadDims:
 class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
-    `window` 0: over the whole request; `kept_longer`: tokens more than a window that the cache keeps (drafts whose rows
+    `window` 0: over the whole request; `chunked`: a token sees no window of its own, but what its chunk of so many
+    tokens has up to it, where chunks follow one another from the first token on; `kept_longer`: tokens more than a window that the cache keeps (drafts whose rows
     lag behind the request). `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
     > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "unit" for one without
     weights, "whole" for one over all of q and one over all of k; `value_norm`: over each head of v too, without
@@ -60,8 +61,8 @@ class GQA:
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
     rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `query_growth`:
-    queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / query_length)). `stripes` > 0: the
-    checkpoint has q, k and v as one tensor, as `fused_rows` says.
+    queries at position p are multiplied by 1 + query_growth * ln(1 + floor((p + query_offset) / query_length)).
+    `stripes` > 0: the checkpoint has q, k and v as one tensor, as `fused_rows` says.
     """
 
     num_heads: int
@@ -71,6 +72,7 @@ class GQA:
     rope: RopeSpec | None
     scale: float = 0.0
     window: int = 0
+    chunked: bool = False
     kept_longer: int = 0
     qk_norm: str = ""
     fp32_norms: bool = False
@@ -97,6 +99,7 @@ class GQA:
     scale_rows: int = 1
     query_growth: float = 0.0
     query_length: int = 1
+    query_offset: int = 0
     stripes: int = 0
 
     @property
@@ -190,6 +193,7 @@ class GQA:
             yield Need("q_norm_rope", q_dtype=serving.dtype)
         present = {
             "sliding_window": self.window > 0,
+            "chunked": self.chunked,
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
             "kept_longer": self.window > 0 and self.kept_longer > 0,
@@ -213,7 +217,8 @@ class GQA:
         if not self.caches_tokens:
             return ()
         heads = self.shares(serving.attn_tp_size).padded_kv_heads
-        lifetime = Window(self.window + self.kept_longer) if self.window else FULL
+        assert not (self.chunked and self.kept_longer), "drafts that lag behind keep windows only"
+        lifetime = Window(self.window + self.kept_longer, self.chunked) if self.window else FULL
         cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
         token_ranks = self.token_ranks(serving.attn_tp_size, serving.dcp_size)
         if token_ranks > 1:

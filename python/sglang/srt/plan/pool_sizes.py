@@ -20,10 +20,11 @@ prefixes are known by them."""
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """The size of a pool for caches that keep `window` tokens of a request."""
+    """The size of a pool for caches that keep `window` tokens of a request; `chunked`: as in `layer_spec.Window`."""
 
     window: int
     tokens: int
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class WindowDemand:
     bytes_per_token: int
     least: int
     most: int
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class CacheCost:
     def window_sizes(self, tokens: int, page_size: int) -> tuple[WindowSize, ...]:
         """Returns the sizes of the windows' pools beside a pool for `tokens`, the padding page included."""
         return tuple(
-            WindowSize(demand.window, min(tokens, demand.most) // page_size * page_size - page_size)
+            WindowSize(demand.window, min(tokens, demand.most) // page_size * page_size - page_size, demand.chunked)
             for demand in self.windows
         )
 
@@ -175,5 +177,6 @@ def sized_cost(
         running = max_requests * window_tokens(lifetime.tokens, page_size, growing)
         steps = -(-step_tokens // page_size) * page_size + page_size
         of_token = sum(group.bytes_per_entry for group in groups if group.lifetime == lifetime)
-        demands.append(WindowDemand(lifetime.tokens, of_token, least, max(least, running + steps)))
+        most = max(least, running + steps)
+        demands.append(WindowDemand(lifetime.tokens, of_token, least, most, lifetime.chunked))
     return replace(cache_cost(groups), windows=tuple(demands))

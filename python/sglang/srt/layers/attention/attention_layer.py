@@ -23,6 +23,8 @@ class AttentionLayer:
     """0: the same as head_dim."""
     sliding_window: int = 0
     """Each query sees itself and the `sliding_window - 1` tokens before it; 0: all."""
+    chunked: bool = False
+    """Each query sees the tokens up to itself from the last multiple of `sliding_window` on instead."""
     logit_cap: float = 0.0
     sinks: torch.Tensor | None = None
     """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
@@ -35,4 +37,4 @@ class AttentionLayer:
     def __post_init__(self) -> None:
         self.v_head_dim = self.v_head_dim or self.head_dim
         shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        self.site = AttentionSite(shape, self.sliding_window, self.top_k, self.token_ranks)
+        self.site = AttentionSite(shape, self.sliding_window, self.top_k, self.token_ranks, self.chunked)

@@ -101,7 +101,7 @@ class NativeExtendMetadata:
                 end = last if self.causal else prefix + new
                 positions = torch.arange(prefix + first, last, device=q.device)
                 keys_at = torch.arange(begin, end, device=q.device)
-                mask = _visible(positions, keys_at, layer.sliding_window, self.causal)
+                mask = _visible(positions, keys_at, layer, self.causal)
                 out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer)
             start += new
 
@@ -133,7 +133,7 @@ class NativeDecodeMetadata:
         lens = rows.seq_lens[group].long()
         key_positions = torch.arange(_first_visible(min(seq_lens) - 1, layer), max(seq_lens), device=q.device)
         slots = rows.req_pool_indices[group, None]
-        mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
+        mask = _visible(lens[:, None] - 1, key_positions, layer)
         # Elsewhere the table holds anything: read the query's own key there, and mask it.
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
@@ -183,15 +183,20 @@ def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def _first_visible(position: int, layer: AttentionLayer) -> int:
     """The first key that a query at `position` sees: those before it may be gone."""
+    if layer.chunked:
+        return position // layer.sliding_window * layer.sliding_window
     return max(0, position + 1 - layer.sliding_window) if layer.sliding_window > 0 else 0
 
 
 def _visible(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int, causal: bool = True
+    query_positions: torch.Tensor, key_positions: torch.Tensor, layer: AttentionLayer, causal: bool = True
 ) -> torch.Tensor:
-    """[..., N] and [L] -> [..., N, L]: causal, within the sliding window when there is one."""
+    """[..., N] and [L] -> [..., N, L]: causal, within the sliding window or chunk when there is one."""
+    window = layer.sliding_window
     distance = query_positions[..., None] - key_positions
     mask = distance >= (0 if causal else -len(key_positions))
+    if layer.chunked:
+        return mask & (key_positions >= (query_positions // window * window)[..., None])
     return mask & (distance < window) if window > 0 else mask
 
 

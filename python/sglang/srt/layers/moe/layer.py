@@ -58,7 +58,9 @@ class MoELayer:
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.bands, self.features = scope.plan.tiles("fused_moe"), scope.plan.arch.features
-        self.row_format = None if spec.latent_size else self._row_format(scope, spec)
+        self.scales_inputs = spec.router.scales_inputs
+        apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router
+        self.row_format = None if apart else self._row_format(scope, spec)
         self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
         if spec.latent_size:
             self.latent = (
@@ -96,6 +98,8 @@ class MoELayer:
         """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
         rows = x if self.latent is None else self.latent[0](values_of(x))
+        if self.scales_inputs:
+            rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
         out = self.products(rows, w13, w2, weights, ids, self.activation, self.bands, self.features)
         # What comes behind is linear: of each rank's summand.
         return out if self.latent is None else self.latent[1](out)

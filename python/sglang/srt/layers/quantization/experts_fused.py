@@ -128,6 +128,7 @@ FUSED: Mapping[str, FusedForm] = {
     "gpt_oss": FusedForm(_COLUMNS, None, _BIAS, alternating=True),
     # In 16 bits: Qwen3.5, and Qwen3-VL as published; transformers 5 writes the latter as the former.
     "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
+    "columns": FusedForm(_COLUMNS, None, _BIAS, alternating=False),  # Llama 4
     "stacked_columns": FusedForm(replace(_COLUMNS, other=_ROWS), None, _BIAS, alternating=False),
 }
 """The forms by storage, or for 16-bit weights by the form that the family declares."""

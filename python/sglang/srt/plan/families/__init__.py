@@ -25,6 +25,7 @@ from sglang.srt.plan.families.hy_v3 import HY_V3
 from sglang.srt.plan.families.kimi_linear import KIMI_LINEAR
 from sglang.srt.plan.families.laguna import LAGUNA
 from sglang.srt.plan.families.llama import LLAMA
+from sglang.srt.plan.families.llama4 import LLAMA4, LLAMA4_TEXT
 from sglang.srt.plan.families.mimo_v2 import MIMO_V2
 from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.minimax_m3 import MINIMAX_M3
@@ -40,6 +41,8 @@ from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
 FAMILIES: tuple[Family, ...] = (
     *(
         LLAMA,
+        LLAMA4_TEXT,
+        LLAMA4,
         MISTRAL,
         MINISTRAL3,
         MISTRAL4_TEXT,

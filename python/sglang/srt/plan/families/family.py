@@ -49,6 +49,7 @@ class Family:
     optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
     recurrent_pattern: int = 0  # every so many layers one is attention and no gated delta net, likewise
+    chunks: bool = False  # layers see chunks of tokens, or do not rotate heads: `config_chunks`
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
     pooled_index: bool = False  # attention without a window is as PooledSparse, or as PooledLatent
     compressed: bool = False  # `compress_ratios` says of each layer how many tokens an entry stands for

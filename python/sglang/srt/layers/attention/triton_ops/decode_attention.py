@@ -32,6 +32,7 @@ from sglang.srt.layers.attention.triton_ops.common import (
     rows_of_tile,
     split_head_dim,
     visible,
+    window_start,
 )
 from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE, DecodeWorkspace, head_tiles
 from sglang.srt.layers.attention.triton_ops.latent_decode import launch_latent_decode
@@ -110,8 +111,8 @@ def plan_kernel(
 def _attend(
     acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, pos, begin, end, row_end, window, scale,
     cap, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
-    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_GUESSES: tl.constexpr, V_IN_K: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_GUESSES: tl.constexpr, V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys at cache slots `slots` [N], admissible where begin <= pos < end; with HAS_GUESSES and MASKED
     only to the rows that see them, as `visible` says."""
@@ -131,7 +132,7 @@ def _attend(
         v = load_rows(v_base, slots.to(tl.int64) * v_stride, keep, 0, BLOCK_DV, V_HEAD_DIM, MASKED)
     seen = keep[None, :]
     if HAS_GUESSES and MASKED:
-        seen = visible(seen, pos, row_end, window, HAS_WINDOW)
+        seen = visible(seen, pos, row_end, window, HAS_WINDOW, HAS_CHUNKS)
     return accumulate(acc, row_max, row_sum, scores, scale, seen, v, q.dtype, MASKED)
 
 
@@ -143,8 +144,8 @@ def decode_kernel(
     stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_GUESSES: tl.constexpr,
-    V_IN_K: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_GUESSES: tl.constexpr, V_IN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], caches [S, Hkv, D/Dv] -> o [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized
     output [pieces, Hq, Dv] and base-2 log-sum-exp [pieces, Hq], both fp32. HAS_GUESSES: B is num_tokens rows of each
@@ -165,7 +166,7 @@ def decode_kernel(
     if HAS_GUESSES:
         prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
     if HAS_WINDOW:
-        begin = tl.maximum(begin, (prefix + 1 if HAS_GUESSES else length) - window)
+        begin = tl.maximum(begin, window_start(prefix if HAS_GUESSES else length - 1, window, HAS_CHUNKS))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -199,13 +200,13 @@ def decode_kernel(
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs, pos,
                 begin, end, row_end, window, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False,
-                HAS_WINDOW, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
+                HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < end, other=0),
             stride_kcs, stride_vcs, pos, begin, end, row_end, window, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
-            BLOCK_DPE, BLOCK_DV, True, HAS_WINDOW, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
+            BLOCK_DPE, BLOCK_DV, True, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
 
     cols = tl.arange(0, BLOCK_DV)
     mask = head_ok[:, None] & (cols < V_HEAD_DIM)[None, :]
@@ -330,6 +331,7 @@ def decode_attention_fwd(
     scale: float,
     tile: Mapping[str, int],
     sliding_window: int = 0,
+    chunked: bool = False,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
@@ -344,7 +346,8 @@ def decode_attention_fwd(
     head dim, and there is one KV head, it is its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices
     [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have
     run before on the same stream, but not directly before; layers with and without a sliding window (which counts the
-    query itself) share one plan. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
+    query itself) share one plan. With `chunked` a query sees the tokens up to itself from the last multiple of
+    sliding_window on. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
     exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
 
     With `prefix_lens` [B] int32 there are guesses: q [B * R, Hq, D] and o (contiguous) have R rows of each sequence, of
@@ -375,8 +378,8 @@ def decode_attention_fwd(
             k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
             BLOCK_DPE=block_dpe, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_H=tile["BLOCK_H"],
-            BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
-            HAS_GUESSES=prefix_lens is not None, V_IN_K=False, num_warps=tile["num_warps"],
+            BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0,
+            HAS_SINKS=sinks is not None, HAS_GUESSES=prefix_lens is not None, V_IN_K=False, num_warps=tile["num_warps"],
             num_stages=tile["num_stages"], **pdl.options(),
         )  # fmt: skip
     if prefix_lens is not None:  # of a piece, the guesses are further heads

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores, rows_of_tile, visible
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores, rows_of_tile, visible, window_start
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace, head_tiles
 from sglang.srt.layers.triton_ops import pdl
@@ -75,7 +75,7 @@ def decode_fp4_kernel(
     scale, v_scale, cap, window, stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kss, stride_vcs,
     stride_vss, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_GV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], codes [S, Hkv, D/2 or Dv/2] and scales [S, Hkv, D/16 or Dv/16], uint8 -> as `decode_kernel`: o
     [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized output and log-sum-exp. Grid:
@@ -96,7 +96,7 @@ def decode_fp4_kernel(
     if HAS_GUESSES:
         prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
     if HAS_WINDOW:
-        begin = tl.maximum(begin, (prefix + 1 if HAS_GUESSES else length) - window)
+        begin = tl.maximum(begin, window_start(prefix if HAS_GUESSES else length - 1, window, HAS_CHUNKS))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -139,7 +139,7 @@ def decode_fp4_kernel(
         keep = (pos >= begin) & (pos < end)
         seen = keep[None, :]
         if HAS_GUESSES:
-            seen = visible(seen, pos, row_end, window, HAS_WINDOW)
+            seen = visible(seen, pos, row_end, window, HAS_WINDOW, HAS_CHUNKS)
         even_acc, odd_acc, row_max, row_sum = attend_fp4(
             even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
             tl.load(slot_ptr + pos, mask=pos < end, other=0), keep, seen, k_stride, stride_kss, v_stride,
@@ -180,6 +180,7 @@ def decode_fp4_fwd(
     scale: float,
     tile: Mapping[str, int],
     sliding_window: int = 0,
+    chunked: bool = False,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
@@ -202,7 +203,7 @@ def decode_fp4_fwd(
         req_to_token.stride(0), GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
         BLOCK_G=group_block(head_dim), BLOCK_GV=group_block(v_head_dim), BLOCK_H=tile["BLOCK_H"],
         BLOCK_N=tile["BLOCK_N"],
-        HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
+        HAS_WINDOW=sliding_window > 0, HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
         **pdl.options(),
     )  # fmt: skip

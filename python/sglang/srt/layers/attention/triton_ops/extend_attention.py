@@ -22,7 +22,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
+from sglang.srt.layers.attention.triton_ops.common import (
+    LOG2E,
+    accumulate,
+    cap_scores,
+    load_rows,
+    split_head_dim,
+    window_start,
+)
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
 from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 
@@ -32,7 +39,8 @@ def _attend(
     acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_begin, kv_end, q_pos, scale,
     cap, window, mask_base, mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr,
+    V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]. Those
     from kv_end on, and with a window those before kv_begin, which no row sees, are not read."""
@@ -54,7 +62,7 @@ def _attend(
         if CAUSAL:
             keep = keep & (kv_pos[None, :] <= q_pos[:, None])
         if HAS_WINDOW:
-            keep = keep & (kv_pos[None, :] > q_pos[:, None] - window)
+            keep = keep & (kv_pos[None, :] >= window_start(q_pos, window, HAS_CHUNKS)[:, None])
         if HAS_MASK:
             keep = keep & (tl.load(mask_base + mask_rows[:, None] + kv_pos[None, :], mask=keep, other=0) != 0)
     if V_IN_K:
@@ -76,8 +84,8 @@ def extend_kernel(
     stride_ot, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_PREFIX: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_PARTS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
     carry log2(e). Grid: (num_blocks * Hkv,). HAS_PARTS: num_parts programs share a block, and the results are part_o
@@ -138,7 +146,7 @@ def extend_kernel(
 
     first_visible = 0
     if HAS_WINDOW:
-        first_visible = tl.maximum(prefix_len + first_token - window + 1, 0)
+        first_visible = tl.maximum(window_start(prefix_len + first_token, window, HAS_CHUNKS), 0)
 
     if HAS_PREFIX:
         k_base = k_cache_ptr + kv_head * stride_kch
@@ -159,7 +167,7 @@ def extend_kernel(
                 acc, row_max, row_sum = _attend(
                     acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs,
                     pos, 0, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM,
-                    BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False, V_IN_K,
+                    BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, False, HAS_CAP, False, V_IN_K,
                 )  # fmt: skip
         for n in range(start, end, BLOCK_N):
             pos = n + offs_n
@@ -167,7 +175,7 @@ def extend_kernel(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len,
                 other=0), stride_kcs, stride_vcs, pos, first_visible, prefix_len, q_pos, prefix_scale, cap, window,
                 mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW,
-                HAS_CAP, HAS_MASK, V_IN_K,
+                HAS_CHUNKS, HAS_CAP, HAS_MASK, V_IN_K,
             )  # fmt: skip
         acc = acc * v_scale
 
@@ -192,14 +200,14 @@ def extend_kernel(
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, 0, kv_end,
                 q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
-                False, False, False, HAS_CAP, False, V_IN_K,
+                False, False, False, False, HAS_CAP, False, V_IN_K,
             )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, first_visible,
             kv_end, q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
-            True, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_MASK, V_IN_K,
+            True, CAUSAL, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_MASK, V_IN_K,
         )  # fmt: skip
 
     if ALWAYS_MASK:
@@ -240,6 +248,7 @@ def extend_attention_fwd(
     tile: Mapping[str, int],
     causal: bool = True,
     sliding_window: int = 0,
+    chunked: bool = False,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     custom_mask: torch.Tensor | None = None,
@@ -261,7 +270,8 @@ def extend_attention_fwd(
 
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
-    sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are
+    sliding_window counts the query itself; 0 means none; with `chunked` a query sees the tokens up to itself from the
+    last multiple of it on. has_prefix False: the caller knows that all prefixes are
     empty. parts: of a step whose prefixes several programs share, without a window and a mask. share (i, n), without
     parts: launches the i-th of n runs of blocks only, those before `num_blocks`; together they fill o as one launch
     does, bit by bit. Never synchronizes; CUDA-graph safe.
@@ -299,7 +309,7 @@ def extend_attention_fwd(
         o.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
         GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
-        HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0,
+        HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None and parts is None, HAS_MASK=custom_mask is not None, V_IN_K=v_in_k,
         HAS_PARTS=parts is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
     )  # fmt: skip

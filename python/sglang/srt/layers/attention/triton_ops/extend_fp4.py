@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, split_head_dim
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, split_head_dim, window_start
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import attend_fp4, load_pairs
 from sglang.srt.layers.attention.triton_ops.extend_attention import _attend
 from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block, slot_stride
@@ -32,7 +32,7 @@ def extend_fp4_kernel(
     stride_kcs, stride_kss, stride_vcs, stride_vss, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_GV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], codes [S, Hkv, D/2 or Dv/2] and scales [S, Hkv, D/16 or Dv/16], uint8
     -> o [T, Hkv * GROUP, Dv]; `scale` and `cap` carry log2(e), k_scale and v_scale LIFT. Grid: (num_blocks * Hkv,)."""
@@ -68,7 +68,7 @@ def extend_fp4_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     first_visible = 0
     if HAS_WINDOW:
-        first_visible = tl.maximum(prefix_len + first_token - window + 1, 0)
+        first_visible = tl.maximum(window_start(prefix_len + first_token, window, HAS_CHUNKS), 0)
 
     even_acc = tl.zeros([BLOCK_M, BLOCK_GV * 8], dtype=tl.float32)
     odd_acc = tl.zeros([BLOCK_M, BLOCK_GV * 8], dtype=tl.float32)
@@ -99,7 +99,7 @@ def extend_fp4_kernel(
         keep = (pos >= first_visible) & (pos < prefix_len)
         visible = keep[None, :]
         if HAS_WINDOW:
-            visible = visible & (pos[None, :] > q_pos[:, None] - window)
+            visible = visible & (pos[None, :] >= window_start(q_pos, window, HAS_CHUNKS)[:, None])
         even_acc, odd_acc, row_max, row_sum = attend_fp4(
             even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
             tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0), keep, visible, k_stride, stride_kss, v_stride,
@@ -128,13 +128,13 @@ def extend_fp4_kernel(
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, 0, kv_end,
                 q_pos, scale, cap, window, q_ptr, token, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False,
-                False, False, HAS_CAP, False, False)  # fmt: skip
+                False, False, False, HAS_CAP, False, False)  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, first_visible,
             kv_end, q_pos, scale, cap, window, q_ptr, token, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True,
-            CAUSAL, HAS_WINDOW, HAS_CAP, False, False)  # fmt: skip
+            CAUSAL, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, False, False)  # fmt: skip
 
     if HAS_WINDOW:
         # A row beyond the sequence may see nothing.
@@ -168,6 +168,7 @@ def extend_fp4_fwd(
     tile: Mapping[str, int],
     causal: bool = True,
     sliding_window: int = 0,
+    chunked: bool = False,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
@@ -194,5 +195,5 @@ def extend_fp4_fwd(
         HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_G=group_block(head_dim), BLOCK_GV=group_block(v_head_dim),
         BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal, HAS_WINDOW=sliding_window > 0,
-        HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
     )  # fmt: skip

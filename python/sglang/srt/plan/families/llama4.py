@@ -1,0 +1,60 @@
+"""Llama 4, text: layers that see a chunk of the tokens and rotate heads, and layers that see all and do not, whose
+queries grow; one expert a token, whose weight multiplies what it takes, beside a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
+
+LLAMA4_TEXT = Family(
+    model_types=("llama4",),
+    architectures=("Llama4ForCausalLM",),
+    names=WeightMap(
+        MODEL_NAMES,
+        {
+            **ATTENTION_NAMES,
+            "mlp.gate_up": "feed_forward.{part}_proj",
+            "mlp.down": "feed_forward.down_proj",
+            "moe.router": "feed_forward.router",
+            "moe.experts": "feed_forward.experts",
+            "moe.w13": "feed_forward.experts.{expert}.{part}_proj",
+            "moe.w2": "feed_forward.experts.{expert}.{part}_proj",
+            "moe.shared.gate_up": "feed_forward.shared_expert.{part}_proj",
+            "moe.shared.down": "feed_forward.shared_expert.down_proj",
+        },
+    ),
+    allowed={"hidden_act": ("silu",)},
+    spellings={"moe_layers": "moe_layers_enum"},
+    published={
+        0: {
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+            "num_shared_experts": 1,
+        }
+    },
+    head_dim=128,
+    num_kv_heads=8,
+    qk_norm="unit",
+    optional_qk_norm=True,
+    interleaved_rotary=True,
+    chunks=True,
+    has_experts=True,
+    expert_form="columns",
+    router=Router(0, "sigmoid", renormalize=False, scales_inputs=True),
+)
+LLAMA4 = replace(
+    LLAMA4_TEXT,
+    architectures=("Llama4ForConditionalGeneration",),
+    names=replace(
+        LLAMA4_TEXT.names.below("language_model.model."),
+        beginnings=(("language_model.lm_head.", "lm_head."),),
+        unread=("vision_model.", "multi_modal_projector."),
+    ),
+)
+"""The text half of published checkpoints, which have an image encoder."""
