@@ -21,7 +21,13 @@ DEVICE = interpreter.DEVICE
 BOUND = 2e-3
 """The error of attention over the dequantized cache: dequantizing is exact, so it is that of 16 bits."""
 
-LAYERS: tuple[dict[str, float], ...] = ({}, {"window": 33}, {"window": 7, "sinks": 1, "logit_cap": 20.0}, {"sinks": 1})
+LAYERS: tuple[dict[str, float], ...] = (
+    {},
+    {"window": 33},
+    {"window": 7, "sinks": 1, "logit_cap": 20.0},
+    {"sinks": 1},
+    {"window": 33, "chunked": 1},
+)
 
 
 def stored(p: Problem) -> tuple[dict[str, torch.Tensor], Problem]:
@@ -53,11 +59,11 @@ def test_decode(dims: tuple[int, int], features: dict[str, float]) -> None:
         p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=p.prefix + 1,
         workspace=workspace, scale=dims[0] ** -0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale,
         sliding_window=int(features.get("window", 0)), logit_cap=features.get("logit_cap", 0.0),
-        sinks=sinks if "sinks" in features else None, **caches,
+        sinks=sinks if "sinks" in features else None, chunked="chunked" in features, **caches,
     )  # fmt: skip
     want = reference_decode(
         p, dims[0] ** -0.5, int(features.get("window", 0)), features.get("logit_cap", 0.0),
-        sinks if "sinks" in features else None,
+        sinks if "sinks" in features else None, "chunked" in features,
     )  # fmt: skip
     assert relative_error(out, want) < BOUND
 
@@ -75,11 +81,12 @@ def test_extend(dims: tuple[int, int], features: dict[str, float]) -> None:
         p.q, p.k, p.v, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, prefix_lens=p.prefix,
         start_loc=p.start_loc, scale=dims[0] ** -0.5, tile=tile_of("extend_attention", dims), k_scale=p.k_scale,
         v_scale=p.v_scale, causal=causal, sliding_window=int(features.get("window", 0)),
-        logit_cap=features.get("logit_cap", 0.0), sinks=sinks if "sinks" in features else None, **caches,
+        logit_cap=features.get("logit_cap", 0.0), sinks=sinks if "sinks" in features else None,
+        chunked="chunked" in features, **caches,
     )  # fmt: skip
     want = reference_extend(
         p, dims[0] ** -0.5, causal, int(features.get("window", 0)), features.get("logit_cap", 0.0),
-        sinks if "sinks" in features else None,
+        sinks if "sinks" in features else None, chunked="chunked" in features,
     )  # fmt: skip
     assert relative_error(out, want) < BOUND
 

@@ -31,6 +31,7 @@ LATENT = latent_cache("latent", 12, 8, "bfloat16")
 INDEX = CacheSpec("index", (CacheTensor("k", (1, 4), "fp8_e4m3"), CacheTensor("scale", (1,), "float32")))
 FULL = key_value_cache("kv", 2, 8, 8, "bfloat16")
 WINDOW = key_value_cache("kv", 2, 4, 4, "bfloat16", Window(13))
+CHUNKS = key_value_cache("kv", 2, 4, 4, "bfloat16", Window(14, chunked=True))
 STATE = CacheSpec("state", (CacheTensor("state", (2, 4, 4), "float32"),), lifetime=PER_REQUEST)
 
 
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[list[tuple[CacheSpec, ...]], int]] = {
     "MLA": ([(LATENT,)] * 3, 1),
     "MLA + indexer": ([(LATENT, INDEX), (LATENT,)], 4),
     "window + full": ([(WINDOW,), (FULL,)] * 2, 4),
+    "chunks + full": ([(CHUNKS,), (FULL,)] * 2, 4),
     "gated delta + full": ([(STATE,), (STATE,), (FULL,)], 1),
     "V4": ([compressed(4), compressed(16)[:2] + compressed(16)[3:]], 16),
 }

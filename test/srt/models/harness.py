@@ -442,7 +442,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama4_wide": (
         "Llama4TextConfig",
-        WIDE | LLAMA4 | {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "intermediate_size_mlp": 512}
+        WIDE
+        | LLAMA4
+        | {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "intermediate_size_mlp": 512}
         | {"attention_chunk_size": 24, "intermediate_size": 256},
     ),
     "qwen3_wide": ("Qwen3Config", WIDE),

@@ -29,9 +29,14 @@ def attend(
     return torch.einsum("hnl,lhd->nhd", weights, v)
 
 
-def visible_keys(q_positions: torch.Tensor, num_keys: int, causal: bool = True, window: int = 0) -> torch.Tensor:
+def visible_keys(
+    q_positions: torch.Tensor, num_keys: int, causal: bool = True, window: int = 0, chunked: bool = False
+) -> torch.Tensor:
     """[N] -> [N, num_keys] bool."""
-    distance = q_positions[:, None] - torch.arange(num_keys, device=q_positions.device)
+    keys = torch.arange(num_keys, device=q_positions.device)
+    distance = q_positions[:, None] - keys
+    if chunked:
+        return (distance >= 0) & (q_positions[:, None] // window == keys // window)
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return seen & (distance < window) if window > 0 else seen
 
@@ -118,6 +123,7 @@ def reference_extend(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     masks: list[torch.Tensor] | None = None,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """New tokens over prefix and themselves -> [T, Hq, Dv] fp32; masks[i] [new, prefix + new] bool goes on top."""
     out, start = [], 0
@@ -125,7 +131,8 @@ def reference_extend(
         rows = slice(start, start + new)
         k_old, v_old = p.cached(i, prefix)
         k, v = torch.cat([k_old, p.k[rows].float()]), torch.cat([v_old, p.v[rows].float()])
-        visible = visible_keys(torch.arange(prefix, prefix + new, device=p.q.device), prefix + new, causal, window)
+        positions = torch.arange(prefix, prefix + new, device=p.q.device)
+        visible = visible_keys(positions, prefix + new, causal, window, chunked)
         if masks is not None:
             visible = visible & masks[i]
         out.append(attend(p.q[rows], k, v, visible, scale, logit_cap, sinks))
@@ -134,13 +141,18 @@ def reference_extend(
 
 
 def reference_decode(
-    p: Problem, scale: float, window: int = 0, logit_cap: float = 0.0, sinks: torch.Tensor | None = None
+    p: Problem,
+    scale: float,
+    window: int = 0,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """The last token of each sequence (new_lens are 1; its key is in the cache) -> [B, Hq, Dv] fp32."""
     out = []
     for i, prefix in enumerate(p.prefix_lens):
         k, v = p.cached(i, prefix + 1)
-        visible = visible_keys(torch.tensor([prefix], device=p.q.device), prefix + 1, True, window)
+        visible = visible_keys(torch.tensor([prefix], device=p.q.device), prefix + 1, True, window, chunked)
         out.append(attend(p.q[i : i + 1], k, v, visible, scale, logit_cap, sinks))
     return torch.cat(out)
 

@@ -174,6 +174,22 @@ def test_window_and_sinks(window: int, with_sinks: bool) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("size", [1, 20, 64, 66])
+def test_chunks(size: int) -> None:
+    """Of every sequence some blocks lie in two chunks; a decoding token is the first or the last of one, or between.
+    Slots before the chunk of the first new token hold anything."""
+    for problem, run, reference in (
+        (extend_problem(), run_extend, reference_extend),
+        (decode_problem(), run_decode, reference_decode),
+    ):
+        expected = reference(problem, 64**-0.5, window=size, chunked=True)
+        for i, prefix in enumerate(problem.prefix_lens):
+            stale = problem.req_to_token[problem.req_pool_indices[i], : prefix // size * size].long()
+            problem.k_cache[stale] = problem.v_cache[stale] = float("nan")
+        assert relative_error(run(problem, sliding_window=size, chunked=True), expected) < BF16_BOUND
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
 @pytest.mark.parametrize("window", [1, 20, 64])
 def test_images_that_see_themselves_both_ways(window: int, head_dims: tuple[int, int]) -> None:

@@ -64,7 +64,7 @@ def check(p: Problem, rows: int, bound: float, fp4: dict[str, torch.Tensor] | No
     for i, (prefix, end) in enumerate(zip(p.prefix_lens, lens.tolist(), strict=True)):
         k, v = (cached.nan_to_num(0.0) for cached in p.cached(i, end))
         own = slice(i * rows, i * rows + end - prefix)
-        seen = visible_keys(torch.arange(prefix, end, device=p.device), end, True, window)
+        seen = visible_keys(torch.arange(prefix, end, device=p.device), end, True, window, "chunked" in features)
         want = attend(p.q[own], k, v, seen, p.head_dim**-0.5, features.get("logit_cap", 0.0), sinks)
         assert relative_error(out[own], want) < bound, f"sequence {i}"
 
@@ -105,7 +105,11 @@ def test_float8_caches(dims: tuple[int, int], kv_dtype: torch.dtype) -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("rows", "features"), [(2, {"sliding_window": 20}), (5, {"logit_cap": 5.0})], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "features"),
+    [(2, {"sliding_window": 20}), (5, {"logit_cap": 5.0}), (4, {"sliding_window": 33, "chunked": True})],
+    ids=str,
+)
 def test_four_bit_caches(rows: int, features: dict[str, float]) -> None:
     for dims in fp4_head_dims()[: 1 if interpreter.INTERPRETED else None]:
         p = Problem(PREFIXES, [rows] * len(PREFIXES), 6, 2, *dims, device=interpreter.DEVICE, k_scale=0.5, v_scale=2.0)
@@ -124,6 +128,17 @@ def test_windows_sinks_and_caps(window: int, with_sinks: bool) -> None:
         p.k_cache[stale] = p.v_cache[stale] = float("nan")
     sinks = torch.linspace(-1.0, 4.0, p.num_heads, device=p.device) if with_sinks else None
     check(p, 4, BOUNDS[None], sliding_window=window, sinks=sinks, logit_cap=cap)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("size", [1, 3, 33, 64])
+def test_chunks(size: int) -> None:
+    """Guesses of one request lie in one chunk, in two, or in one each."""
+    p = problem(4, (6, 2), (64, 64))
+    for i, prefix in enumerate(p.prefix_lens):  # handed on to other requests
+        stale = p.req_to_token[p.req_pool_indices[i], : prefix // size * size].long()
+        p.k_cache[stale] = p.v_cache[stale] = float("nan")
+    check(p, 4, BOUNDS[None], sliding_window=size, chunked=True)
 
 
 @interpreter.kernel_test

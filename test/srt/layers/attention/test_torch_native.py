@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one_kv_head": {"num_kv_heads": 1},
     "narrow_values": {"v_head_dim": 8},
     "window": {"sliding_window": 5},
+    "chunks": {"sliding_window": 5, "chunked": True},
     "cap": {"logit_cap": 1.5},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
     "all": {"sliding_window": 3, "logit_cap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "v_head_dim": 8},
@@ -42,6 +43,8 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: At
     for head in range(layer.num_heads):
         kv = head // (layer.num_heads // layer.num_kv_heads)
         first = max(0, len(keys) - layer.sliding_window) if layer.sliding_window else 0
+        if layer.chunked:
+            first = (len(keys) - 1) // layer.sliding_window * layer.sliding_window
         scores = [float(q[head] @ keys[i, kv]) * layer.scale for i in range(first, len(keys))]
         if layer.logit_cap:
             scores = [layer.logit_cap * math.tanh(s / layer.logit_cap) for s in scores]
