@@ -154,6 +154,13 @@ OTHERWISE = {
             "{% endfor %}<|tool_calls_section_end|>"
         ),
     ),
+    "llama4": (
+        "pythonic",
+        _chatml(
+            "<|python_start|><|python_end|>{% for c in m.tool_calls %}"
+            '{"name": {{ c.function.name | tojson }}, "parameters": {{ c.function.arguments | tojson }}}{% endfor %}'
+        ),
+    ),
     "short-ids": (
         "mistral",
         _chatml(

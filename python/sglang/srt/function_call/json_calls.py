@@ -16,7 +16,7 @@ from sglang.srt.function_call.pythonic import read_call
 from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore
 
 _ARGUMENTS = ("arguments", "parameters")
-_BETWEEN_BARE_CALLS = re.compile(r"[\s;]*")
+BETWEEN_BARE_CALLS = re.compile(r"[\s;]*")
 
 
 def read_call_object(reader: Reader, output: Output) -> Steps[None]:
@@ -138,7 +138,7 @@ def bare_call_objects(reader: Reader, output: Output) -> Steps[None]:
     yield from reader.space()
     while True:
         yield from one_of_row(reader, output, read_call_object)
-        if (yield from reader.run(_BETWEEN_BARE_CALLS, ignore)) != "{":
+        if (yield from reader.run(BETWEEN_BARE_CALLS, ignore)) != "{":
             raise NotACall
 
 

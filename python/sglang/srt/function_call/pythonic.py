@@ -1,23 +1,14 @@
-"""Calls in the manner of Python: `[f(a=1, b="x"), g()]`."""
+"""A call in the manner of Python: `f(a=1, b="x")`."""
 
 from __future__ import annotations
 
-from sglang.srt.function_call.call_format import row_in_brackets
 from sglang.srt.function_call.json_text import escaped, expect
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output, SkippedCall
 from sglang.srt.function_call.python_text import read_literal
 from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore
 
-END = "<|python_end|>"
-
 _NAME_END = Markers("(", "\n", "[", "{", '"', "'", ",", "]")
 _KEY_END = Markers("=", "\n", "(", "[", "{", '"', "'", ",", ")")
-
-
-def pythonic_calls(reader: Reader, output: Output) -> Steps[None]:
-    """Read calls from the bracket on."""
-    yield from row_in_brackets(reader, output, read_call)
-    yield from reader.past_space(Markers(END))
 
 
 def read_call(reader: Reader, output: Output) -> Steps[None]:

@@ -15,10 +15,10 @@ from sglang.srt.function_call.json_calls import (
     calls_in_brackets,
 )
 from sglang.srt.function_call.keyed_text import keyed_call
+from sglang.srt.function_call.llama4_calls import llama4_calls
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.muse import MUSE
 from sglang.srt.function_call.nested_tags import TAG, nested_tags
-from sglang.srt.function_call.pythonic import pythonic_calls
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.tagged_calls import TaggedCalls
 
@@ -212,7 +212,7 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
     "minimax-m3": _MINIMAX_M3,
     "mistral": _MISTRAL,
     "muse": MUSE,
-    "pythonic": CallFormat(begin=("<|python_start|>",), bare="[", grammar=pythonic_calls),
+    "pythonic": CallFormat(begin=("<|python_start|>",), bare="[{", grammar=llama4_calls),
     "qwen25": _HERMES,
     "qwen3_coder": _QWEN3_CODER,
     "step3": _STEP3,
