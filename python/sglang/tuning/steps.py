@@ -288,7 +288,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         else:
             local = _own_tokens(step, sharing)
             long = serving.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
-            yield _attention(local, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
+            here = _in_chunks(local, mixer.window) if mixer.chunked else local
+            yield _attention(here, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
         yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
         yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, mixer.token_ranks(tp, serving.dcp_size))
@@ -349,6 +350,16 @@ def _attention(
     if long and not step.verifies and dims[0] == dims[1] and dims[0] in FLASHINFER:
         return "long_prompt_attention", ExtendAttention(prompt, library=True)
     return "extend_attention" + name, ExtendAttention(prompt)
+
+
+def _in_chunks(step: Step, size: int) -> Step:
+    """Attention that sees chunks of so many tokens: prompts are requests of a chunk each; a token that decodes behind
+    the first chunk sees half of one, on the average of its places."""
+    if step.decodes:
+        return step if step.context <= size else replace(step, context=(size + 1) // 2)
+    pieces, new = -(-step.new // size), min(step.new, size)
+    before = min((step.context - step.new) % size, size - new)
+    return replace(step, batch=step.batch * pieces, new=new, context=before + new)
 
 
 def _own_tokens(step: Step, sharing: int) -> Step:

@@ -287,7 +287,7 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
         _rope_store(shape, mixer)
     if mixer.qk_norm == "whole":
         _whole_norm(shape)
-    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, latent=False)
+    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, mixer.chunked)
     if mixer.head_gate:
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
@@ -356,12 +356,13 @@ def _attention(
     cap: float,
     sinks: bool,
     arch: ArchTraits,
-    latent: bool,
+    chunked: bool = False,
+    latent: bool = False,
 ) -> None:
     """`latent`: the values are the first columns of the keys."""
     heads, kv_heads, dim, v_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim
     sink = empty(heads, dtype=torch.float32) if sinks else None
-    layer = {"logit_cap": cap, "sinks": sink, "sliding_window": window}
+    layer = {"logit_cap": cap, "sinks": sink, "sliding_window": window, "chunked": chunked}
     if not latent:
         _fp4_attention(shape, layer, arch)
     for dtype in CACHES:

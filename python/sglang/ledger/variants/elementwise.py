@@ -70,8 +70,8 @@ ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512
 """(head dim, rotary dim) of published models."""
 PART_DIMS = tuple(dict.fromkeys(dim for _, dim in HEAD_DIMS if dim % 16 == 0))
 """Columns of values that ranks exchange which share out tokens."""
-INTERLEAVED_SHAPES = ((128, 64),)
-"""Those of models whose neighbouring dims rotate together (GLM-4)."""
+INTERLEAVED_SHAPES = ((128, 64), (128, 128))
+"""Those of models whose neighbouring dims rotate together (GLM-4, Llama 4)."""
 OTHER_HEAD_DIMS = tuple(
     dim for dim, v_dim in HEAD_DIMS if dim == v_dim and dim not in {published for published, _ in ROPE_SHAPES}
 )
@@ -88,6 +88,7 @@ ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
     "sigmoid": (
         *((64, 4, (1, 1)), (128, 8, (1, 1)), (160, 8, (1, 1)), (384, 8, (1, 1)), (512, 22, (1, 1))),
         (256, 8, (8, 4)),
+        *((16, 1, (1, 1)), (128, 1, (1, 1))),
     ),
     "sqrtsoftplus": ((256, 6, (1, 1)), (384, 6, (1, 1))),
 }
@@ -368,8 +369,10 @@ def _routing(score: str) -> Iterator[Variant]:
     types = {"weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32"}
     types |= {"scale": "fp32", "expert_map": "*i32"} | ({} if score == "softmax" else {"bias": "*fp32"})
     for (experts, k, groups), logits, renormalize in itertools.product(
-        ROUTINGS[score], ("bf16", "fp32"), (True, False) if score == "softmax" else (True,)
+        ROUTINGS[score], ("bf16", "fp32"), (True, False)
     ):
+        if score != "softmax" and renormalize == (k == 1):  # one score is not made 1
+            continue
         constants = {"SCORE": score, "RENORMALIZE": renormalize} | ({"bias": None} if score == "softmax" else {})
         constants |= topk.topk_constants(experts, k, groups, with_shared=True)
         key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "") + f"/{logits}"

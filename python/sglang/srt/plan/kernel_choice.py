@@ -99,9 +99,10 @@ def _of_long_prompts(
     outcome: Callable[[Need, Asked | None], Choice | NoKernel],
 ) -> dict[Need, Choice | NoKernel]:
     """Returns the kernels that take the place of those which graphs hold where prompts are long, as far as there are
-    any and no flag names a kernel."""
+    any and no flag names a kernel. They serve layers that see all tokens, so it does not matter whether windows of
+    others are chunks."""
     in_graphs = {
-        need: replace(need, op="long_prompt_attention")
+        need: replace(need, op="long_prompt_attention", traits=need.traits - {"chunked"})
         for need, chosen in outcomes.items()
         if need.op == "extend_attention" and isinstance(chosen, Choice) and chosen.spec.graph_prefill
     }
