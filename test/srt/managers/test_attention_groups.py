@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "selected latents": ("deepseek_v32", {}),
     "blocks": ("minimax_m3", {}),
     "windows": ("qwen3_windows", {}),
+    "chunks": ("llama4", {}),
     "states": ("qwen3_next", {"tie_word_embeddings": True}),
     "biases": ("gpt_oss", {}),
     "embedded": ("", {}),

@@ -80,17 +80,28 @@ def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) ->
     assert tight.stats._cached - before >= len(prompts[3]), "the second one goes on from the first one's prefix"
 
 
-WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "step3p7", "gemma3", "gemma4", "gemma4_small")
-"""Windows everywhere; with sinks; of every second layer or most; with caches that layers share."""
+WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "step3p7", "gemma3", "gemma4", "gemma4_small", "llama4")
+"""Windows everywhere; with sinks; of every second layer or most; with caches that layers share; windows that are
+chunks."""
 
 
-@pytest.mark.parametrize("name", WINDOWED)
-@pytest.mark.parametrize("window", [1, 3, 16, 40, 300])
+QUICK = {"gemma3": 16, "llama4": 3}
+"""Windows of models that other tests try beside those of Gemma 4 and of Mistral: one size each, in `make test`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        pytest.param(name, window, marks=[pytest.mark.thorough] * (QUICK.get(name, window) != window))
+        for name in WINDOWED
+        for window in (1, 3, 16, 40, 300)
+    ],
+)
 def test_windows_and_chunks_of_every_relative_size(name: str, window: int, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    config.get("text_config", config)["sliding_window"] = window
+    config.get("text_config", config)["attention_chunk_size" if name == "llama4" else "sliding_window"] = window
     path.write_text(json.dumps(config))
     model = reference_of(tmp_path)
     prompts = [prompt(1, 61), prompt(2, 17), prompt(1, 61)[:48] + [3]]

@@ -19,8 +19,8 @@ from srt.managers.test_random_schedules import GUESSES, PAGES, Schedule, World, 
 from srt.models.harness import save_tiny
 
 FP4 = {"kv_cache_dtype": "fp4_e2m1"}
-MODELS = ("qwen3", "mistral_windows", "gpt_oss", "qwen3_5", "nemotron_h", "qwen3_5_moe")
-"""Dense, windows, windows and sinks, gated delta, Mamba-2, experts."""
+MODELS = ("qwen3", "mistral_windows", "gpt_oss", "llama4", "qwen3_5", "nemotron_h", "qwen3_5_moe")
+"""Dense, windows, windows and sinks, chunks, gated delta, Mamba-2, experts."""
 
 
 def quantize_rounded(x: torch.Tensor, tensor_scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,6 +54,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "states": ("qwen3_next", {**ONE_KV_HEAD, "linear_num_key_heads": 4}),
     "delta attention": ("kimi_linear", {}),
     "windows": ("qwen3_windows", ONE_KV_HEAD),
+    "chunks": ("llama4", ONE_KV_HEAD),
     "sinks": ("gpt_oss", ONE_KV_HEAD),
 }
 WITH_STATES, OTHER_DECISIONS = ("states", "delta attention"), ("sinks",)

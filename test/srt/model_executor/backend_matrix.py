@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step_halves import StepHalves
+from sglang.srt.plan.kernel_choice import long_prompt_need
 from sglang.srt.plan.layer_spec import AttentionSite
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model, serving_of
@@ -40,6 +41,7 @@ from srt.models.harness import VOCAB
 FAMILIES = {
     "full": "qwen3",
     "window": "gemma3",
+    "chunks": "llama4",
     "latent": "deepseek_v3",
     "selections": "glm_moe_dsa",
     "blocks": "minimax_m3",
@@ -91,6 +93,8 @@ def cases(args: ServerArgs) -> list[Case]:
 
     def accepted(op: str, name: str) -> bool:
         mine = [need for need in needs if need.op == op.replace("long_prompt", "extend")]
+        if op == "long_prompt_attention":
+            mine = [long_prompt_need(need) for need in mine]
         wide = [
             replace(need, head_dim=576, v_head_dim=512) if "mla" in need.traits
             else replace(need, head_dim=128, v_head_dim=128)

@@ -76,11 +76,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA4 = {
     "num_hidden_layers": 4,
     "intermediate_size_mlp": 160,
     "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
     "attention_chunk_size": 12,
     "floor_scale": 7,
     "attn_scale": 0.4,
@@ -436,10 +436,6 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "llama4": ("Llama4TextConfig", LLAMA4),
-    "llama4_mixed": (
-        "Llama4TextConfig",
-        LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_parameters": PLAIN_ROPE},
-    ),
     "llama4_wide": (
         "Llama4TextConfig",
         WIDE

@@ -37,6 +37,7 @@ def test_runs_are_balanced_and_whole() -> None:
         ("qwen3", {}),
         ("qwen3_tied_bias", {}),
         ("qwen3_windows", {}),
+        ("llama4", {}),
         ("deepseek_v3", {}),
         ("qwen3_next", {}),
         ("kimi_linear", {}),

@@ -93,16 +93,21 @@ def choose_kernels(
     return KernelChoices(tuple(outcomes.values()), tuple(_notes(args, asked, outcomes, refusals)))
 
 
+def long_prompt_need(need: Need) -> Need:
+    """Returns the need of long prompts for that of prompts. Layers that see all tokens have it, so it does not matter
+    whether the windows of others are chunks."""
+    return replace(need, op="long_prompt_attention", traits=need.traits - {"chunked"})
+
+
 def _of_long_prompts(
     outcomes: Mapping[Need, Choice | NoKernel],
     asked: Mapping[Need, Asked | None],
     outcome: Callable[[Need, Asked | None], Choice | NoKernel],
 ) -> dict[Need, Choice | NoKernel]:
     """Returns the kernels that take the place of those which graphs hold where prompts are long, as far as there are
-    any and no flag names a kernel. They serve layers that see all tokens, so it does not matter whether windows of
-    others are chunks."""
+    any and no flag names a kernel."""
     in_graphs = {
-        need: replace(need, op="long_prompt_attention", traits=need.traits - {"chunked"})
+        need: long_prompt_need(need)
         for need, chosen in outcomes.items()
         if need.op == "extend_attention" and isinstance(chosen, Choice) and chosen.spec.graph_prefill
     }

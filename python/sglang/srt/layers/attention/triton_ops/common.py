@@ -73,12 +73,13 @@ def rows_of_tile(
 
 
 @triton.jit
-def window_start(position, window, HAS_CHUNKS: tl.constexpr):
-    """The first position that the query at `position` sees: of its window, which may begin before 0, or of its
-    chunk."""
+def first_seen(row_end, window, HAS_CHUNKS: tl.constexpr):
+    """The first position that a query sees whose first unseen one is `row_end`: of its window, which may begin before
+    0, or of its chunk."""
     if HAS_CHUNKS:
-        return position // window * window
-    return position - window + 1
+        return (row_end - 1) // window * window
+    else:
+        return row_end - window
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def visible(seen, pos, row_end, window, HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl
     """seen [.., N] of keys at pos [N], and of these each row's own [M, N]: before row_end [M], and in its window."""
     seen = seen & (pos[None, :] < row_end[:, None])
     if HAS_WINDOW:
-        seen = seen & (pos[None, :] >= window_start(row_end - 1, window, HAS_CHUNKS)[:, None])
+        seen = seen & (pos[None, :] >= first_seen(row_end[:, None], window, HAS_CHUNKS))
     return seen
 
 

@@ -28,11 +28,11 @@ from sglang.srt.layers.attention.triton_ops.common import (
     LOG2E,
     accumulate,
     cap_scores,
+    first_seen,
     load_rows,
     rows_of_tile,
     split_head_dim,
     visible,
-    window_start,
 )
 from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE, DecodeWorkspace, head_tiles
 from sglang.srt.layers.attention.triton_ops.latent_decode import launch_latent_decode
@@ -166,7 +166,7 @@ def decode_kernel(
     if HAS_GUESSES:
         prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
     if HAS_WINDOW:
-        begin = tl.maximum(begin, window_start(prefix if HAS_GUESSES else length - 1, window, HAS_CHUNKS))
+        begin = tl.maximum(begin, first_seen(prefix + 1 if HAS_GUESSES else length, window, HAS_CHUNKS))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores, rows_of_tile, visible, window_start
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores, first_seen, rows_of_tile, visible
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace, head_tiles
 from sglang.srt.layers.triton_ops import pdl
@@ -96,7 +96,7 @@ def decode_fp4_kernel(
     if HAS_GUESSES:
         prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
     if HAS_WINDOW:
-        begin = tl.maximum(begin, window_start(prefix if HAS_GUESSES else length - 1, window, HAS_CHUNKS))
+        begin = tl.maximum(begin, first_seen(prefix + 1 if HAS_GUESSES else length, window, HAS_CHUNKS))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -22,14 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import (
-    LOG2E,
-    accumulate,
-    cap_scores,
-    load_rows,
-    split_head_dim,
-    window_start,
-)
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
 from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 
@@ -62,7 +55,10 @@ def _attend(
         if CAUSAL:
             keep = keep & (kv_pos[None, :] <= q_pos[:, None])
         if HAS_WINDOW:
-            keep = keep & (kv_pos[None, :] >= window_start(q_pos, window, HAS_CHUNKS)[:, None])
+            if HAS_CHUNKS:
+                keep = keep & (kv_pos[None, :] >= (q_pos // window * window)[:, None])
+            else:
+                keep = keep & (kv_pos[None, :] > q_pos[:, None] - window)
         if HAS_MASK:
             keep = keep & (tl.load(mask_base + mask_rows[:, None] + kv_pos[None, :], mask=keep, other=0) != 0)
     if V_IN_K:
@@ -146,7 +142,10 @@ def extend_kernel(
 
     first_visible = 0
     if HAS_WINDOW:
-        first_visible = tl.maximum(window_start(prefix_len + first_token, window, HAS_CHUNKS), 0)
+        if HAS_CHUNKS:
+            first_visible = (prefix_len + first_token) // window * window
+        else:
+            first_visible = tl.maximum(prefix_len + first_token - window + 1, 0)
 
     if HAS_PREFIX:
         k_base = k_cache_ptr + kv_head * stride_kch

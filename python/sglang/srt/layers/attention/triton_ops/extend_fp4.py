@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, split_head_dim, window_start
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import attend_fp4, load_pairs
 from sglang.srt.layers.attention.triton_ops.extend_attention import _attend
 from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block, slot_stride
@@ -68,7 +68,10 @@ def extend_fp4_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     first_visible = 0
     if HAS_WINDOW:
-        first_visible = tl.maximum(window_start(prefix_len + first_token, window, HAS_CHUNKS), 0)
+        if HAS_CHUNKS:
+            first_visible = (prefix_len + first_token) // window * window
+        else:
+            first_visible = tl.maximum(prefix_len + first_token - window + 1, 0)
 
     even_acc = tl.zeros([BLOCK_M, BLOCK_GV * 8], dtype=tl.float32)
     odd_acc = tl.zeros([BLOCK_M, BLOCK_GV * 8], dtype=tl.float32)
@@ -99,7 +102,10 @@ def extend_fp4_kernel(
         keep = (pos >= first_visible) & (pos < prefix_len)
         visible = keep[None, :]
         if HAS_WINDOW:
-            visible = visible & (pos[None, :] >= window_start(q_pos, window, HAS_CHUNKS)[:, None])
+            if HAS_CHUNKS:
+                visible = visible & (pos[None, :] >= (q_pos // window * window)[:, None])
+            else:
+                visible = visible & (pos[None, :] > q_pos[:, None] - window)
         even_acc, odd_acc, row_max, row_sum = attend_fp4(
             even_acc, odd_acc, row_max, row_sum, even_q, odd_q, k_base, k_scale_base, v_base, v_scale_base,
             tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0), keep, visible, k_stride, stride_kss, v_stride,

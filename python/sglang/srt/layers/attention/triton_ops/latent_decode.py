@@ -139,7 +139,7 @@ def latent_decode_kernel(
             scores = tl.dot(q_pe0, tl.trans(k_pe0), scores)
         seen = keep[None, :]
         if HAS_GUESSES:
-            seen = visible(seen, pos, row_end, 0, False)
+            seen = visible(seen, pos, row_end, 0, False, False)
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         # Every tile of a piece has a key to keep, so that the maximum is a number, but for an earlier guess.

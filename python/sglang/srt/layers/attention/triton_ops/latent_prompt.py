@@ -119,14 +119,14 @@ def latent_prompt_kernel(
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, pos, 0, num_keys, rows, scale,
             0.0, 0, q_ptr, rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, False, False,
-            False,
+            False, False,
         )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, pos, 0, num_keys, rows, scale,
             0.0, 0, q_ptr, rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, CAUSAL, False, False, False,
-            False,
+            False, False,
         )  # fmt: skip
 
     out = acc * (1.0 / row_sum)[:, None]
