@@ -245,16 +245,17 @@ ZERO_POINT_FORMS: dict[str, Form] = {
 }
 
 
-def split_experts(tensors: Tensors) -> None:
-    """Experts that are one tensor [E, rows, cols], gate's rows before up's, as one module each."""
+def split_experts(tensors: Tensors, columns_first: bool = False) -> None:
+    """Experts that are one tensor [E, rows, cols] (or [E, cols, rows]), gate's rows before up's, as one module each."""
     for key in [key for key in tensors if key.endswith("experts.gate_up_proj")]:
         prefix = key.removesuffix("gate_up_proj")
-        pairs = (tensors.pop(key).chunk(2, dim=1), (tensors.pop(f"{prefix}down_proj"),))
+        both = [tensors.pop(name).transpose(1, 2 if columns_first else 1) for name in (key, f"{prefix}down_proj")]
+        pairs = (both[0].chunk(2, dim=1), (both[1],))
         for name, experts in zip(("gate", "up", "down"), (*pairs[0], *pairs[1]), strict=True):
             tensors |= {f"{prefix}{e}.{name}_proj.weight": weight.contiguous() for e, weight in enumerate(experts)}
 
 
-def join_experts(tensors: Tensors) -> None:
+def join_experts(tensors: Tensors, columns_first: bool = False) -> None:
     """What `split_experts` took apart."""
     for key in [key for key in tensors if key.endswith("experts.0.gate_proj.weight")]:
         prefix = key.removesuffix("0.gate_proj.weight")
@@ -263,8 +264,9 @@ def join_experts(tensors: Tensors) -> None:
         def stacked(part: str, prefix: str = prefix, count: int = count) -> torch.Tensor:
             return torch.stack([tensors.pop(f"{prefix}{e}.{part}_proj.weight") for e in range(count)])
 
-        tensors[f"{prefix}gate_up_proj"] = torch.cat((stacked("gate"), stacked("up")), dim=1)
-        tensors[f"{prefix}down_proj"] = stacked("down")
+        both = {"gate_up_proj": torch.cat((stacked("gate"), stacked("up")), dim=1), "down_proj": stacked("down")}
+        for name, joined in both.items():
+            tensors[prefix + name] = joined.transpose(1, 2 if columns_first else 1).contiguous()
 
 
 def save_quantized(
@@ -275,8 +277,9 @@ def save_quantized(
     reference, and quantized one by one. `more`: as of `save_tiny`."""
     save_tiny(name, folder / "reference", **more)
     tensors = load_file(folder / "reference" / "model.safetensors")
+    columns_first = name.startswith("llama4")
     if experts_apart:
-        split_experts(tensors)
+        split_experts(tensors, columns_first)
     stored: Tensors = {}
     for key, tensor in list(tensors.items()):
         module, _, leaf = key.rpartition(".")
@@ -287,7 +290,7 @@ def save_quantized(
         stored |= {f"{module}.{leaf}": value.contiguous() for leaf, value in made.items()}
         tensors[key] = stands_for
     if experts_apart:
-        join_experts(tensors)
+        join_experts(tensors, columns_first)
     save_file(tensors, folder / "reference" / "model.safetensors", {"format": "pt"})
     write_model(folder, stored, form)
     return folder / "reference"

@@ -21,6 +21,7 @@ from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, E
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
 from sglang.srt.layers.quantization.experts_fused import FUSED, FusedForm, FusedLeaf, then
+from sglang.srt.layers.quantization.experts_joined import JoinedExperts, is_joined
 from sglang.srt.layers.quantization.layout import Layout, Leaf, layout_of
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
@@ -158,6 +159,8 @@ def _create(
         return _fused(scope, product, sizes, fused, quant)
     if sizes.bias:
         raise UserError(f"{scope.path}: experts with a bias that are stored one by one are not supported")
+    if quant is not None and is_joined(sizes, quant):
+        return JoinedExperts(scope, product, sizes, quant).stored()
     if quant is None:
         return ExpertWeights(_data_param(scope, product, sizes, Leaf("weight"), None))
     if online:

@@ -1,0 +1,114 @@
+"""Quantized experts of a layer in one tensor a product, columns first: gate and up behind one another, as ModelOpt
+writes Llama 4."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
+from sglang.srt.layers.parameter import Convert, Fill, Part, Scope, Shard, constant, random_codes
+from sglang.srt.layers.quantization.experts_finish import StoredProduct
+from sglang.srt.layers.quantization.experts_fused import PROJECTIONS, then
+from sglang.srt.layers.quantization.layout import Leaf, layout_of
+from sglang.srt.layers.quantization.stored import DUMMY_INPUT_SCALE, DUMMY_SCALES, dummy_scale
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.experts import ExpertProduct, ExpertSizes
+
+FORM = "columns"
+"""The form of 16-bit experts of families whose quantized experts may be stored so."""
+
+
+def is_joined(sizes: ExpertSizes, quant: ModuleQuant | None) -> bool:
+    return quant is not None and sizes.form == FORM and quant.storage == "modelopt"
+
+
+class JoinedExperts:
+    """Makes the parameters of one product. Their names are those of the tensors: the projection's, and for all but the
+    codes an underscore and the name that the number has beside a matrix of its own."""
+
+    def __init__(self, scope: Scope, product: ExpertProduct, sizes: ExpertSizes, quant: ModuleQuant) -> None:
+        self.scope, self.product, self.sizes, self.scheme = scope, product, sizes, quant.format
+        self.layout = layout_of(quant)
+        self.every = slice(0, sizes.num_local)
+
+    def stored(self) -> StoredProduct:
+        scheme, layout, product = self.scheme, self.layout, self.product
+        shape = (product.rows, product.cols * scheme.bits // 8)
+        codes = self._matrices(
+            "", layout.data, layout.data.columns, shape, random_codes, ELEMENT_DTYPES[scheme.element]
+        )
+        dummy = DUMMY_SCALES[scheme.element]
+        if scheme.group == (0, 0):
+            scale = self._singles(layout.scale, dummy)
+        else:
+            shape = scheme.scale_shape(product.rows, product.cols)
+            dtype, fill = SCALE_DTYPES[scheme.scale], dummy_scale(scheme)
+            scale = self._matrices("_" + layout.scale.name, layout.scale, scheme.group[1], shape, fill, dtype)
+        factor = None if layout.global_scale is None else self._singles(layout.global_scale, dummy)
+        inputs = None if layout.input_scale is None else self._singles(layout.input_scale, DUMMY_INPUT_SCALE)
+        return StoredProduct(self.scope.path, scheme, product.at, codes, scale, factor, inputs, None)
+
+    def _key(self, shard: Shard) -> PartKey:
+        layer = self.scope.path.split(".", 2)[2]
+        return PartKey(shard.part, module=layer.removesuffix(self.product.name) + "experts")
+
+    def _matrices(
+        self, ending: str, leaf: Leaf, columns: int, shape: tuple[int, ...], fill: Fill, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[E, rows, columns of the stored kind]: `columns` of a matrix lie in one stored element."""
+        parts: dict[PartKey, Part] = {}
+        shards = self.product.shards
+        for i, shard in enumerate(shards):
+            cols, of_cols = shard.cols.groups(columns)
+            rows, first = shard.rows, i * shard.rows.total
+            parts[self._key(shard)] = Part(
+                (self.sizes.num_experts, cols, len(shards) * rows.total),
+                (self.sizes.local, of_cols, slice(first + rows.run.start, first + rows.run.stop)),
+                (
+                    self.every,
+                    slice(self.product.at[i], self.product.at[i] + rows.count),
+                    slice(0, -(-shard.cols.count // columns)),
+                ),
+                leaf.dtypes,
+                then(_rows_first, leaf.convert) if leaf.convert else _rows_first,
+            )
+        return self._param(ending, (self.sizes.padded_experts, *shape), parts, fill, dtype)
+
+    def _singles(self, leaf: Leaf, dummy: float) -> torch.Tensor:
+        """[E, matrices] fp32: the checkpoint has one number for all."""
+        count = len(self.product.shards)
+        parts = {
+            self._key(shard): Part(
+                (), (), (self.every, i), leaf.dtypes, _for_experts(self.sizes.num_local, leaf.convert)
+            )
+            for i, shard in enumerate(self.product.shards)
+        }
+        shape = (self.sizes.padded_experts, count)
+        return self._param("_" + leaf.name, shape, parts, constant(dummy), torch.float32)
+
+    def _param(
+        self, ending: str, shape: tuple[int, ...], parts: dict[PartKey, Part], fill: Fill, dtype: torch.dtype
+    ) -> torch.Tensor:
+        tensor = self.scope.param(PROJECTIONS[self.product.name] + ending, shape, parts, fill, dtype)
+        if (self.product.padded or self.sizes.num_local < self.sizes.padded_experts) and not tensor.is_meta:
+            tensor.zero_()
+        return tensor
+
+
+def _rows_first(tensor: torch.Tensor) -> torch.Tensor:
+    """[E, K, N] -> [E, N, K]."""
+    return tensor.transpose(1, 2)
+
+
+def _for_experts(count: int, convert: Convert | None) -> Convert:
+    """One number for all experts -> [E]."""
+
+    def expand(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if convert is None else convert(tensor)).reshape(1).expand(count)
+
+    return expand
