@@ -100,6 +100,10 @@ def _kimi_linear(quantization: Config) -> Config:
     return {**_published("Kimi-Linear-48B-A3B-Instruct"), "quantization_config": quantization}
 
 
+def _llama4(name: str, quantization: Config) -> Config:
+    return {**_published(f"Llama-4-{name}-Instruct"), "quantization_config": quantization}
+
+
 def _coder(group: int) -> Config:
     """Qwen3-Coder-30B-A3B in AWQ."""
     awq = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
@@ -107,6 +111,25 @@ def _coder(group: int) -> Config:
     return {**_published("Qwen3-30B-A3B"), "quantization_config": awq, "max_position_embeddings": 262144}
 
 
+# What stays in 16 bits is that of llm-compressor's recipes for the family; ModelOpt's exports of it are read as those.
+_LLAMA4_KEPT = ("lm_head", "self_attn", "router", "vision_model", "multi_modal_projector")
+_LLAMA4_FP4: Config = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": [f"*{name}*" for name in _LLAMA4_KEPT],
+}
+_LLAMA4_FP8: Config = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+    "ignore": [f"re:.*{name}.*" for name in _LLAMA4_KEPT],
+}
 _KIMI_KEPT = ["lm_head", "block_sparse_moe.gate", "self_attn"]
 CONFIGS: dict[str, Config] = {
     "Laguna-XS.2": _laguna(),
@@ -116,6 +139,8 @@ CONFIGS: dict[str, Config] = {
     "Kimi-Linear-48B-A3B-NVFP4": _kimi_linear(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"*{name}*" for name in _KIMI_KEPT]}
     ),
+    "Llama-4-Scout-NVFP4": _llama4("Scout-17B-16E", _LLAMA4_FP4),
+    "Llama-4-Maverick-FP8": _llama4("Maverick-17B-128E", _LLAMA4_FP8),
     "Qwen3-Coder-30B-A3B-AWQ": _coder(128),
     "Qwen3-Coder-30B-A3B-AWQ-g64": _coder(64),
 }

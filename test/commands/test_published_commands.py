@@ -169,6 +169,8 @@ FITS: dict[str, tuple[int, int, int]] = {
     "MiMo-V2.5-Pro-NVFP4-MXFP8": (8, 0, 0),
     "Kimi-Linear-48B-A3B-FP8": (1, 2, 1),
     "Kimi-Linear-48B-A3B-NVFP4": (1, 2, 1),
+    "Llama-4-Scout-NVFP4": (1, 4, 1),
+    "Llama-4-Maverick-FP8": (8, 0, 0),
     "Qwen3-Coder-30B-A3B-AWQ": (1, 1, 1),
     "Qwen3-Coder-30B-A3B-AWQ-g64": (1, 1, 1),
 }
