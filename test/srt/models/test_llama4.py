@@ -22,6 +22,7 @@ from .harness import LLAMA3_ROPE, SIZES, TINY, TinyRunner, hf_logits, plan_for, 
 from .quantized_checkpoints import FORMS, save_quantized, write_model
 from .test_quantized import TOLERANCE, steps, wanted
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
 
 
@@ -34,12 +35,12 @@ def changed(folder: Path, **keys: Any) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"use_qk_norm": False, "interleave_moe_layer_step": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"use_qk_norm": False, "interleave_moe_layer_step": 1, "rope_parameters": PLAIN_ROPE},
         {"attn_temperature_tuning": False, "moe_layers": [0, 3], "rope_parameters": LLAMA3_ROPE},
         {"layer_types": ["full_attention", "chunked_attention"] * 2, "no_rope_layers": [0, 1, 1, 0]},
     ],
     ids=["Scout and Maverick mixed", "no growth", "layers of every kind"],
-)  # fmt: skip
+)
 def test_other_models_of_the_family(keys: dict[str, Any], tmp_path: Path) -> None:
     model, tokens = save_tiny("llama4", tmp_path, **keys), random_tokens(41, seed=1)
     runner = TinyRunner(plan_for(tmp_path))

@@ -31,8 +31,8 @@ class Need:
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
     "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm",
-    "kept_longer" (a window's cache keeps more than the window), "chunked" (windows are chunks), "expert_bias", "clamped_gate", "gelu_gate",
-    "flashinfer_fusion" (asked for), "token_shares" (ranks share out the
+    "kept_longer" (a window's cache keeps more than the window), "chunked" (windows are chunks), "expert_bias",
+    "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for), "token_shares" (ranks share out the
     tokens, and merge what they make of theirs), "uneven_sizes" (some are no powers of two, of ops that say so).
     `heads`: (query, kv) heads of a rank;
     `rotary_dim`: dims of a head that rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of

@@ -48,11 +48,12 @@ class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
     `window` 0: over the whole request; `chunked`: a token sees no window of its own, but what its chunk of so many
-    tokens has up to it, where chunks follow one another from the first token on; `kept_longer`: tokens more than a window that the cache keeps (drafts whose rows
-    lag behind the request). `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
-    > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "unit" for one without
-    weights, "whole" for one over all of q and one over all of k; `value_norm`: over each head of v too, without
-    weights; `value_scale` multiplies v. With `values_from_keys` k_proj makes both: v is k before its norm.
+    tokens has up to it, where chunks follow one another from the first token on; `kept_longer`: tokens more than a
+    window that the cache keeps (drafts whose rows lag behind the request). `scale` multiplies the products of q and k
+    (0: head_dim ** -0.5); `logit_cap` > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q
+    and k, "unit" for one without weights, "whole" for one over all of q and one over all of k; `value_norm`: over each
+    head of v too, without weights; `value_scale` multiplies v. With `values_from_keys` k_proj makes both: v is k before
+    its norm.
     With `output_gate` q_proj makes a gate for every element of a head beside it; with `gate_projection` a projection of
     its own makes them. With `head_gate` one makes a gate for each head, a sigmoid, or with `softplus_gates` a softplus.
     `cache_layer` >= 0: the layer makes no keys and values and attends to those of that layer, which says

@@ -21,7 +21,8 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
+from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
+from sglang.srt.layers.quantization.experts import Experts
 from sglang.srt.layers.quantization.quantized_rows import LEAST_ROWS, RowFormat, Rows, row_format, values_of
 from sglang.srt.plan.feed_forward import MoE, Shared
 

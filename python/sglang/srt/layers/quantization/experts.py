@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +19,7 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
+from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
 from sglang.srt.layers.quantization.experts_fused import FUSED, FusedForm, FusedLeaf, then
 from sglang.srt.layers.quantization.experts_joined import JoinedExperts, is_joined
@@ -27,70 +28,14 @@ from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     DUMMY_SCALES,
     dummy_scale,
-    length,
     matrix_part,
     quantize_into,
 )
-from sglang.srt.plan.layer_spec import Matrix
-from sglang.srt.plan.ranks import even_slice, padded_share, whole
+from sglang.srt.plan.ranks import padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 
 BY_MATRIX = "by_matrix"
 """Form of experts of which each matrix is one tensor of all experts, whatever they are stored in (Step)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSizes:
-    """`w13` and `w2`: what this rank has room for; the rest is of the whole layer. `shared`: one more expert behind the
-    routed ones, read from the layer's shared expert. `form` names how a 16-bit checkpoint keeps the experts: "" one by
-    one, or one of `experts_fused.FUSED`. The routed experts are cut into `ep_size` runs, of which this rank has number
-    `ep_rank`."""
-
-    w13: Matrix
-    w2: Matrix
-    num_experts: int
-    intermediate_size: int
-    shared: bool = False
-    form: str = ""
-    ep_rank: int = 0
-    ep_size: int = 1
-
-    def __post_init__(self) -> None:
-        assert not (self.shared and self.ep_size > 1), "all ranks share the shared expert"
-
-    @property
-    def local(self) -> slice:
-        """The routed experts of this rank."""
-        return even_slice(self.num_experts, self.ep_rank, self.ep_size)
-
-    @property
-    def num_local(self) -> int:
-        return length(self.local)
-
-    @property
-    def bias(self) -> bool:
-        return self.w13.bias
-
-    @property
-    def padded_experts(self) -> int:
-        """Experts in each tensor, which are as many on every rank."""
-        return self.w13.experts
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertProduct:
-    """One of the two products. `shards` are what this rank holds of each expert's matrices; matrix i begins at row
-    `at[i]` of `rows`; `cols` are as many as there is room for."""
-
-    name: str
-    shards: tuple[Shard, ...]
-    at: tuple[int, ...]
-    rows: int
-    cols: int
-
-    @property
-    def padded(self) -> bool:
-        return sum(s.rows.count for s in self.shards) < self.rows or self.shards[0].cols.count < self.cols
 
 
 class Experts:

@@ -3,21 +3,17 @@ writes Llama 4."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.parameter import Convert, Fill, Part, Scope, Shard, constant, random_codes
+from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct
 from sglang.srt.layers.quantization.experts_fused import PROJECTIONS, then
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.stored import DUMMY_INPUT_SCALE, DUMMY_SCALES, dummy_scale
 from sglang.srt.plan.weight_names import PartKey
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.experts import ExpertProduct, ExpertSizes
 
 FORM = "columns"
 """The form of 16-bit experts of families whose quantized experts may be stored so."""
@@ -38,7 +34,7 @@ class JoinedExperts:
 
     def stored(self) -> StoredProduct:
         scheme, layout, product = self.scheme, self.layout, self.product
-        shape = (product.rows, product.cols * scheme.bits // 8)
+        shape: tuple[int, ...] = (product.rows, product.cols * scheme.bits // 8)
         codes = self._matrices(
             "", layout.data, layout.data.columns, shape, random_codes, ELEMENT_DTYPES[scheme.element]
         )

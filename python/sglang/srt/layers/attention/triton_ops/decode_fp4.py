@@ -75,7 +75,8 @@ def decode_fp4_kernel(
     scale, v_scale, cap, window, stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kss, stride_vcs,
     stride_vss, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_GV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_GUESSES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], codes [S, Hkv, D/2 or Dv/2] and scales [S, Hkv, D/16 or Dv/16], uint8 -> as `decode_kernel`: o
     [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized output and log-sum-exp. Grid:

@@ -201,5 +201,6 @@ def extend_fp4_fwd(
         HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_G=group_block(head_dim), BLOCK_GV=group_block(v_head_dim),
         BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal, HAS_WINDOW=sliding_window > 0,
-        HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None, num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"],
     )  # fmt: skip
