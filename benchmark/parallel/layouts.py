@@ -23,11 +23,11 @@ and bfloat16 differ by on a CPU, and what faults add (median / 90th percentile o
 Over gloo in bfloat16 TP2 of latents was 0.015/0.021 apart from one rank, and DCP2 in which ranks forget their newest
 token 0.046/0.090, the worst answer 0.074.
 
-A row of each run asks the server on one GPU with prompts as a mixed-up cache has them, and with --faults there are
-servers of faulty weights; both must be beyond BOUNDS. `--dtype float32` is exact arithmetic: it runs without CUDA
-graphs and most Triton kernels, and so tells the layouts from the kernels. `--device cpu` tries all of it over gloo.
-`--rounds` asks so many times as much, for faults that are rare. What a wrong server answered is in wrong_NAME.json.
-`--kill` kills each process of the layouts of the embedded model, instead.
+The server on one GPU is asked twice, which must be within BOUNDS, and then with prompts as a mixed-up cache has them;
+with --faults there are servers of faulty weights. Both must be beyond BOUNDS. `--dtype float32` is exact arithmetic: it
+runs without CUDA graphs and most Triton kernels, and so tells the layouts from the kernels. `--device cpu` tries all of
+it over gloo. `--rounds` asks so many times as much, for faults that are rare. What a wrong server answered is in
+wrong_NAME.json. `--kill` kills each process of the layouts of the embedded model, instead.
 
 About 40 s for the first servers (their kernels are compiled) and 25 s for each further AT_ONCE of them.
 """
@@ -233,6 +233,8 @@ class Layouts:
         self.flags = (*small, "--device", "cpu") if cpu else (*small, "--cuda-graph-max-bs", "16")
         sets = (prompts_of(4 if cpu else 20, 250, 4 + i) for i in range(rounds))
         self.prompts = [*chain.from_iterable(sets)]
+        self.again: dict[str, list[Answer]] = {}
+        """What one GPU answers the second time, when it has all prompts in its cache."""
         self.mixed_up: dict[str, list[Answer]] = {}
         self.turn = threading.Lock()  # kernels that wait for their peers keep the GPUs from other servers
 
@@ -257,6 +259,7 @@ class Layouts:
         with served(folder, self.window.out / run.log, flags, limit, **gpu) as server, self.turn:
             found = answers(server, self.prompts, self.window.left(120))
             if run.layout == ONE and not run.draft:
+                self.again[run.model] = answers(server, self.prompts, self.window.left(120))
                 others = [calm.with_other_tokens(prompt) for prompt in self.prompts]
                 self.mixed_up[run.model] = answers(server, others, self.window.left(120))
             return found
@@ -293,6 +296,7 @@ class Layouts:
                         self.window.say(f"{run.name}: left out, no time is left")
                     elif run.layout == ONE and not run.fault:
                         wanted[run.model] = got
+                        self.compare(got, f"{run.model}, {ONE} again", self.again[run.model])
                         self.compare(got, f"{run.model}, a cache mixed up", self.mixed_up[run.model], alike=False)
                     elif run.model in wanted:
                         self.compare(wanted[run.model], run.name, got, alike=not run.fault)
