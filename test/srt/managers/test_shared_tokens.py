@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("llama4", ONE_KV_HEAD),
     "sinks": ("gpt_oss", ONE_KV_HEAD),
 }
-WITH_STATES, OTHER_DECISIONS = ("states", "delta attention"), ("sinks", "windows, DCP4")
+WITH_STATES, OTHER_DECISIONS = ("states", "delta attention"), ("sinks", "chunks", "windows, DCP4")
 """Models whose pages would be longer; those whose windows have another share of the memory where tokens take less: with
 four ranks 56 window tokens and not 80."""
 LAYOUTS = {"DCP2": DCP2, "DCP4": DCP4, "TP4 x DCP2": TP4_DCP2}
