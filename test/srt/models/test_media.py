@@ -425,9 +425,18 @@ def test_ngram_drafts(name: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_an_image_that_sees_itself_is_never_cut(gemma4: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside requests that decode in the same steps."""
+    """Beside requests that decode in the same steps. What the device knows of the images is what the host knows."""
     scheduler, collector = gemma4.scheduler(chunked_prefill_size=13), Collector()
     launch, runs = scheduler.launch, []
+    attention = scheduler.runner.state.attention
+    metadata = attention.metadata
+
+    def compared(batch: ForwardBatch, **options: Any) -> Any:
+        if batch.extend is not None and batch.extend.images is not None:
+            rows = batch.extend.images.rows
+            assert rows.seq_lens.tolist() == rows.seq_lens_cpu and rows.prefix_lens.tolist() == rows.prefix_lens_cpu
+            assert rows.start_loc.diff().tolist() == rows.new_lens_cpu
+        return metadata(batch, **options)
 
     def launched(batch: ScheduleBatch) -> None:
         prompts = batch.step.prompts
@@ -436,6 +445,7 @@ def test_an_image_that_sees_itself_is_never_cut(gemma4: Seeing, monkeypatch: pyt
         launch(batch)
 
     monkeypatch.setattr(scheduler, "launch", launched)
+    monkeypatch.setattr(attention, "metadata", compared)
     for number in range(3):
         add(scheduler, request(f"t{number}", Prompt().text(6, number).ids, 60, temperature=0.0, ignore_eos=True))
     for _ in range(3):

@@ -229,7 +229,7 @@ class RunningBatch:
     lengths are upper bounds, and `settle` takes back what fell away.
     """
 
-    def __init__(self, tokens_per_step: int = 1, tokens_ahead: int = 0, num_turns: int = 1) -> None:
+    def __init__(self, tokens_per_step: int, tokens_ahead: int, num_turns: int) -> None:
         """tokens_ahead: positions behind a request's tokens that need a cache slot (`Drafter.tokens_ahead`)."""
         self.tokens_per_step, self.tokens_ahead, self.num_turns = tokens_per_step, tokens_ahead, num_turns
         self.turn = 0
