@@ -101,9 +101,7 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe"])
-def test_padding_of_several_groups_changes_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_of_several_groups_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention groups bring their rows together, also those that are padding. Rows that a graph is captured with, and
     those whose time is taken, are all rows of the graph, once."""
     save_tiny(name, tmp_path)

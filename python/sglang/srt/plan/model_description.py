@@ -276,7 +276,7 @@ def _dtype(values: Config) -> str:
     return str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
-def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDescription:
+def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescription:
     """Returns the model with a shared expert held as one more of the routed ones where it can be, unless `keep_apart`
     says why not."""
     with_shared = {

@@ -54,7 +54,7 @@ class Req:
         seed: int,
         limit: int,
         stop_ids: frozenset[int],
-        media: PromptMedia | None = None,
+        media: PromptMedia | None,
     ) -> None:
         self.rid = msg.rid
         self.params = msg.sampling_params
@@ -268,7 +268,6 @@ class RunningBatch:
     def _rebuild(self, reqs: list[Req]) -> None:
         self.reqs = reqs
         self._row_of = {req: i for i, req in enumerate(reqs)}
-        self.wants_hidden = any(r.hidden is not None for r in reqs)
         self.slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
         self.limits = _int32([r.limit for r in reqs])
         self.max_widths = _int32([r.max_width(self.tokens_per_step) for r in reqs])
