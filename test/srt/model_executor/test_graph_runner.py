@@ -39,6 +39,10 @@ def test_sizes_of_the_decoding_part() -> None:
     assert mixed_decode_sizes((1, 512)) == (0, 64, 256, 512)
 
 
+def test_one_kind_of_steps_alone_may_have_graphs() -> None:
+    assert GraphSizes((1,)).any and GraphSizes((), (16,)).any and not GraphSizes().any
+
+
 class WatchedRunner:
     """A runner's steps, each of which may change states of its own requests only, and those that it is told to copy."""
 
