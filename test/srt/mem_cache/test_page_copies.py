@@ -190,6 +190,27 @@ def test_a_failed_copy_ends_when_nothing_is_under_way(monkeypatch: pytest.Monkey
     assert finished == [True]
 
 
+def test_copies_have_ended_on_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[str, object]] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            self.synchronize = lambda: waited.append(("ended", self.stream))
+
+        def record(self, stream: object) -> None:
+            self.stream = stream
+            waited.append(("recorded", stream))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    copier = Copier.__new__(Copier)
+    copier.launches, copier.bus = "launches", "bus"  # type: ignore[assignment]
+    copier.finish()
+    assert waited == [(what, stream) for stream in ("launches", "bus") for what in ("recorded", "ended")]
+    copier.launches = copier.bus = None
+    copier.finish()
+    assert len(waited) == 4, "a CPU has none"
+
+
 def test_memory_is_allocated_before_it_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside whatever comes before `start`, such as graphs, and once."""
     allowed, done, order = threading.Event(), threading.Event(), []
