@@ -190,6 +190,24 @@ def test_a_failed_copy_ends_when_nothing_is_under_way(monkeypatch: pytest.Monkey
     assert finished == [True]
 
 
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("short", [False, True])
+def test_which_copies_a_kernel_makes(
+    locked: bool, has_kernel: bool, asked: bool, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[str] = []
+    monkeypatch.setattr(Copier, "_by_kernel", lambda *_: ways.append("kernel"))
+    monkeypatch.setattr(Copier, "_in_buffers", lambda *_: ways.append("buffers"))
+    copier = Copier.__new__(Copier)
+    copier.launches, copier.device = None, torch.device("cpu")
+    page_bytes = copy_engine.SHORT_PIECE - short
+    pool = SimpleNamespace(locked=locked, by_kernel=has_kernel, page_bytes=page_bytes, bundles=["bundle"])
+    copier.copy(pool, PageMoves(np.array([3]), np.array([5])), to_host=True, by_kernel=asked)  # type: ignore[arg-type]
+    assert ways == ["kernel" if locked and has_kernel and (asked or short) else "buffers"]
+
+
 def test_copies_have_ended_on_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[tuple[str, object]] = []
 
