@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.plan.ranks import RankLayout
 
 from .harness import GROWING, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
@@ -60,6 +64,78 @@ def test_fp8_with_the_names_of_transformers(tmp_path: Path) -> None:
     want = hf_logits(reference, tokens)
     got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
     assert (got - want).norm() / want.norm() < 0.15
+
+
+def save_fp8(folder: Path, static: bool) -> Any:
+    """Writes Mistral 4 as transformers does: experts are one tensor of codes, and gate and up have a scale each.
+    Returns transformers' model of what it stands for."""
+    reference, file = save_tiny("mistral4_wide", folder), folder / "model.safetensors"
+    tensors, exact = {}, {}
+    for name, tensor in load_file(file).items():
+        experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        if not experts and not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+            tensors[name] = tensor
+            continue
+        count = 2 if name.endswith("gate_up_proj") else 1
+        matrices = tensor.unflatten(1, (count, -1)) if experts else tensor
+        scale = matrices.abs().amax((-2, -1), keepdim=True) / 448
+        codes = (matrices / scale).to(torch.float8_e4m3fn)
+        exact[name] = (codes.float() * scale).view(tensor.shape)
+        tensors[name] = codes.view(tensor.shape)
+        stem = f"{name}_" if experts else name.removesuffix("weight")
+        tensors[f"{stem}scale_inv" if experts else f"{stem}weight_scale_inv"] = (
+            scale[..., 0] if experts else scale[0, 0]
+        )
+        if static:
+            tensors[f"{stem}activation_scale"] = torch.full((len(tensor),) if experts else (), 0.02)
+    save_file(tensors, file)
+    quantization = FP8 | {"activation_scheme": "static" if static else "dynamic"}
+    quantization |= {"modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    reference.load_state_dict(exact, strict=False)
+    beside_an_encoder(folder, quantization_config=quantization)
+    return reference
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_mistral_4_in_fp8_as_transformers_writes_it(static: bool, tmp_path: Path) -> None:
+    reference, tokens = save_fp8(tmp_path, static), random_tokens(40, seed=1)
+    want = hf_logits(reference, tokens)
+    plan = plan_for(tmp_path)
+    runner = TinyRunner(plan)
+    got = runner.extend({1: tokens})[0]
+    assert (got - want).norm() / want.norm() < 0.15
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+
+
+def _rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    for ep_size in (1, 2):
+        parallel_state.init(RankLayout(2, ep_size), rank, "gloo", f"file://{folder}/rendezvous{ep_size}")
+        runner = TinyRunner(plan_for(folder, tp_size=2, ep_size=ep_size))
+        torch.save(runner.extend({1: random_tokens(40, seed=1)})[0], folder / f"{ep_size}{rank}.pt")
+        parallel_state.shutdown()
+
+
+def test_ranks_hold_parts_of_stacked_experts(tmp_path: Path) -> None:
+    """Shares of every expert, and whole experts."""
+    save_fp8(tmp_path, True)
+    run_ranks(_rank, (tmp_path,), 2)
+    want = TinyRunner(plan_for(tmp_path)).extend({1: random_tokens(40, seed=1)})[0]
+    for ep_size in (1, 2):
+        for rank in range(2):
+            got = torch.load(tmp_path / f"{ep_size}{rank}.pt")
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_stacked_experts_in_blocks_are_refused(tmp_path: Path) -> None:
+    save_fp8(tmp_path, False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [128, 128]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="need one scale a matrix, not fp8_block"):
+        TinyRunner(plan_for(tmp_path))
 
 
 def test_as_devstral_2_has_it(tmp_path: Path) -> None:

@@ -20,7 +20,14 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
-from sglang.srt.layers.quantization.experts_fused import FUSED, FusedForm, FusedLeaf, then
+from sglang.srt.layers.quantization.experts_fused import (
+    FUSED,
+    PROJECTIONS,
+    STACKED_IN_FP8,
+    FusedForm,
+    FusedLeaf,
+    then,
+)
 from sglang.srt.layers.quantization.layout import Layout, Leaf, layout_of
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
@@ -156,6 +163,8 @@ def _create(
     fused = FUSED.get(sizes.form if quant is None or online else quant.storage)
     if fused is not None:
         return _fused(scope, product, sizes, fused, quant)
+    if sizes.form == STACKED_IN_FP8 and quant is not None and quant.storage == "fp8":
+        return _stacked_codes(scope, product, sizes, quant)
     if sizes.bias:
         raise UserError(f"{scope.path}: experts with a bias that are stored one by one are not supported")
     if quant is None:
@@ -318,8 +327,7 @@ def _fused(
     if sizes.shared:
         raise UserError(f"{scope.path}: a shared expert cannot be kept among experts that are one tensor")
     share = product.at[-1] if product.name == "w13" else 0
-    module = _in_layer(scope).removesuffix(product.name) + "experts"
-    keys = [PartKey(shard.part, module=module) for shard in product.shards]
+    keys = _fused_keys(scope, product)
 
     def param(
         leaf: FusedLeaf,
@@ -350,6 +358,37 @@ def _fused(
     if bias is not None and product.name == "w2" and scope.groups.expert_tp.rank > 0:
         scope.finish.append(functools.partial(_clear, bias))  # the ranks' results are summed
     return ExpertWeights(data, scheme, scale, bias=bias)
+
+
+def _fused_keys(scope: Scope, product: ExpertProduct) -> list[PartKey]:
+    module = _in_layer(scope).removesuffix(product.name) + "experts"
+    return [PartKey(shard.part, module=module) for shard in product.shards]
+
+
+def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, quant: ModuleQuant) -> StoredProduct:
+    """FP8 as transformers writes it: codes [E, rows, columns], scales [E, matrices, 1], and with static activations
+    their scales [E], for gate and up together. Raises UserError for other scales."""
+    scheme, count = quant.format, len(product.shards)
+    if scheme.group != (0, 0):
+        raise UserError(f"{scope.path}: experts in one tensor of FP8 need one scale a matrix, not {scheme.name}")
+    keys, name, every = _fused_keys(scope, product), PROJECTIONS[product.name], slice(0, sizes.num_local)
+    codes = replace(FUSED[sizes.form].data, dtypes=("F8_E4M3",))
+    cuts = FUSED[sizes.form].cuts(product.shards, product.at, codes, sizes.num_experts, sizes.local, product.at[-1])
+
+    def numbers(ending: str, shape: tuple[int, ...], dummy: float) -> torch.Tensor:
+        parts = {}
+        for i, key in enumerate(keys):
+            at = (slice(i, i + 1), slice(0, 1))[: len(shape)]
+            whole_shape, source = (sizes.num_experts, *shape), (sizes.local, *at)
+            parts[key] = Part(whole_shape, source, (every, slice(i, i + 1)), convert=lambda one: one.reshape(-1, 1))
+        tensor = scope.param(name + ending, (sizes.padded_experts, count), parts, constant(dummy), torch.float32)
+        return _zeroed(product, sizes, tensor)
+
+    shape = (sizes.padded_experts, product.rows, product.cols)
+    data = scope.param(name, shape, dict(zip(keys, cuts, strict=True)), random_codes, ELEMENT_DTYPES[scheme.element])
+    scale = numbers("_scale_inv", (count, 1), DUMMY_SCALES[scheme.element])
+    inputs = numbers("_activation_scale", (), DUMMY_INPUT_SCALE) if quant.static_input else None
+    return StoredProduct(scope.path, scheme, product.at, _zeroed(product, sizes, data), scale, None, inputs)
 
 
 def _quantized_part(part: Part, scale: torch.Tensor, scheme: Scheme) -> Part:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.parameter import FLOATS, Convert, Part, Shard
 from sglang.srt.plan.ranks import exact_share
 
+STACKED_IN_FP8 = "stacked_in_fp8"
 PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
 
 
@@ -128,6 +129,8 @@ FUSED: Mapping[str, FusedForm] = {
     "gpt_oss": FusedForm(_COLUMNS, None, _BIAS, alternating=True),
     # In 16 bits: Qwen3.5, and Qwen3-VL as published; transformers 5 writes the latter as the former.
     "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
+    # Mistral 4, whose FP8 with one scale a matrix is kept together, too: `experts._stacked_codes`.
+    STACKED_IN_FP8: FusedForm(_ROWS, None, _BIAS, alternating=False),
     "stacked_columns": FusedForm(replace(_COLUMNS, other=_ROWS), None, _BIAS, alternating=False),
 }
 """The forms by storage, or for 16-bit weights by the form that the family declares."""

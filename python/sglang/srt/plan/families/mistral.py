@@ -74,7 +74,7 @@ MISTRAL4 = Family(
     ),
     allowed={**COMPUTED, "n_group": (1,)},
     has_experts=True,
-    expert_form="stacked",
+    expert_form="stacked_in_fp8",
     router=Router(0),
     growing_queries=True,
 )
