@@ -474,11 +474,11 @@ def test_schemes_of_layers(
         assert (model.expert_quant.scheme if model.expert_quant else None, found) == (experts, linears)
 
 
-def test_projections_that_are_one_product_have_one_scheme() -> None:
+def test_projections_of_several_schemes_are_one_product_in_16_bits() -> None:
     config = SIZES | {"quantization_config": NEW_MODELOPT}
-    model = describe_model(config, detect(config, HERE))
-    with pytest.raises(UserError, match="quantized differently: model.layers.3.self_attn.q_proj not quantized"):
-        needs_of(rank_weights(model, ONE_RANK), Serving("bfloat16", "bfloat16"))
+    weights = rank_weights(describe_model(config, detect(config, HERE)), ONE_RANK)
+    schemes = [quant.scheme if quant else "" for matrix, quant in weights.matrices() if matrix.name == "attn.qkv"]
+    assert schemes == ["nvfp4", "nvfp4", "nvfp4", ""]
 
 
 def test_experts_of_several_schemes_are_refused() -> None:

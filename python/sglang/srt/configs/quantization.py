@@ -18,6 +18,7 @@ from sglang.srt.configs.quant_formats import (
     with_packed_experts,
 )
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
+from sglang.srt.configs.stored_form import as_stored
 from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
@@ -66,9 +67,14 @@ EXPERT_PRECISIONS: Mapping[str, str] = {"bf16": "mxfp4", "fp8": "mxfp4_mxfp8"}
 """Values of --flashinfer-mxfp4-moe-precision but "default", and the scheme that MXFP4 experts have with them."""
 
 
-def quantization_of(config: Config, directory: Path, flag: str | None, precision: str) -> QuantConfig | None:
-    """Returns the quantization to serve, by --quantization and --flashinfer-mxfp4-moe-precision. Raises UserError."""
-    return with_expert_precision(precision, agree(flag, detect(config, directory), str(directory)), str(directory))
+def quantization_of(
+    config: Config, directory: Path, flag: str | None, precision: str, dummy: bool = False
+) -> QuantConfig | None:
+    """Returns the quantization to serve, by --quantization and --flashinfer-mxfp4-moe-precision. `dummy`: no weights
+    are looked at. Raises UserError."""
+    stated = agree(flag, detect(config, directory), str(directory))
+    result = with_expert_precision(precision, stated, str(directory))
+    return result if dummy else as_stored(result, directory)
 
 
 def detect(config: Config, directory: Path) -> QuantConfig | None:

@@ -15,19 +15,13 @@ import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.configs.stored_form import STACKED_FP8
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
-from sglang.srt.layers.quantization.experts_fused import (
-    FUSED,
-    PROJECTIONS,
-    STACKED_IN_FP8,
-    FusedForm,
-    FusedLeaf,
-    then,
-)
+from sglang.srt.layers.quantization.experts_fused import FUSED, PROJECTIONS, FusedForm, FusedLeaf, then
 from sglang.srt.layers.quantization.layout import Layout, Leaf, layout_of
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
@@ -163,7 +157,7 @@ def _create(
     fused = FUSED.get(sizes.form if quant is None or online else quant.storage)
     if fused is not None:
         return _fused(scope, product, sizes, fused, quant)
-    if sizes.form == STACKED_IN_FP8 and quant is not None and quant.storage == "fp8":
+    if quant is not None and quant.storage == STACKED_FP8:
         return _stacked_codes(scope, product, sizes, quant)
     if sizes.bias:
         raise UserError(f"{scope.path}: experts with a bias that are stored one by one are not supported")
@@ -366,29 +360,54 @@ def _fused_keys(scope: Scope, product: ExpertProduct) -> list[PartKey]:
 
 
 def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, quant: ModuleQuant) -> StoredProduct:
-    """FP8 as transformers writes it: codes [E, rows, columns], scales [E, matrices, 1], and with static activations
-    their scales [E], for gate and up together. Raises UserError for other scales."""
-    scheme, count = quant.format, len(product.shards)
-    if scheme.group != (0, 0):
-        raise UserError(f"{scope.path}: experts in one tensor of FP8 need one scale a matrix, not {scheme.name}")
+    """FP8 as transformers writes it: codes [E, rows, columns] of gate and up together, scales of blocks of them, or of
+    matrices [E, matrices, 1], of which some writers have one for gate and up ([E, 1, 1]), and with static activations
+    their scales [E]. Raises UserError for other scales."""
+    scheme, layout, count = quant.format, layout_of(replace(quant, storage="fp8")), len(product.shards)
+    if "moe.experts" not in scope.weights.layer or scheme.element != "e4m3" or sizes.shared:
+        raise UserError(f"{scope.path}: experts in one tensor of {scheme.name} are not supported for this model")
+    per_matrix = scheme.group == (0, 0)
+    if not per_matrix and count > 1 and product.shards[0].rows.total % scheme.group[0]:
+        raise UserError(
+            f"{scope.path}: gate's {product.shards[0].rows.total} rows do not divide into blocks of {scheme.group[0]}"
+            " with one scale, so that a block has rows of gate and of up. Take a checkpoint with experts one by one, or"
+            " one with a scale a matrix."
+        )
     keys, name, every = _fused_keys(scope, product), PROJECTIONS[product.name], slice(0, sizes.num_local)
-    codes = replace(FUSED[sizes.form].data, dtypes=("F8_E4M3",))
-    cuts = FUSED[sizes.form].cuts(product.shards, product.at, codes, sizes.num_experts, sizes.local, product.at[-1])
 
-    def numbers(ending: str, shape: tuple[int, ...], dummy: float) -> torch.Tensor:
+    def blocks(leaf: Leaf, per: tuple[int, int]) -> dict[PartKey, Part]:
+        parts = {}
+        for i, (key, shard) in enumerate(zip(keys, product.shards, strict=True)):
+            begin = product.at[i] // per[0]
+            rows = slice(begin, begin - (-shard.rows.count // per[0]))
+            dest = (every, rows, slice(0, -(-shard.cols.count // per[1])))
+            part = matrix_part(leaf, replace(shard, rows=shard.rows.among(count, i)), per, dest)
+            parts[key] = replace(part, shape=(sizes.num_experts, *part.shape), source=(sizes.local, *part.source))
+        return parts
+
+    def numbers(ending: str, of_matrices: tuple[int, ...], dummy: float) -> torch.Tensor:
         parts = {}
         for i, key in enumerate(keys):
-            at = (slice(i, i + 1), slice(0, 1))[: len(shape)]
-            whole_shape, source = (sizes.num_experts, *shape), (sizes.local, *at)
-            parts[key] = Part(whole_shape, source, (every, slice(i, i + 1)), convert=lambda one: one.reshape(-1, 1))
-        tensor = scope.param(name + ending, (sizes.padded_experts, count), parts, constant(dummy), torch.float32)
-        return _zeroed(product, sizes, tensor)
+            at = (slice(i, i + 1), slice(0, 1))[: len(of_matrices)]
+            part = Part((sizes.num_experts, *of_matrices), (sizes.local, *at), (every, slice(i, i + 1)))
+            of_all = (slice(0, 1),) * len(of_matrices)
+            one = replace(part, shape=(sizes.num_experts, *(1 for _ in of_matrices)), source=(sizes.local, *of_all))
+            parts[key] = replace(part, other=one)
+        return scope.param(name + ending, (sizes.padded_experts, count), parts, constant(dummy), torch.float32)
 
     shape = (sizes.padded_experts, product.rows, product.cols)
-    data = scope.param(name, shape, dict(zip(keys, cuts, strict=True)), random_codes, ELEMENT_DTYPES[scheme.element])
-    scale = numbers("_scale_inv", (count, 1), DUMMY_SCALES[scheme.element])
+    data = scope.param(name, shape, blocks(layout.data, (1, 1)), random_codes, ELEMENT_DTYPES[scheme.element])
     inputs = numbers("_activation_scale", (), DUMMY_INPUT_SCALE) if quant.static_input else None
-    return StoredProduct(scope.path, scheme, product.at, _zeroed(product, sizes, data), scale, None, inputs)
+    if per_matrix:
+        scale = numbers("_scale_inv", (count, 1), DUMMY_SCALES[scheme.element])
+    else:
+        parts, groups = blocks(layout.scale, scheme.group), scheme.scale_shape(product.rows, product.cols)
+        dtype = SCALE_DTYPES[scheme.scale]
+        scale = scope.param(f"{name}_scale_inv", (sizes.padded_experts, *groups), parts, dummy_scale(scheme), dtype)
+    for tensor in (data, scale, inputs):
+        if tensor is not None:
+            _zeroed(product, sizes, tensor)
+    return StoredProduct(scope.path, scheme, product.at, data, scale, None, inputs)
 
 
 def _quantized_part(part: Part, scale: torch.Tensor, scheme: Scheme) -> Part:

@@ -10,7 +10,6 @@ import torch
 from sglang.srt.layers.parameter import FLOATS, Convert, Part, Shard
 from sglang.srt.plan.ranks import exact_share
 
-STACKED_IN_FP8 = "stacked_in_fp8"
 PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
 
 
@@ -127,10 +126,8 @@ FUSED: Mapping[str, FusedForm] = {
     # GPT-OSS: as published, and in 16 bits.
     "mxfp4": FusedForm(_BLOCKS, _EXPONENTS, _BIAS, alternating=True),
     "gpt_oss": FusedForm(_COLUMNS, None, _BIAS, alternating=True),
-    # In 16 bits: Qwen3.5, and Qwen3-VL as published; transformers 5 writes the latter as the former.
+    # In 16 bits: Qwen3.5, Mistral 4, and Qwen3-VL as published; transformers 5 writes the last as the first.
     "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
-    # Mistral 4, whose FP8 with one scale a matrix is kept together, too: `experts._stacked_codes`.
-    STACKED_IN_FP8: FusedForm(_ROWS, None, _BIAS, alternating=False),
     "stacked_columns": FusedForm(replace(_COLUMNS, other=_ROWS), None, _BIAS, alternating=False),
 }
 """The forms by storage, or for 16-bit weights by the form that the family declares."""
