@@ -12,6 +12,7 @@ from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Param, Scope, Shard
+from sglang.srt.layers.quantization.layout import layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
@@ -21,8 +22,8 @@ Create = Callable[[Scope, list[Shard], ModuleQuant], LinearWeight]
 
 class WidenedLinear:
     """x [T, in] -> [T, out] (+ bias). Each shard is read as its own module is stored (None: in 16 bits), so that the
-    modules of a product may differ, and in whole groups of rows with one scale, of which a rank keeps its own. What
-    they were stored as is freed once they are loaded."""
+    modules of a product may differ, and in whole groups of rows with one scale or word, of which a rank keeps its own.
+    What they were stored as is freed once they are loaded."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class WidenedLinear:
             tensor = Unquantized().stacked(scope, [shard])
             self._record(scope)
             return lambda: tensor
-        groups = share.in_groups(max(1, quant.format.group[0]))
+        groups = share.in_groups(max(1, quant.format.group[0], *_rows_of_words(quant)))
         weight = create(scope, [replace(shard, rows=groups)], quant)
         begin = share.run.start - groups.run.start
         self._record(scope)
@@ -73,3 +74,11 @@ class WidenedLinear:
 
     def __call__(self, x: Rows) -> torch.Tensor:
         return self.linear(values_of(x), self.weight, self.bias)
+
+
+def _rows_of_words(quant: ModuleQuant) -> list[int]:
+    """Returns how many rows lie in one word of codes, and in one of zero points."""
+    if quant.storage == "online":
+        return []
+    layout = layout_of(quant)
+    return [leaf.rows for leaf in (layout.data, layout.zeros) if leaf is not None]
