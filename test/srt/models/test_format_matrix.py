@@ -25,6 +25,8 @@ OTHERS = (
     *("hy_v3_wide", "nemotron_h_wide", "kimi_linear_wide", "gemma4_moe_wide", "gemma4_small_wide", "laguna_wide"),
     *("step3p7_wide", "muse_glimmer_wide", "qwen4_exp_wide", "glm_moe_dsa_wide", "mixtral", "qwen2_moe"),
 )
+NARROW = ("mixtral", "qwen2_moe")
+"""Whose projections are less than a block, which no product of several of them takes."""
 NVFP4 = ("modelopt_nvfp4", "compressed_nvfp4", "compressed_nvfp4_a16")
 
 
@@ -56,6 +58,7 @@ def _further() -> list[Case]:
             OTHERS,
             ("experts", "everything", "some of a product"),
         )
+        if form != "fp8_block" or model not in NARROW
     )
     return [*hybrids, *others]
 
