@@ -61,7 +61,8 @@ SELECTIONS: Mapping[str, Callable[[str], bool]] = {
 
 def _may_be_quantized(name: str, tensor: torch.Tensor) -> bool:
     module, _, leaf = name.rpartition(".")
-    others = r".*(embed.*|lm_head|per_layer_model_projection|\.gate|router(\.proj)?|conv1d|hyper_connection.*|\.ple\..*|\.indexer\..*)"
+    embeddings = r"embed.*|per_layer_model_projection|\.ple\..*"
+    others = rf".*(lm_head|\.gate|router(\.proj)?|conv1d|hyper_connection.*|\.indexer\..*|{embeddings})"
     return leaf == "weight" and tensor.ndim == 2 and not re.fullmatch(others, module)
 
 

@@ -7,11 +7,11 @@ scales stands for itself, whatever they say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from sglang.srt.configs.checkpoint_header import stored_dtypes
+from sglang.srt.configs.checkpoint_header import stored_dtypes, stored_names
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component, without_decoder
 
 _WIDE = frozenset({"F64", "F32", "F16", "BF16"})
@@ -32,8 +32,23 @@ def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | N
     Raises UserError for files that are damaged."""
     if quantization is None or not any(stored_narrow(rule.quant) for rule in quantization.rules):
         return quantization
-    stored = stored_dtypes(folder, lambda name: True)
+    stored = stored_names(folder)
+    unclear = _unclear(quantization, stored or {})
+    if stored is not None and unclear:
+        stored = {**stored, **(stored_dtypes(folder, unclear.__contains__) or {})}
     return with_stacked_experts(stored_wide(quantization, stored), stored)
+
+
+def _unclear(quantization: QuantConfig, stored: Mapping[str, str]) -> frozenset[str]:
+    """Returns the tensors of unknown type ("") that the rules call quantized though they have no scales: few, as long
+    as these are right."""
+    scaled = _scaled(stored)
+    return frozenset(
+        name
+        for name, dtype in stored.items()
+        if not dtype and (module := _module(name)) and module not in scaled and _is_product(module)
+        if stored_narrow(quantization.of(module))
+    )
 
 
 def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
@@ -41,7 +56,7 @@ def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | No
     quantize a model leave its draft layers as they were, and do not always list them."""
     if quantization is None or stored is None:
         return quantization
-    scaled = {module for module, _, leaf in (name.rpartition(".") for name in stored) if leaf in _SCALES}
+    scaled = _scaled(stored)
     modules = {_module(name): dtype in _WIDE for name, dtype in stored.items()}
     kept = {
         name
@@ -68,6 +83,18 @@ def with_stacked_experts(quantization: QuantConfig | None, stored: Mapping[str, 
             rules.append(replace(rule, patterns=patterns, quant=replace(rule.quant, storage=STACKED_FP8)))
         rules.append(rule)
     return replace(quantization, rules=tuple(rules))
+
+
+def _scaled(stored: Iterable[str]) -> set[str]:
+    """Returns the modules that have scales among the names."""
+    leaves = (name.rpartition(".") for name in stored)
+    return {module for module, _, leaf in leaves if leaf in _SCALES or (leaf.startswith(_STACKED) and "scale" in leaf)}
+
+
+def _is_product(module: str) -> bool:
+    """Norms and embeddings are never quantized, and rules for all modules do not mean them."""
+    name = module.rpartition(".")[2]
+    return "norm" not in name and "embed" not in name
 
 
 def stored_narrow(quant: ModuleQuant | None) -> bool:
