@@ -138,11 +138,21 @@ def test_a_product_of_modules_that_differ_is_in_16_bits(form: str, tmp_path: Pat
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
+def test_numbers_of_a_product_in_pieces_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    save_quantized("qwen3_wide", FORMS["compressed_fp8_channel"], tmp_path, keep=("layers.0.self_attn.k_proj",))
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.v_proj.weight_scale"][3] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"NaN or infinite: model.layers.0.self_attn.v_proj.weight_scale"):
+        load_model(plan_for(tmp_path / "quantized"))
+
+
 def test_a_quantized_module_that_the_config_leaves_alone_is_refused(tmp_path: Path) -> None:
     form = FORMS["compressed_fp8_channel"]
     form = replace(form, config=dict(form.config) | {"ignore": ["re:.*layers.0.*k_proj"]})
     save_quantized("qwen3_wide", form, tmp_path)
-    with pytest.raises(UserError, match=r"layers.0.self_attn.k_proj.weight is stored as F8_E4M3"):
+    with pytest.raises(UserError, match=r"k_proj.weight is stored as F8_E4M3: .* leave this module alone"):
         load_model(plan_for(tmp_path / "quantized"))
 
 

@@ -6,6 +6,7 @@ scales for the activation the largest serves all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
@@ -56,8 +58,19 @@ class QuantizedMethod:
         modules = [scope.module(shard.part) for shard in shards]
         quant = self.config.of_product(modules)
         if quant is None:
+            self._say_if_several(scope, modules)
             return self.create_widened(scope, shards, bias)
         return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
+
+    def _say_if_several(self, scope: Scope, modules: list[str]) -> None:
+        """Logs that a product costs more memory than the checkpoint's modules do; once for all layers."""
+        schemes = {quant.scheme if quant else "16 bits" for quant in map(self.config.of, modules)}
+        if len(schemes) > 1:
+            product = re.sub(r"^layers\.\d+", "layers", scope.path)
+            warn_once(
+                f"{product}: in some layers its modules are stored in several ways ({', '.join(sorted(schemes))}); they are"
+                " computed as one, which is held in 16 bits there"
+            )
 
     def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         quants = [self.config.of(scope.module(shard.part)) for shard in shards]
