@@ -205,8 +205,8 @@ def _check(name: str, view: Any, part: Part) -> None:
         return
     if part.dtypes == FLOATS and name.endswith(".weight"):
         raise UserError(
-            f"tensor {name} is stored as {dtype}: quantized checkpoints need a quantization_config that is supported and"
-            " does not leave this module alone"
+            f"tensor {name} is stored as {dtype}: quantized checkpoints need a quantization_config that is supported"
+            " and does not leave this module alone"
         )
     raise UserError(
         f"tensor {name} is stored as {dtype}, but the checkpoint's quantization calls for {' or '.join(part.dtypes)}"

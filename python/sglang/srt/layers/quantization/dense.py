@@ -66,10 +66,10 @@ class QuantizedMethod:
         """Logs that a product costs more memory than the checkpoint's modules do; once for all layers."""
         schemes = {quant.scheme if quant else "16 bits" for quant in map(self.config.of, modules)}
         if len(schemes) > 1:
-            product = re.sub(r"^layers\.\d+", "layers", scope.path)
+            product, ways = re.sub(r"^layers\.\d+", "layers", scope.path), ", ".join(sorted(schemes))
             warn_once(
-                f"{product}: in some layers its modules are stored in several ways ({', '.join(sorted(schemes))}); they are"
-                " computed as one, which is held in 16 bits there"
+                f"{product}: in some layers its modules are stored in several ways ({ways}); they are computed as one,"
+                " which is held in 16 bits there"
             )
 
     def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
