@@ -173,6 +173,12 @@ PUBLISHED: Mapping[str, Published] = {
         mixed_in_own_file,
         own_file=True,
     ),
+    "Qwen3.8-2.4T-A95B-NVFP4": Published(  # with the gates of recurrent layers
+        "qwen3_5_moe",
+        ((r".*\.linear_attn\.(in_proj_\w+|out_proj)", "FP8"), (ATTENTION, "FP8"), (EXPERTS, "NVFP4")),
+        mixed,
+        wrapped=True,
+    ),
     "Qwen3.5-122B-A10B-NVFP4": Published("qwen3_5_moe", ((EXPERTS, "NVFP4"),), nvfp4_of_experts, wrapped=True),
     "Nemotron-3-Nano-NVFP4": Published(
         "nemotron_h",
