@@ -31,7 +31,8 @@ NVFP4 = ("modelopt_nvfp4", "compressed_nvfp4", "compressed_nvfp4_a16")
 
 
 def _covering() -> list[Case]:
-    """Every form, choice and spelling at least once, and every hybrid with each choice in NVFP4."""
+    """Every form, choice and spelling at least once, and every hybrid with quantized gates, and with products in pieces,
+    in NVFP4."""
     cases = [
         Case(form, model, selection, spelling, wrapped)
         for (model, wrapped), (form, selection, spelling) in zip(
@@ -40,8 +41,9 @@ def _covering() -> list[Case]:
             strict=False,
         )
     ]
-    for i, ((model, wrapped), selection) in enumerate(itertools.product(HYBRIDS, SELECTIONS)):
-        cases.append(Case(NVFP4[i % 2], model, selection, [*SPELLINGS][i // 2 % len(SPELLINGS)], wrapped))
+    choices = ("everything", "some of a product")
+    for i, ((model, wrapped), selection) in enumerate(itertools.product(HYBRIDS, choices)):
+        cases.append(Case(NVFP4[i % 2], model, selection, [*SPELLINGS][i % len(SPELLINGS)], wrapped))
     return list(dict.fromkeys(cases))
 
 
