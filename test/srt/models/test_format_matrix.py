@@ -31,8 +31,8 @@ NVFP4 = ("modelopt_nvfp4", "compressed_nvfp4", "compressed_nvfp4_a16")
 
 
 def _covering() -> list[Case]:
-    """Every form, choice and spelling at least once, and every hybrid with quantized gates, and with products in pieces,
-    in NVFP4."""
+    """Every form, choice and spelling at least once; every hybrid with quantized gates and with products in pieces, in
+    NVFP4."""
     cases = [
         Case(form, model, selection, spelling, wrapped)
         for (model, wrapped), (form, selection, spelling) in zip(
