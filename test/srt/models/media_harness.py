@@ -27,8 +27,19 @@ from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
-from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, POOLED_LATENT, ROUTED, SIZES, YARN, randomize
-from srt.models.quantized_checkpoints import split_experts
+from srt.models.harness import (
+    GEMMA4,
+    GEMMA4_LAYERS,
+    HYBRID,
+    LATENT,
+    POOLED,
+    POOLED_LATENT,
+    ROUTED,
+    SIZES,
+    YARN,
+    randomize,
+)
+from srt.models.quantized_checkpoints import join_experts, split_experts
 
 if TYPE_CHECKING:
     import transformers
@@ -95,6 +106,7 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         {},
         True,
     ),
+    "qwen4_exp": ("Qwen4ExpConfig", POOLED, {"rope_parameters": AXIAL}, True),
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
         {"rope_parameters": SECTIONS | {"mrope_interleaved": False, "mrope_section": [2, 3, 3]}}
@@ -155,7 +167,7 @@ POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
 ONE_FRAME = ("kimi_k25", "gemma4")
 """`model_type` of those whose patches have one frame."""
-PAGES = {"glm5_next": 4}
+PAGES = {"glm5_next": 4, "qwen4_exp": 4}
 """Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
@@ -244,6 +256,14 @@ def as_published_glm46v(folder: Path) -> None:
     safetensors.torch.save_file(tensors, file)
 
 
+def as_published_qwen4_exp(folder: Path) -> None:
+    """What transformers wrote of Qwen3.8-Flash-Next, with all experts in one tensor as in published checkpoints."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    join_experts(tensors)
+    safetensors.torch.save_file(tensors, file)
+
+
 def as_published_qwen2_5_vl(folder: Path) -> None:
     """What transformers wrote of Qwen2.5-VL, with the names and the flat keys of published checkpoints."""
     file = folder / "model.safetensors"
@@ -289,6 +309,7 @@ PUBLISHED = {
     "kimi_k25": as_published_kimi,
     "qwen2_5_vl": as_published_qwen2_5_vl,
     "qwen3_vl_moe": as_published_qwen3_vl_moe,
+    "qwen4_exp": as_published_qwen4_exp,
 }
 """What makes a published checkpoint of one that transformers wrote."""
 

@@ -56,8 +56,8 @@ class Seeing:
         self.name, self.folder, self.model = name, folder, save_seeing(name, folder)
 
     def scheduler(self, **options: Any) -> Scheduler:
-        if self.name in PAGES:
-            options = {**options, "page_size": max(PAGES[self.name], options.get("page_size", 1))}
+        if self.name in PAGES and "page_size" in options:
+            options = {**options, "page_size": max(PAGES[self.name], options["page_size"])}
         return seeing_scheduler(self.folder, ReferenceEncoder(self.model), **options)
 
     def check(self, scheduler: Scheduler, *prompts: Prompt, new_tokens: int = NEW_TOKENS) -> None:
@@ -71,7 +71,7 @@ class Seeing:
         assert_clean(scheduler)
 
 
-_FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next")
+_FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next", "qwen4_exp")
 """Those of which `test_towers` has what is their own."""
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
 
@@ -168,8 +168,8 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 
 
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
-    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing.name)
-    for chunk in range(8 if seeing.name in BOTH_WAYS else PAGES.get(seeing.name, 1), len(prompt.ids)):
+    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64, page_size=1), a_video(seeing.name)
+    for chunk in range(8 if seeing.name in BOTH_WAYS else scheduler.plan.page_size, len(prompt.ids)):
         scheduler._chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
         assert scheduler.flush_cache()
@@ -390,8 +390,8 @@ def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
     """Beside two requests that decode, whose positions and embeddings stay their own."""
     prompt = Prompt().text(2, 3).image((1, 4, 4), 10).image((1, 2, 4), 11).text(2, 5)
     # Two tokens of a chunk are those of the requests that decode.
-    scheduler = seeing.scheduler(chunked_prefill_size=64)
-    first = 12 if seeing.name in BOTH_WAYS else 2 + PAGES.get(seeing.name, 1)
+    scheduler = seeing.scheduler(chunked_prefill_size=64, page_size=1)
+    first = 12 if seeing.name in BOTH_WAYS else 2 + scheduler.plan.page_size
 
     def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
         outcomes = []

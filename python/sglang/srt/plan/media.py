@@ -74,6 +74,8 @@ ENCODERS: Mapping[str, _Reader] = {
     "qwen3_vl_moe": _SECTIONED,
     "qwen3_5": _SECTIONED,
     "qwen3_5_moe": _SECTIONED,
+    "qwen4_exp": _SECTIONED,
+    "qwen3_8_flash_next": _SECTIONED,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,

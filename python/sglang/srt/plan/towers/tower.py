@@ -13,6 +13,8 @@ from typing import ClassVar, Self
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 
+ROTARY_THETA = 10000.0
+"""The base of rotary angles in every published encoder whose config does not name it."""
 NamedShape = tuple[str, tuple[int, ...]]
 Slices = tuple[slice, ...]
 
@@ -172,6 +174,14 @@ def only(keys: ConfigReader, key: str, served: str) -> None:
     value = keys.default(key, str, served)
     if value != served:
         raise UserError(f"{keys.source}: {key} = {value!r} is not supported; supported: {served!r}.")
+
+
+def axial_theta(vision: ConfigReader) -> float:
+    """Returns the base of the rotary angles by row and column. Published configs do not name it; those that
+    transformers writes may have it in `rope_parameters`. Raises UserError for another kind of angles."""
+    rope = ConfigReader(vision.default("rope_parameters", dict, {}), f"{vision.source} rope_parameters")
+    only(rope, "rope_type", "axial")
+    return rope.default("rope_theta", float, ROTARY_THETA)
 
 
 def whole_quarters(keys: ConfigReader, hidden_size: int, num_heads: int) -> None:

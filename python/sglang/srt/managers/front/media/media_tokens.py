@@ -15,6 +15,8 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_vl_moe": "qwen3_vl",
     "qwen3_5": "qwen3_vl",
     "qwen3_5_moe": "qwen3_vl",
+    "qwen4_exp": "qwen3_vl",
+    "qwen3_8_flash_next": "qwen3_vl",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
     "glm46v": "glm4v",
