@@ -581,3 +581,23 @@ def add_pooled_mtp(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {"num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_stream_mtp(folder: Path) -> None:
+    """Gives a saved Qwen3.8-Flash-Next a layer that drafts: a copy of its last one, behind random projections."""
+    file, text = folder / "model.safetensors", "model.language_model."
+    last = f"{text}layers.{POOLED['num_hidden_layers'] - 1}."
+    tensors = safetensors.torch.load_file(file)
+    copies = {
+        name.replace(last, "mtp.layers.0.").replace(text, "mtp."): t.clone()
+        for name, t in tensors.items()
+        if name.startswith((last, f"{text}hyper_connection_mixer."))
+    }
+    generator, size = torch.Generator().manual_seed(6), SIZES["hidden_size"]
+    for name, width in (("embedding", size), ("hidden", POOLED["hc_count"] * size)):
+        copies[f"mtp.fc_{name}.weight"] = torch.randn(size, size, generator=generator) * 0.15
+        copies[f"mtp.pre_fc_norm_{name}.weight"] = torch.rand(width, generator=generator) - 0.5
+    safetensors.torch.save_file(tensors | copies, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
