@@ -163,6 +163,12 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         False,
     ),
 }
+SEEING["minimax_m3_vl"] = (
+    "MiniMaxM3VLConfig",
+    BLOCKS,
+    {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 36, "hidden_act": "gelu"},
+    True,
+)
 POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
 ONE_FRAME = ("kimi_k25", "gemma4")

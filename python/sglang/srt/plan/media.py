@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.plan.towers.gemma4 import describe_gemma4
 from sglang.srt.plan.towers.glm4v import describe_glm4v, describe_glm5_next
+from sglang.srt.plan.towers.minimax_m3 import describe_minimax_m3
 from sglang.srt.plan.towers.moonvit import describe_moonvit
 from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
@@ -82,6 +83,7 @@ ENCODERS: Mapping[str, _Reader] = {
     "glm5_next": _Reader(describe_glm5_next, sections=False),
     "gemma4": _Reader(describe_gemma4, sections=False),
     "kimi_k25": _COUNTED,
+    "minimax_m3_vl": _Reader(describe_minimax_m3, sections=False),
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
 
@@ -94,8 +96,8 @@ def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
     outer, inner = ConfigReader(config, "config.json"), ConfigReader(vision, "config.json vision_config")
     text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")
     return MediaDescription(
-        image_token=outer.count("image_token_id", "media_placeholder_token_id") or None,
-        video_token=outer.count("video_token_id") or None,
+        image_token=outer.count("image_token_id", "media_placeholder_token_id", "image_token_index") or None,
+        video_token=outer.count("video_token_id", "video_token_index") or None,
         sections=reader.sections,
         tower=reader.describe(outer, inner),
         positions_a_second=inner.count("tokens_per_second"),

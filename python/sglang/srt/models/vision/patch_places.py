@@ -43,8 +43,13 @@ def clip_starts(grids: Sequence[Grid]) -> np.ndarray:
 
 def frame_numbers(grids: Sequence[Grid]) -> np.ndarray:
     """Returns the number [P] int64 of every patch's frame within its grid, from 1 on; 0 where there is one frame."""
-    numbers = [np.repeat(np.arange(frames) + (frames > 1), rows * columns) for frames, rows, columns in grids]
-    return np.concatenate(numbers)
+    of_several = np.concatenate([np.full(num_patches([grid]), grid[0] > 1) for grid in grids])
+    return frame_indices(grids) + of_several
+
+
+def frame_indices(grids: Sequence[Grid]) -> np.ndarray:
+    """Returns the index [P] int64 of every patch's frame within its grid."""
+    return np.concatenate([np.repeat(np.arange(frames), rows * columns) for frames, rows, columns in grids])
 
 
 def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
