@@ -28,6 +28,7 @@ from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models.harness import (
+    BLOCKS,
     GEMMA4,
     GEMMA4_LAYERS,
     HYBRID,
@@ -37,6 +38,7 @@ from srt.models.harness import (
     ROUTED,
     SIZES,
     YARN,
+    published_m3_text,
     randomize,
 )
 from srt.models.quantized_checkpoints import join_experts, split_experts
@@ -162,18 +164,15 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         {"pos_emb_height": 8, "pos_emb_width": 8, "num_attention_heads": 2, "num_hidden_layers": 2},
         False,
     ),
+    "minimax_m3_vl": ("MiniMaxM3VLConfig", BLOCKS, {"num_hidden_layers": 2, "hidden_size": 36}, True),
 }
-SEEING["minimax_m3_vl"] = (
-    "MiniMaxM3VLConfig",
-    BLOCKS,
-    {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 36, "hidden_act": "gelu"},
-    True,
-)
 POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
+SEEN_FRAMES = POOLED_FRAMES | {"minimax_m3_vl": 4}
+"""So many frames of a video see one another; of others each sees itself."""
 ONE_FRAME = ("kimi_k25", "gemma4")
 """`model_type` of those whose patches have one frame."""
-PAGES = {"glm5_next": 4, "qwen4_exp": 4}
+PAGES = {"glm5_next": 4, "qwen4_exp": 4, "minimax_m3_vl": 4}
 """Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
@@ -199,6 +198,10 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
             key: TOWER[key] for key in ("hidden_size", "intermediate_size", "patch_size")
         } | vision
         settings["projection_hidden_size"] = TOWER["hidden_size"]
+    if name == "minimax_m3_vl":
+        sizes = ("hidden_size", "intermediate_size", "patch_size", "temporal_patch_size", "spatial_merge_size")
+        settings["vision_config"] = {key: TOWER[key] for key in sizes} | {"num_attention_heads": 2} | vision
+        settings["projector_hidden_size"] = 40
     if class_name == "Gemma4Config":
         settings["vision_config"] = GEMMA_VISION | vision
         settings |= {"boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None, "audio_token_id": 255}
@@ -218,8 +221,8 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
         model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
     if name.startswith("glm"):
         model.model.get_placeholder_mask = _masks_by_token
-    if name == "kimi_k25":
-        take_clips_one_by_one(model)
+    if name in CORRECTIONS:
+        CORRECTIONS[name](model)
     model.save_pretrained(folder)
     if name in PUBLISHED:
         PUBLISHED[name](folder)
@@ -235,6 +238,34 @@ def _clip_by_clip(model: Any, pixels: torch.Tensor, grids: torch.Tensor, **_: An
     parts = pixels.split(grids.prod(1).tolist())
     pooled = [model.vision_tower(part, grid[None]).pooler_output for part, grid in zip(parts, grids, strict=True)]
     return SimpleNamespace(pooler_output=[model.mm_projector(clip).flatten(0, -2) for clip in pooled])
+
+
+def as_in_5_23_m3(model: transformers.PreTrainedModel) -> None:
+    """For MiniMax-M3, whose class sees with the eyes of another model before transformers 5.23: patches turned by row
+    and column alone, and those of all pictures saw one another."""
+    tower = model.model.vision_tower
+    if hasattr(tower, "merge_temporal"):
+        return
+    tower.rotary_emb.forward = partial(_by_three_axes, tower.config)
+    tower.forward = partial(_one_after_another, tower.forward)
+
+
+def _by_three_axes(config: Any, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions [P, 3]: time, row and column, each of which turns a third of a head's pairs."""
+    pairs = config.hidden_size // config.num_attention_heads // 6
+    frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(pairs) / pairs)
+    angles = (positions[..., None] * frequencies).flatten(1).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _one_after_another(see: Callable[..., Any], pixel_values: torch.Tensor, grid_thw: torch.Tensor, **_: Any) -> Any:
+    parts = pixel_values.split(grid_thw.prod(1).tolist())
+    seen = [see(part, grid[None]).last_hidden_state for part, grid in zip(parts, grid_thw, strict=True)]
+    return SimpleNamespace(last_hidden_state=torch.cat(seen, dim=1), hidden_states=None, attentions=None)
+
+
+CORRECTIONS = {"kimi_k25": take_clips_one_by_one, "minimax_m3_vl": as_in_5_23_m3}
+"""What the classes of transformers 5.17 need to compute what the published models do."""
 
 
 def _masks_by_token(
@@ -310,7 +341,29 @@ def as_published_kimi(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def as_published_m3_vl(folder: Path) -> None:
+    """What transformers wrote of MiniMax-M3, with the keys of published checkpoints, and with their names of what is no
+    expert: transformers 5.17 turns these into those of experts."""
+    file, in_blocks = folder / "model.safetensors", ".block_sparse_moe."
+    tensors = {}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        module = name.partition(in_blocks)[2]
+        if module.startswith(("fc", "gate_proj", "up_proj", "down_proj")):
+            name = name.replace(in_blocks, ".mlp.")
+        tensors[name] = tensor
+    safetensors.torch.save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"]
+    sizes = {key: vision.pop(key) for key in ("spatial_merge_size", "temporal_patch_size")}
+    vision |= {"rope_theta": vision.pop("rope_parameters")["rope_theta"], "position_embedding_type": "rope"}
+    vision |= {"img_token_compression_config": {"image_token_compression_method": "patch_merge", **sizes}}
+    vision |= {"rope_mode": "3d", "vision_segment_max_frames": SEEN_FRAMES["minimax_m3_vl"]}
+    config["text_config"] = published_m3_text(config["text_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 PUBLISHED = {
+    "minimax_m3_vl": as_published_m3_vl,
     "glm46v": as_published_glm46v,
     "kimi_k25": as_published_kimi,
     "qwen2_5_vl": as_published_qwen2_5_vl,
@@ -399,9 +452,10 @@ def _of_kimi(pixels: torch.Tensor) -> torch.Tensor:
     return pixels[:, : PATCH_VALUES // 2].unflatten(1, (3, 4, 4))
 
 
-def clips_of_kimi(grids: Sequence[Sequence[int]]) -> torch.Tensor:
-    """As the processor of Kimi K2.5 gives them to its model."""
-    most = POOLED_FRAMES["kimi_k25"]
+def clips_of(model_type: str, grids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Grids of the frames that see one another, as the processors of Kimi K2.5 and of MiniMax-M3 (in transformers 5.23)
+    give them to their models."""
+    most = SEEN_FRAMES[model_type]
     return torch.tensor(
         [
             (min(most, frames - first), rows, columns)
@@ -448,7 +502,10 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
             if key in arguments:
                 arguments[key] = _of_kimi(arguments[key])
         if "video_grid_thw" in arguments:
-            arguments["video_grid_thw"] = clips_of_kimi(arguments["video_grid_thw"].tolist())
+            arguments["video_grid_thw"] = clips_of("kimi_k25", arguments["video_grid_thw"].tolist())
+    elif model.config.model_type == "minimax_m3_vl":
+        if "video_grid_thw" in arguments:
+            arguments["video_grid_thw"] = clips_of("minimax_m3_vl", arguments["video_grid_thw"].tolist())
     elif model.config.model_type == "qwen2_5_vl":
         arguments["position_ids"] = _positions(prompt, len(ids), model.config.vision_config.tokens_per_second)
     else:
@@ -493,13 +550,16 @@ class ReferenceEncoder:
         if self.model.config.model_type == "gemma4":
             return [self._of_gemma(part, grid) for part, grid in zip(_split(pixels, grids), grids, strict=True)]
         if self.model.config.model_type == "kimi_k25":
-            made = self.model.get_image_features(_of_kimi(pixels), clips_of_kimi(grids)).pooler_output
-            counts = [len(clips_of_kimi([grid])) * grid[1] * grid[2] // MERGE**2 for grid in grids]
+            made = self.model.get_image_features(_of_kimi(pixels), clips_of("kimi_k25", grids)).pooler_output
+            counts = [len(clips_of("kimi_k25", [grid])) * grid[1] * grid[2] // MERGE**2 for grid in grids]
             return list(torch.cat(list(made)).flatten(0, -2).split(counts))
         frames = torch.tensor([(1, *grid[1:]) for grid in grids for _ in range(grid[0])])
+        if self.model.config.model_type in SEEN_FRAMES:
+            frames = clips_of(self.model.config.model_type, grids)
         made = self.model.get_image_features(pixels, frames)
         added = getattr(made, "deepstack_features", None) or []
-        features = torch.cat((torch.cat(list(made.pooler_output)), *added), dim=1)
+        pooled = made.pooler_output
+        features = torch.cat((pooled if isinstance(pooled, torch.Tensor) else torch.cat(list(pooled)), *added), dim=1)
         return list(features.split((torch.tensor(grids).prod(1) // MERGE**2).tolist()))
 
     def _of_gemma(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -71,7 +71,9 @@ def describe_minimax_m3(outer: ConfigReader, vision: ConfigReader) -> MiniMaxM3T
     only(vision, "rope_mode", "3d")
     only(outer, "projector_hidden_act", "gelu")
     only(outer, "vision_feature_select_strategy", "full")
-    if outer.default("vision_feature_layer", int, -1) != -1 or not outer.default("multimodal_projector_bias", bool, True):
+    if outer.default("vision_feature_layer", int, -1) != -1 or not outer.default(
+        "multimodal_projector_bias", bool, True
+    ):
         raise UserError(f"{outer.source}: another vision_feature_layer than -1, or a projector without bias.")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_attention_heads")
     if hidden % (2 * heads) or hidden // heads < 6:

@@ -179,8 +179,8 @@ def only(keys: ConfigReader, key: str, served: str) -> None:
 
 
 def axial_theta(vision: ConfigReader) -> float:
-    """Returns the base of the rotary angles by row and column. Published configs may have it as
-    `rope_theta`, and those that transformers writes in `rope_parameters`. Raises UserError for another kind of angles."""
+    """Returns the base of the rotary angles by row and column. Published configs may have it as `rope_theta`, and those
+    that transformers writes in `rope_parameters`. Raises UserError for another kind of angles."""
     rope = ConfigReader(vision.default("rope_parameters", dict, {}), f"{vision.source} rope_parameters")
     only(rope, "rope_type", "axial")
     return rope.default("rope_theta", float, vision.default("rope_theta", float, ROTARY_THETA))
