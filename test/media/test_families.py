@@ -1,5 +1,6 @@
-"""Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V and
-Gemma 4: pictures and MP4 files over HTTP get the tokens of transformers' models, and real clients their answers."""
+"""Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V,
+Gemma 4, Qwen3.8-Flash-Next and MiniMax-M3: pictures and MP4 files over HTTP get the tokens of transformers' models, and
+real clients their answers."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ from live_server import LiveServer
 from safetensors.torch import load_file, save_file
 from srt.models.harness import SIZES, randomize
 from srt.models.media_harness import (
+    CORRECTIONS,
     GEMMA_VISION,
     GLM_ROPE,
     GLM_VISION,
     SECTIONS,
     SEEING,
+    SEEN_FRAMES,
     TOWER,
-    clips_of_kimi,
-    take_clips_one_by_one,
+    clips_of,
 )
 from srt.models.media_harness import PUBLISHED as LAYOUTS
 from srt.models.quantized_checkpoints import FORMS, Form, join_experts, split_experts
@@ -39,8 +41,10 @@ from media.moving_pictures import video_file
 from media.pictures import data_url, encoded, picture
 from media.seeing_model import FIRST_ID, SPECIAL, TEMPLATE, write_seeing_model
 from sglang.srt.managers.front.media.containers import open_video
+from sglang.srt.managers.front.media.image_views import image_views
+from sglang.srt.managers.front.media.media_tokens import media_tokens
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
-from sglang.srt.managers.front.media.processors import Patches, image_processor
+from sglang.srt.managers.front.media.processors import Patches
 from sglang.srt.managers.front.media.video_processors import video_processor
 
 NEW_TOKENS = 12
@@ -146,7 +150,23 @@ PUBLISHED = {
 }
 
 
+M3_MARKS = ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
+PUBLISHED["qwen4_exp"] = replace(
+    PUBLISHED["qwen3_vl"], name="qwen4_exp", vision=TOWER | {"patch_size": 16}, text={"eos_token_id": 7}
+)
+PUBLISHED["minimax_m3_vl"] = Published(
+    "minimax_m3_vl",
+    M3_MARKS,
+    *M3_MARKS[:2],
+    {"image_token_index": M3_MARKS[0], "video_token_index": M3_MARKS[1]},
+    {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14},
+    {},
+    {"image_processor_type": "MiniMaxM3VLImageProcessor", "size": [672, 672], "patch_size": 14, "merge_size": 2},
+    {"fps": 1, "max_frames": 6},
+)
 PLACES = {
+    "qwen4_exp": {"image": 2, "video": 3},
+    "minimax_m3_vl": {"image": 0, "video": 1},
     "kimi_k25": {"image": 2, "video": 2},
     "qwen3_vl": {"image": 2, "video": 3},
     "glm4v_moe": {"image": 2, "video": 2},
@@ -156,6 +176,7 @@ PLACES = {
 AROUND = {
     ("kimi_k25", "image"): ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
     ("qwen3_vl", "image"): SPECIAL[:2],
+    ("qwen4_exp", "image"): SPECIAL[:2],
     ("glm4v_moe", "image"): GLM_MARKS[:2],
     ("glm4v_moe", "video"): GLM_MARKS[3:5],
 }
@@ -175,19 +196,20 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     (folder / "chat_template.jinja").write_text(template)
     (folder / "preprocessor_config.json").write_text(json.dumps(form.processor))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(form.processor | form.video_processor))
-    class_name, text, _, _ = SEEING[form.name]
+    class_name, text, _, zero_centred = SEEING[form.name]
     text = SIZES | text | form.text | {"vocab_size": FIRST_ID + 64, "max_position_embeddings": 1024}
     text |= {"vocab_size_per_layer_input": FIRST_ID + 64} if form.name == "gemma4" else {}
     named = {key: ids[token] for key, token in form.config.items()}
     settings = copy.deepcopy({"text_config": text, "vision_config": form.vision, **named})
     settings |= {"audio_config": None, "audio_token_id": FIRST_ID + 63} if form.name == "gemma4" else {}
     settings |= {"projection_hidden_size": form.vision["hidden_size"]} if form.name == "kimi_k25" else {}
+    settings |= {"projector_hidden_size": 40} if form.name == "minimax_m3_vl" else {}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    randomize(model, False)
-    if form.name == "kimi_k25":
-        take_clips_one_by_one(model)
+    randomize(model, zero_centred)
+    if form.name in CORRECTIONS:
+        CORRECTIONS[form.name](model)
     for key, param in model.named_parameters():
         if ("visual." in key or "vision_tower." in key) and "norm" in key:
             torch.nn.init.uniform_(param, 0.5, 1.5)
@@ -239,7 +261,9 @@ class Served:
         self.form, self.folder = form, folder
         self.model = write_model(form, folder)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.files: ProcessorFiles = read_processor_files(folder, form.name.removesuffix("_moe"), "{}")
+        tokens = media_tokens(json.loads((folder / "config.json").read_text()))
+        assert tokens is not None
+        self.files: ProcessorFiles = read_processor_files(folder, tokens.family, "{}")
         self.server = LiveServer(
             *("--model-path", str(folder), "--served-model-name", "seeing", "--dtype", "float32"),
             *("--max-total-tokens", "4096", "--skip-server-warmup"),
@@ -250,9 +274,10 @@ class Served:
         return found
 
     def of_image(self) -> tuple[list[int], Patches]:
-        patches = image_processor(self.files)(PICTURE)
-        run = self.placeholder("image") * patches.num_tokens
-        return self.ids(f"<|image>{run}<image|>" if self.form.name == "gemma4" else run), patches
+        views = image_views(self.files, "float32")(PICTURE)
+        placeholder = self.placeholder("image")
+        written = "".join(part if isinstance(part, str) else placeholder * part for part in views.parts)
+        return self.ids(f"<|image>{written}<image|>" if self.form.name == "gemma4" else written), views.patches[0]
 
     def placeholder(self, kind: str) -> str:
         """The token that stands for an embedding."""
@@ -272,7 +297,10 @@ class Served:
                 for time in result.times[::4]
             ]
             text = "".join(texts)
-        elif self.form.name == "qwen3_vl":
+        elif self.form.name == "minimax_m3_vl":
+            frame = f"]<]start of image[>[{']<]video[>[' * count}]<]end of image[>["
+            text = "".join(f"]<]{time:.1f} seconds[>[{frame}" for time in result.times)
+        elif self.form.name in ("qwen3_vl", "qwen4_exp"):
             frame = f"<|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
             text = "".join(f"<{time:.1f} seconds>{frame}" for time in result.times)
         else:
@@ -290,7 +318,7 @@ class Served:
         prompt = [*before, *media, *after]
         whole = torch.tensor([[*prompt, *output]])
         arguments = self.inputs(kind, patches)
-        if self.form.name != "kimi_k25":
+        if self.form.name not in ("kimi_k25", "minimax_m3_vl"):
             arguments["mm_token_type_ids"] = (whole == self.ids(self.placeholder(kind))[0]).int()
             arguments["mm_token_type_ids"] *= 1 if kind == "image" else 2
         logits = self.model(whole, **arguments).logits[0]
@@ -301,7 +329,9 @@ class Served:
         pixels, (frames, rows, columns) = torch.from_numpy(patches.pixels), patches.grid
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
         if self.form.name == "kimi_k25":
-            return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of_kimi([patches.grid])}
+            return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of("kimi_k25", [patches.grid])}
+        if self.form.name in SEEN_FRAMES:
+            return {name: pixels, f"{kind}_grid_thw": clips_of(self.form.name, [patches.grid])}
         if self.form.name != "gemma4":
             return {name: pixels, f"{kind}_grid_thw": torch.tensor([patches.grid])}
         down, right = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")

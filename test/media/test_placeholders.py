@@ -94,6 +94,8 @@ def test_frames_of_gemma_have_marks() -> None:
         ({"model_type": "qwen3_5", "image_token_id": 5, "vision_config": {}}, "qwen3_vl"),
         ({"model_type": "kimi_k25", "media_placeholder_token_id": 5, "vision_config": {}}, "kimi_k25"),
         ({"model_type": "gemma4", "image_token_id": 5, "vision_config": {}}, "gemma4"),
+        ({"model_type": "qwen4_exp", "image_token_id": 5, "vision_config": {}}, "qwen3_vl"),
+        ({"model_type": "minimax_m3_vl", "image_token_index": 5, "vision_config": {}}, "minimax_m3"),
         ({"model_type": "gemma4", "image_token_id": 5}, None),
         ({"model_type": "llama", "vision_config": {}}, None),
     ],

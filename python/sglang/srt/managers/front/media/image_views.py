@@ -1,0 +1,39 @@
+"""Pictures to what the encoder takes of them, and to what stands for them in the prompt: most models see a picture
+once, between marks that the template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from PIL import Image
+
+from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.managers.front.media.processors import Patches, image_processor
+
+_MARKS: Mapping[str, tuple[str, str]] = {"minimax_m3": ("]<]start of image[>[", "]<]end of image[>[")}
+"""Tokens around a run of placeholders that the processor writes, not the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """`patches`: of each grid, in the order of their placeholders. `parts`: what stands in the prompt; a number is a
+    run of so many placeholders, one for each frame of a grid."""
+
+    patches: list[Patches]
+    parts: list[str | int]
+
+
+SeeImage = Callable[[Image.Image], Views]
+
+
+def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
+    """Returns what prepares the model's images, in the type of patches that `patch_types.as_type` names."""
+    process, marks = image_processor(files, dtype), _MARKS.get(files.family)
+
+    def see(image: Image.Image) -> Views:
+        patches = process(image)
+        parts = [patches.num_tokens] if marks is None else [marks[0], patches.num_tokens, marks[1]]
+        return Views([patches], list(parts))
+
+    return see
