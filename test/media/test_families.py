@@ -23,8 +23,8 @@ import transformers
 from live_server import LiveServer
 from safetensors.torch import load_file, save_file
 from srt.models.harness import SIZES, randomize
+from srt.models.media_corrections import CORRECTIONS
 from srt.models.media_harness import (
-    CORRECTIONS,
     GEMMA_VISION,
     GLM_ROPE,
     GLM_VISION,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors.torch
@@ -37,10 +36,12 @@ from srt.models.harness import (
     POOLED_LATENT,
     ROUTED,
     SIZES,
+    TINY,
     YARN,
     published_m3_text,
     randomize,
 )
+from srt.models.media_corrections import CORRECTIONS
 from srt.models.quantized_checkpoints import join_experts, split_experts
 
 if TYPE_CHECKING:
@@ -164,27 +165,42 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         {"pos_emb_height": 8, "pos_emb_width": 8, "num_attention_heads": 2, "num_hidden_layers": 2},
         False,
     ),
+    "step3p7": ("Step3p7Config", TINY["step3p7"][1], {}, True),
     "minimax_m3_vl": ("MiniMaxM3VLConfig", BLOCKS, {"num_hidden_layers": 2, "hidden_size": 36}, True),
 }
 POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
 SEEN_FRAMES = POOLED_FRAMES | {"minimax_m3_vl": 4}
 """So many frames of a video see one another; of others each sees itself."""
-ONE_FRAME = ("kimi_k25", "gemma4")
+ONE_FRAME = ("kimi_k25", "gemma4", "step3p7")
 """`model_type` of those whose patches have one frame."""
 PAGES = {"glm5_next": 4, "qwen4_exp": 4, "minimax_m3_vl": 4}
 """Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
+IMAGES_ALONE = ("step3p7",)
+"""`model_type` of those that take no video: what is one for others is an image of several views for them."""
+SIDES = {"step3p7": 2}
+"""A token of these has so many times as many patches a side."""
 Grid = tuple[int, int, int]
 Played = TypeVar("Played")
 
 
+def model_type(folder: Path) -> str:
+    """Of the model in the folder; empty if there is none."""
+    config = folder / "config.json"
+    return str(json.loads(config.read_text())["model_type"]) if config.exists() else ""
+
+
 def patch_values(folder: Path) -> int:
     """Values of a patch of the model in the folder, the first of those that an image of a prompt has."""
-    config = folder / "config.json"
-    kind = json.loads(config.read_text())["model_type"] if config.exists() else ""
-    return PATCH_VALUES // 2 if kind in ONE_FRAME else PATCH_VALUES
+    return PATCH_VALUES // 2 if model_type(folder) in ONE_FRAME else PATCH_VALUES
+
+
+def grid_for(kind: str, grid: Grid) -> Grid:
+    """The grid that has as many tokens for models of this `model_type` as `grid` has for most."""
+    side = SIDES.get(kind, 1)
+    return (grid[0], side * grid[1], side * grid[2])
 
 
 def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrainedModel:
@@ -202,6 +218,9 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
         sizes = ("hidden_size", "intermediate_size", "patch_size", "temporal_patch_size", "spatial_merge_size")
         settings["vision_config"] = {key: TOWER[key] for key in sizes} | {"num_attention_heads": 2} | vision
         settings["projector_hidden_size"] = 40
+    if name == "step3p7":
+        settings["vision_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | vision
+        settings["vision_config"] |= {"image_size": 32, "patch_size": 4, "mlp_ratio": 1.5}
     if class_name == "Gemma4Config":
         settings["vision_config"] = GEMMA_VISION | vision
         settings |= {"boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None, "audio_token_id": 255}
@@ -227,45 +246,6 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
     if name in PUBLISHED:
         PUBLISHED[name](folder)
     return model
-
-
-def take_clips_one_by_one(model: transformers.PreTrainedModel) -> None:
-    """For Kimi K2.5, whose class takes several clips only if all have one frame."""
-    model.model.get_image_features = partial(_clip_by_clip, model.model)
-
-
-def _clip_by_clip(model: Any, pixels: torch.Tensor, grids: torch.Tensor, **_: Any) -> Any:
-    parts = pixels.split(grids.prod(1).tolist())
-    pooled = [model.vision_tower(part, grid[None]).pooler_output for part, grid in zip(parts, grids, strict=True)]
-    return SimpleNamespace(pooler_output=[model.mm_projector(clip).flatten(0, -2) for clip in pooled])
-
-
-def as_in_5_23_m3(model: transformers.PreTrainedModel) -> None:
-    """For MiniMax-M3, whose class sees with the eyes of another model before transformers 5.23: patches turned by row
-    and column alone, and those of all pictures saw one another."""
-    tower = model.model.vision_tower
-    if hasattr(tower, "merge_temporal"):
-        return
-    tower.rotary_emb.forward = partial(_by_three_axes, tower.config)
-    tower.forward = partial(_one_after_another, tower.forward)
-
-
-def _by_three_axes(config: Any, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [P, 3]: time, row and column, each of which turns a third of a head's pairs."""
-    pairs = config.hidden_size // config.num_attention_heads // 6
-    frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(pairs) / pairs)
-    angles = (positions[..., None] * frequencies).flatten(1).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def _one_after_another(see: Callable[..., Any], pixel_values: torch.Tensor, grid_thw: torch.Tensor, **_: Any) -> Any:
-    parts = pixel_values.split(grid_thw.prod(1).tolist())
-    seen = [see(part, grid[None]).last_hidden_state for part, grid in zip(parts, grid_thw, strict=True)]
-    return SimpleNamespace(last_hidden_state=torch.cat(seen, dim=1), hidden_states=None, attentions=None)
-
-
-CORRECTIONS = {"kimi_k25": take_clips_one_by_one, "minimax_m3_vl": as_in_5_23_m3}
-"""What the classes of transformers 5.17 need to compute what the published models do."""
 
 
 def _masks_by_token(
@@ -387,7 +367,11 @@ class Image:
 
     @property
     def pixels(self) -> torch.Tensor:
-        count = self.grid[0] * self.grid[1] * self.grid[2]
+        return self.patches("")
+
+    def patches(self, kind: str) -> torch.Tensor:
+        """For models of this `model_type`."""
+        count = math.prod(grid_for(kind, self.grid))
         return torch.randn(count, PATCH_VALUES, generator=torch.Generator().manual_seed(self.seed))
 
 
@@ -416,14 +400,19 @@ class Prompt:
         self.spans.append((image, runs))
         return self
 
+    def ids_for(self, kind: str) -> list[int]:
+        """For models of this `model_type`."""
+        return [IMAGE if token == VIDEO and kind in IMAGES_ALONE else token for token in self.ids]
+
     def items(self, directory: Path) -> list[MediaItem]:
+        kind = model_type(directory)
         return [
             MediaItem(
-                kind=image.kind,
+                kind="image" if kind in IMAGES_ALONE else image.kind,
                 digest=hashlib.blake2b(repr(image).encode(), digest_size=32).digest(),
                 spans=runs,
-                grid=image.grid,
-                pixels=shared_array.write(directory, image.pixels[:, : patch_values(directory)].numpy()),
+                grid=grid_for(kind, image.grid),
+                pixels=shared_array.write(directory, image.patches(kind)[:, : patch_values(directory)].numpy()),
                 frame_seconds=image.frame_seconds,
             )
             for image, runs in self.spans
@@ -493,8 +482,10 @@ def _of_gemma(prompt: Prompt) -> dict[str, torch.Tensor]:
 @torch.inference_mode()
 def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output: Sequence[int] = ()) -> torch.Tensor:
     """[n, V] of the prompt and what was said behind it."""
-    ids = [*prompt.ids, *output]
+    ids = [*prompt.ids_for(model.config.model_type), *output]
     arguments = prompt.of_transformers()
+    if model.config.model_type == "step3p7":
+        return model(inputs_embeds=_embedded_for_step(model, prompt, ids)).logits[0]
     if model.config.model_type == "gemma4":
         arguments = _of_gemma(prompt) | {"mm_token_type_ids": _types(ids)}
     elif model.config.model_type == "kimi_k25":
@@ -511,6 +502,23 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
     else:
         arguments["mm_token_type_ids"] = _types(ids)
     return model(torch.tensor([ids]), **arguments).logits[0]
+
+
+def _embedded_for_step(model: Any, prompt: Prompt, ids: Sequence[int]) -> torch.Tensor:
+    """The features of each view in place of the embeddings of its placeholders, [1, length, H]."""
+    embedded = model.get_input_embeddings()(torch.tensor([ids]))
+    for image, runs in prompt.spans:
+        features = of_views(model.model, image.patches("step3p7"), grid_for("step3p7", image.grid))
+        for part, (start, end) in zip(features.chunk(len(runs)), runs, strict=True):
+            embedded[0, start:end] = part
+    return embedded
+
+
+def of_views(model: Any, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """What Step-3.7 makes of patches that stand row by row, [tokens, H]."""
+    views = pixels[:, : PATCH_VALUES // 2].reshape(*grid, 3, 4, 4).permute(0, 3, 1, 4, 2, 5)
+    seen = model.vision_model(views.flatten(2, 3).flatten(3, 4)).last_hidden_state
+    return model.multi_modal_projector(seen).flatten(0, 1)
 
 
 def _positions(prompt: Prompt, length: int, positions_a_second: int) -> torch.Tensor:
@@ -553,6 +561,9 @@ class ReferenceEncoder:
             made = self.model.get_image_features(_of_kimi(pixels), clips_of("kimi_k25", grids)).pooler_output
             counts = [len(clips_of("kimi_k25", [grid])) * grid[1] * grid[2] // MERGE**2 for grid in grids]
             return list(torch.cat(list(made)).flatten(0, -2).split(counts))
+        if self.model.config.model_type == "step3p7":
+            parts = zip(_split(pixels, grids), grids, strict=True)
+            return [of_views(self.model, part, grid) for part, grid in parts]
         frames = torch.tensor([(1, *grid[1:]) for grid in grids for _ in range(grid[0])])
         if self.model.config.model_type in SEEN_FRAMES:
             frames = clips_of(self.model.config.model_type, grids)
@@ -607,7 +618,7 @@ def again_in_graphs(scheduler: Any, play: Callable[[Any], Played]) -> Played:
 
 
 def media_request(rid: str, prompt: Prompt, directory: Path, new_tokens: int, **params: Any) -> TokenizedGenerateReq:
-    msg = request(rid, prompt.ids, new_tokens, temperature=0.0, ignore_eos=True, **params)
+    msg = request(rid, prompt.ids_for(model_type(directory)), new_tokens, temperature=0.0, ignore_eos=True, **params)
     msg.media = prompt.items(directory)
     return msg
 

@@ -37,6 +37,7 @@ from .media_harness import (
     ReferenceEncoder,
     args_of,
     greedy,
+    grid_for,
     media_request,
     patch_values,
     save_seeing,
@@ -65,7 +66,7 @@ def tower_of(folder: Path) -> VisionEncoder[Any]:
 def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference, tower = ReferenceEncoder(save_seeing(name, tmp_path)), tower_of(tmp_path)
     for batch in BATCHES.values():
-        grids = batch
+        grids = [grid_for(name, grid) for grid in batch]
         count = sum(frames * rows * columns for frames, rows, columns in grids)
         pixels = torch.randn(count, patch_values(tmp_path), generator=torch.Generator().manual_seed(count))
         got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
@@ -156,7 +157,7 @@ def test_an_encoder_that_stops_behind_every_piece(name: str, tmp_path: Path) -> 
     tower = tower_of(tmp_path)
     tower.attention = row_by_row
     for batch in ("two sizes", "clips of a long video"):
-        grids = BATCHES[batch]
+        grids = [grid_for(name, grid) for grid in BATCHES[batch]]
         pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
         want = tower.encode(pixels, grids)
         for cuts in (Cuts(), Cuts(3), Cuts(2, 3)):
@@ -248,7 +249,8 @@ def test_an_encoder_whose_heads_and_widths_ranks_share(
     alone, ranks = tower_of(tmp_path), [rank_tower(tmp_path, rank, monkeypatch) for rank in range(2)]
     sizes = [sum(param.tensor.numel() for param in tower.params.values()) for tower in (alone, *ranks)]
     assert sizes[1] == sizes[2] == ranks[0].tower.num_weights() < 0.75 * sizes[0]
-    for grids in BATCHES.values():
+    for batch in BATCHES.values():
+        grids = [grid_for(name, grid) for grid in batch]
         pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(5))
         with ThreadPoolExecutor(2) as threads:
             got = list(threads.map(lambda tower, args=(pixels, grids): tower.encode(*args), ranks))

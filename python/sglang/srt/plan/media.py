@@ -13,6 +13,7 @@ from sglang.srt.plan.towers.minimax_m3 import describe_minimax_m3
 from sglang.srt.plan.towers.moonvit import describe_moonvit
 from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
+from sglang.srt.plan.towers.step3 import describe_step3
 from sglang.srt.plan.towers.tower import Tower
 
 
@@ -83,6 +84,7 @@ ENCODERS: Mapping[str, _Reader] = {
     "glm5_next": _Reader(describe_glm5_next, sections=False),
     "gemma4": _Reader(describe_gemma4, sections=False),
     "kimi_k25": _COUNTED,
+    "step3p7": _Reader(describe_step3, sections=False),
     "minimax_m3_vl": _Reader(describe_minimax_m3, sections=False),
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""

@@ -58,7 +58,7 @@ def test_kernels_in_graphs_with_guesses(tmp_path: Path, monkeypatch: pytest.Monk
     want = steps.run(steps.plain(args), steps.prompts())
     calls: list[int] = []
 
-    def counted(rows: torch.Tensor, *more: Any) -> None:
+    def counted(rows: torch.Tensor, *more: Any, **options: Any) -> None:
         calls.append(len(rows))
         compressor.compress(rows, *more)
 
