@@ -24,6 +24,7 @@ _FAMILIES: Mapping[str, str] = {
     "gemma4": "gemma4",
     "kimi_k25": "kimi_k25",
     "minimax_m3_vl": "minimax_m3",
+    "step3p7": "step3p7",
 }
 """model_type of config.json -> the processors of `media.processors`."""
 _IMAGE_KEYS = ("image_token_id", "media_placeholder_token_id", "image_token_index")
@@ -85,7 +86,7 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
     if family in ("glm4v", "glm5_next"):
         return MediaTokens(family, image, video, frame=image)
-    if family in ("qwen2_5_vl", "minimax_m3"):
+    if family in ("qwen2_5_vl", "minimax_m3", "step3p7"):
         return MediaTokens(family, image, video)
     marks = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
     return MediaTokens(family, image, video, start=marks[0], end=marks[1])

@@ -167,13 +167,12 @@ def padded_patches(picture: np.ndarray, settings: Settings, dtype: str = "float3
     return Patches(pixels, (1, rows, columns), rows * columns // merge**2)
 
 
-OF_M3 = {
+OF_CLIP = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
     "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
 }
+OF_M3 = {**OF_CLIP, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def _within_a_budget(settings: Settings, dtype: str) -> ImageProcessor:

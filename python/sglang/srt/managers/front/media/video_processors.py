@@ -18,6 +18,7 @@ from sglang.srt.managers.front.media.decoding import MediaError, Video
 from sglang.srt.managers.front.media.pixel_budget import MAX_SCALED_ASPECT, within
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.managers.front.media.processors import (
+    OF_CLIP,
     OF_M3,
     Patches,
     Settings,
@@ -287,15 +288,10 @@ class _Form:
 
 
 _PAIRS = {"temporal_patch_size": 2, "merge_size": 2, "fps": 2.0, "max_frames": 768}
-_OF_CLIP = {
-    "image_mean": (0.48145466, 0.4578275, 0.40821073),
-    "image_std": (0.26862954, 0.26130258, 0.27577711),
-    "patch_size": 14,
-}
-_OF_GLM = {**_PAIRS, **_OF_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
+_OF_GLM = {**_PAIRS, **OF_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
 _OF_GLM5 = {
     **_PAIRS,
-    **_OF_CLIP,
+    **OF_CLIP,
     "max_frames": 2048,
     "max_duration": 0,
     "patch_expand_factor": 1,
@@ -350,7 +346,7 @@ _FORMS: Mapping[str, _Form] = {
         {**_PAIRS, **_OF_QWEN3},
         middle=True,
     ),
-    "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **_OF_CLIP, **_OF_QWEN2_5}),
+    "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **OF_CLIP, **_OF_QWEN2_5}),
     "glm4v": _Form(_rounded_up, _each_frame(*_GLM_MARKS, lambda time: str(int(time))), _OF_GLM),
     "glm46v": _Form(_by_length, _each_frame(*_GLM_MARKS, "{:.1f} seconds".format), _OF_GLM),
     "glm5_next": _Form(
@@ -372,6 +368,10 @@ _FORMS: Mapping[str, _Form] = {
 def video_processor(files: ProcessorFiles) -> VideoProcessor:
     """The processor of the model's videos."""
     return VideoProcessor(_FORMS[files.family], files.video)
+
+
+def reads_videos(files: ProcessorFiles) -> bool:
+    return files.family in _FORMS
 
 
 class VideoProcessor:

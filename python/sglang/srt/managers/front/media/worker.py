@@ -90,7 +90,9 @@ class _Worker:
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
         self._image = image_views.image_views(settings.files, settings.pixel_dtype)
-        self._video = video_processors.video_processor(settings.files)
+        self._video = None
+        if video_processors.reads_videos(settings.files):
+            self._video = video_processors.video_processor(settings.files)
 
     def answer(self, job: MediaJob) -> Reply:
         try:
@@ -115,6 +117,7 @@ class _Worker:
         return Decoded(items=items, parts=views.parts)
 
     def _video_reply(self, job: MediaJob) -> Decoded:
+        assert self._video is not None, "the front refuses videos that the model does not take"
         result = self._video(self._opened_video(job))
         num_runs = sum(isinstance(part, int) for part in result.parts)
         pixels = as_type(np.ascontiguousarray(result.patches.pixels, np.float32), self._pixel_dtype)
