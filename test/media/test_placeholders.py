@@ -96,6 +96,7 @@ def test_frames_of_gemma_have_marks() -> None:
         ({"model_type": "gemma4", "image_token_id": 5, "vision_config": {}}, "gemma4"),
         ({"model_type": "qwen4_exp", "image_token_id": 5, "vision_config": {}}, "qwen3_vl"),
         ({"model_type": "minimax_m3_vl", "image_token_index": 5, "vision_config": {}}, "minimax_m3"),
+        ({"model_type": "step3p7", "image_token_id": 5, "vision_config": {}}, "step3p7"),
         ({"model_type": "gemma4", "image_token_id": 5}, None),
         ({"model_type": "llama", "vision_config": {}}, None),
     ],

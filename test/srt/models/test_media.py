@@ -29,6 +29,7 @@ from sglang.srt.plan.memory import feature_row_bytes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 
+from .media_draft_layers import add_mtp
 from .media_harness import (
     BOTH_WAYS,
     PAGES,
@@ -36,7 +37,6 @@ from .media_harness import (
     SEEING,
     Prompt,
     ReferenceEncoder,
-    add_mtp,
     again_in_graphs,
     args_of,
     greedy,

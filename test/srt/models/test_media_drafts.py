@@ -25,13 +25,11 @@ from . import test_dflash_drafts as dflash
 from . import test_eagle3_drafts as eagle3
 from . import test_other_drafts as others
 from .harness import SIZES, save_tiny
+from .media_draft_layers import add_depth_mtp, add_mtp, add_pooled_mtp, add_stream_mtp
 from .media_harness import (
     POOLED_FRAMES,
     SEEING,
     Prompt,
-    add_mtp,
-    add_pooled_mtp,
-    add_stream_mtp,
     again_in_graphs,
     greedy,
     media_request,
@@ -103,6 +101,7 @@ KINDS = {
             "qwen3_5": lambda folder: add_mtp(folder, layer=2),
             "glm5_next": add_pooled_mtp,
             "qwen4_exp": add_stream_mtp,
+            "step3p7": add_depth_mtp,
         },
     ),
 }
