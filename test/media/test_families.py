@@ -435,7 +435,7 @@ def test_conversations_by_real_clients(served: Served) -> None:
 
 
 def test_a_damaged_video_is_refused(served: Served) -> None:
-    body = {"text": served.form.video, "video_data": data_url(MOVIE[: len(MOVIE) // 2], "video/mp4")}
+    body = {"text": f"Look: {served.form.video}", "video_data": data_url(MOVIE[: len(MOVIE) // 2], "video/mp4")}
     answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=60)
     reason = "damaged" if served.form.video else "videos are not read by this model"
     assert answer.status_code == 400 and reason in answer.text, answer.text

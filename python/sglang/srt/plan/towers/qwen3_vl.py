@@ -64,7 +64,7 @@ def describe_qwen3_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen3VLTower
     only(vision, "hidden_act", "gelu_pytorch_tanh")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_heads")
     whole_quarters(vision, hidden, heads)
-    positions, layers = vision.positive("num_position_embeddings"), vision.positive("depth")
+    positions, layers = vision.positive("num_position_embeddings", 2304), vision.positive("depth")
     side = math.isqrt(positions)
     if side**2 != positions:
         raise UserError(f"{vision.source}: num_position_embeddings {positions} is not a square.")
@@ -74,11 +74,11 @@ def describe_qwen3_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen3VLTower
     patch = vision.positive("patch_size")
     return Qwen3VLTower(
         hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
+        intermediate_size=vision.positive("intermediate_size", 4304),
         num_layers=layers,
         num_heads=heads,
-        patch_shape=(vision.positive("in_channels"), vision.positive("temporal_patch_size"), patch, patch),
-        merge=vision.positive("spatial_merge_size"),
+        patch_shape=(vision.positive("in_channels", 3), vision.positive("temporal_patch_size", 2), patch, patch),
+        merge=vision.positive("spatial_merge_size", 2),
         out_size=vision.positive("out_hidden_size"),
         side=side,
         theta=axial_theta(vision),
