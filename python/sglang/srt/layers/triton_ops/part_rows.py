@@ -17,7 +17,7 @@ from sglang.srt.layers.ops import LSE_BYTES
 from sglang.srt.layers.triton_ops import pdl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_rows"])
 def pack_parts_kernel(
     parts,  # [T, ranks * H, DIMS]
     lse,  # [T, ranks * H] fp32
@@ -67,7 +67,7 @@ def _logarithm(row, DIMS: tl.constexpr):
     return first + (second + tl.load(row + DIMS + 2).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_rows"])
 def merge_parts_kernel(
     received,  # [ranks, T, H, DIMS + EXTRA]
     sinks,  # [H] fp32

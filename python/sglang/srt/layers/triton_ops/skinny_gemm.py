@@ -97,7 +97,7 @@ def skinny_gemm_kernel(
         total = tl.dot(weight, tl.trans(part), total)
     if HAS_BIAS:
         total += row_bias.to(tl.float32)[:, None]
-    at = out + rows[None, :] * N.to(tl.int64) + cols[:, None]
+    at = out + rows[None, :].to(tl.int64) * N + cols[:, None]
     tl.store(at, total.to(out.dtype.element_ty), mask=(cols < N)[:, None] & there[None, :])
 
 
