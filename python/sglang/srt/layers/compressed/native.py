@@ -92,6 +92,7 @@ def compress(
     kept = state[slots[ends, None], position % size]
     values, gates = torch.where(is_new[..., None, None], rows[token], kept).unbind(2)  # [E, R, W]
     if bias is None:
+        assert weight is not None, "means are normed"
         entries = rmsnorm(values.mean(1), weight, eps)
         cos_sin = gates[:, 0, :angles]
         tail_rotation(entries[:, None], torch.arange(len(entries), device=rows.device), cos_sin)

@@ -36,8 +36,8 @@ def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
 
     def see(image: Image.Image) -> Views:
         patches = process(image)
-        parts = [patches.num_tokens] if marks is None else [marks[0], patches.num_tokens, marks[1]]
-        return Views([patches], list(parts))
+        parts: list[str | int] = [patches.num_tokens]
+        return Views([patches], parts if marks is None else [marks[0], *parts, marks[1]])
 
     return see
 
