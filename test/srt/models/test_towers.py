@@ -24,6 +24,7 @@ from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
 from sglang.srt.models.vision.pieces import Cuts, parts_of, pieces_of
 from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
+from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.ranks import ONE_RANK
@@ -304,6 +305,28 @@ def test_other_tensors_are_named(
     safetensors.torch.save_file(tensors, file)
     with pytest.raises(UserError, match=f"{says}.*|.*model.visual.blocks"):
         tower_of(tmp_path)
+
+
+STEP_VISION = {"width": 32, "layers": 2, "heads": 2}
+M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "vision", "message"),
+    [
+        ("step3p7", STEP_VISION | {"use_cls_token": True}, "use_cls_token = True is not supported"),
+        ("step3p7", STEP_VISION | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("step3p7", {"width": 32, "heads": 2}, "the key 'layers' is missing"),
+        ("minimax_m3_vl", M3_VISION | {"rope_mode": "2d"}, "rope_mode = '2d' is not supported"),
+        ("minimax_m3_vl", M3_VISION | {"hidden_size": 10}, "does not divide into 2 heads of pairs"),
+        ("qwen4_exp", {"hidden_size": 32, "num_heads": 2} | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
+    ],
+)
+def test_encoders_that_are_refused(kind: str, vision: dict[str, Any], message: str) -> None:
+    sizes = {"depth": 2, "patch_size": 16, "out_hidden_size": 64}
+    config = {"model_type": kind, "text_config": {"hidden_size": 64}, "vision_config": sizes | vision}
+    with pytest.raises(UserError, match=message):
+        describe_media(config)
 
 
 def test_the_weights_are_in_the_memory_plan(tmp_path: Path) -> None:
