@@ -50,7 +50,9 @@ def _one_after_another(see: Callable[..., Any], pixel_values: torch.Tensor, grid
 
 def turn_by_column_first(model: transformers.PreTrainedModel) -> None:
     """For Step-3.7, whose class turns the first half of a head's pairs by the row before transformers 5.23."""
-    model.model.vision_model.rotary_emb.recomposition_frequencies = _columns_first
+    rotary, by_row_and_column = model.model.vision_model.rotary_emb, torch.tensor([[[0.0], [1.0]]])
+    if not rotary.recomposition_frequencies(by_row_and_column)[0, 0]:
+        rotary.recomposition_frequencies = _columns_first
 
 
 def _columns_first(angles: torch.Tensor) -> torch.Tensor:
