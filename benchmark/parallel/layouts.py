@@ -2,7 +2,7 @@
 """All GPUs of a machine in every layout beside one GPU: greedy tokens of small models, and kill -9 of each process.
 
     python benchmark/parallel/layouts.py --out DIR [--gpus 4] [--models NAMES] [--layouts NAMES] [--drafts no]
-        [--dtype float32] [--faults] [--limit 480] [--kill]
+        [--dtype float32] [--faults] [--rounds 1] [--limit 480] [--kill]
 
 Models are one of each kind: dense, experts, latents (MLA), states beside attention, an indexer's selections, and the
 embedded model with its own draft layer. Each runs in every layout, without drafts and then with them, in a server of
@@ -23,10 +23,11 @@ and bfloat16 differ by on a CPU, and what faults add (median / 90th percentile o
 Over gloo in bfloat16 TP2 of latents was 0.015/0.021 apart from one rank, and DCP2 in which ranks forget their newest
 token 0.046/0.090, the worst answer 0.074.
 
-A row of each run asks the server on one GPU with prompts as a mixed-up cache has them, and with --faults there are
-servers of faulty weights; both must be beyond BOUNDS. `--dtype float32` is exact arithmetic: it runs without CUDA
-graphs and most Triton kernels, and so tells the layouts from the kernels. `--device cpu` tries all of it over gloo.
-`--kill` kills each process of the layouts of the embedded model, instead.
+The server on one GPU is asked twice, which must be within BOUNDS, and then with prompts as a mixed-up cache has them;
+with --faults there are servers of faulty weights. Both must be beyond BOUNDS. `--dtype float32` is exact arithmetic: it
+runs without CUDA graphs and most Triton kernels, and so tells the layouts from the kernels. `--device cpu` tries all of
+it over gloo. `--rounds` asks so many times as much, for faults that are rare. What a wrong server answered is in
+wrong_NAME.json. `--kill` kills each process of the layouts of the embedded model, instead.
 
 About 40 s for the first servers (their kernels are compiled) and 25 s for each further AT_ONCE of them.
 """
@@ -43,7 +44,7 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -142,9 +143,9 @@ class Answer:
     likely: list[dict[int, float]]
 
 
-def prompts_of(count: int, vocab: int) -> list[list[int]]:
+def prompts_of(count: int, vocab: int, seed: int = 4) -> list[list[int]]:
     """Prompts with common beginnings, some longer than a chunk."""
-    rng = random.Random(4)
+    rng = random.Random(seed)
     trunk = [rng.randrange(2, vocab) for _ in range(150)]
     alone = [[rng.randrange(2, vocab) for _ in range(rng.randrange(5, 300))] for _ in range(count)]
     return [*alone, *(trunk + ids[:20] for ids in alone[: count // 2])]
@@ -225,12 +226,15 @@ def runs(names: Sequence[str], gpus: int, only: Sequence[str], drafts: bool = Tr
 class Layouts:
     """Small models, and servers of them side by side."""
 
-    def __init__(self, window: Window, cpu: bool, dtype: str = "bfloat16") -> None:
+    def __init__(self, window: Window, cpu: bool, dtype: str = "bfloat16", rounds: int = 1) -> None:
         self.window, self.cpu, self.dtype = window, cpu, dtype
         self.rows: list[Row] = []
         small = ("--max-total-tokens", "16384", "--max-running-requests", "16", "--chunked-prefill-size", "128")
         self.flags = (*small, "--device", "cpu") if cpu else (*small, "--cuda-graph-max-bs", "16")
-        self.prompts = prompts_of(4 if cpu else 20, 250)
+        sets = (prompts_of(4 if cpu else 20, 250, 4 + i) for i in range(rounds))
+        self.prompts = [*chain.from_iterable(sets)]
+        self.again: dict[str, list[Answer]] = {}
+        """What one GPU answers the second time, when it has all prompts in its cache."""
         self.mixed_up: dict[str, list[Answer]] = {}
         self.turn = threading.Lock()  # kernels that wait for their peers keep the GPUs from other servers
 
@@ -255,6 +259,7 @@ class Layouts:
         with served(folder, self.window.out / run.log, flags, limit, **gpu) as server, self.turn:
             found = answers(server, self.prompts, self.window.left(120))
             if run.layout == ONE and not run.draft:
+                self.again[run.model] = answers(server, self.prompts, self.window.left(120))
                 others = [calm.with_other_tokens(prompt) for prompt in self.prompts]
                 self.mixed_up[run.model] = answers(server, others, self.window.left(120))
             return found
@@ -265,7 +270,7 @@ class Layouts:
         each = [apart(one, other) for one, other in zip(wanted, got, strict=True)]
         values = sorted(chain.from_iterable(each))
         middle, high = (values[int(share * len(values))] for share in (0.5, 0.9))
-        worst = max(map(median, each))
+        worst, number = max((median(values), i) for i, values in enumerate(each))
         text = f"{equal} of {len(got)} equal, apart by {middle:.4f}, 90% {high:.4f}, worst answer {worst:.4f}"
         bounds = BOUNDS[self.dtype]
         if self.dtype == "bfloat16":
@@ -273,7 +278,11 @@ class Layouts:
         right = (high <= bounds[0] and worst <= bounds[1]) == alike
         asked = f"{'within' if alike else 'beyond'} {bounds[0]}, {bounds[1]}"
         self.rows.append(Row(name, text, asked, right))
-        self.window.say(f"{name}: {text}{'' if right else ', WRONG'}")
+        self.window.say(f"{name}: {text}{'' if right else f', WRONG (answer {number}, {len(each[number])} places)'}")
+        if alike and not right:
+            both = [asdict(answers[number]) for answers in (wanted, got)]
+            path = self.window.out / f"wrong_{name.replace(', ', '_').replace(' ', '_')}.json"
+            path.write_text(json.dumps({"answer": number, "wanted": both[0], "got": both[1], "apart": each}))
 
     def tokens(self, all_runs: Sequence[Run], at_once: int) -> None:
         for run in all_runs:
@@ -287,6 +296,7 @@ class Layouts:
                         self.window.say(f"{run.name}: left out, no time is left")
                     elif run.layout == ONE and not run.fault:
                         wanted[run.model] = got
+                        self.compare(got, f"{run.model}, {ONE} again", self.again[run.model])
                         self.compare(got, f"{run.model}, a cache mixed up", self.mixed_up[run.model], alike=False)
                     elif run.model in wanted:
                         self.compare(wanted[run.model], run.name, got, alike=not run.fault)
@@ -323,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafts", choices=("yes", "no"), default="yes")
     parser.add_argument("--faults", action="store_true", help="servers of faulty weights too, which must be told apart")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="servers")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=tuple(BOUNDS), help="default: bfloat16, on CPUs float32")
@@ -339,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cpu:
         with window.part("sgl-kernel"):
             two_gpus.install_kernels(window)
-    layouts = Layouts(window, cpu, args.dtype or ("float32" if cpu else "bfloat16"))
+    layouts = Layouts(window, cpu, args.dtype or ("float32" if cpu else "bfloat16"), args.rounds)
     if args.kill:
         layouts.kill(gpus, args.layouts)
     else:

@@ -84,6 +84,7 @@ def test_a_layout_that_answers_otherwise_is_wrong(
         bench.compare(wanted, "a layout", others)
         bench.compare(wanted, "a fault", others, alike=False)
     assert [row.right for row in bench.rows] == [right, not right] * 2, "one answer is enough"
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong_a_layout.json"] * (not right)
 
 
 def answers_by(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> list[Answer]:

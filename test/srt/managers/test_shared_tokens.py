@@ -56,8 +56,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("qwen3_windows", ONE_KV_HEAD),
     "sinks": ("gpt_oss", ONE_KV_HEAD),
 }
-WITH_STATES, OTHER_DECISIONS = ("states", "delta attention"), ("sinks",)
-"""Models whose pages would be longer; those whose windows have another share of the memory where tokens take half."""
+WITH_STATES, OTHER_DECISIONS = ("states", "delta attention"), ("sinks", "windows, DCP4")
+"""Models whose pages would be longer; those whose windows have another share of the memory where tokens take less: with
+four ranks 56 window tokens and not 80."""
 LAYOUTS = {"DCP2": DCP2, "DCP4": DCP4, "TP4 x DCP2": TP4_DCP2}
 QUICK = ("latents, DCP2, guesses", "dense, DCP2, guesses")
 CASES = {
@@ -65,7 +66,7 @@ CASES = {
         *(tiny, ranks, changes, {"page_size": ranks.dcp_size} if kind in WITH_STATES else {}),
         guesses=guesses,
         thorough=f"{kind}, {layout}{', guesses' * guesses}" not in QUICK,
-        tokens_only=kind in OTHER_DECISIONS,
+        tokens_only=bool({kind, f"{kind}, {layout}"} & {*OTHER_DECISIONS}),
     )
     for kind, (tiny, changes) in KINDS.items()
     for layout, ranks in LAYOUTS.items()
