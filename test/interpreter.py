@@ -173,6 +173,14 @@ def repair() -> None:
         even = (total.view(np.int64) & 1) == 0
         return TensorHandle(np.where((error != 0.0) & even, towards, total).astype(np.float32), z.dtype.scalar)
 
+    stock_patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        stock_patch_tensor(tensor, scope)
+        # Scalars are arrays of one element, which numpy 2.4 no longer takes for a number as Triton 3.6 asks it to.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_dot = create_dot

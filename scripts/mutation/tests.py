@@ -139,22 +139,22 @@ class Measured:
         self.seconds = dict.fromkeys(files, UNMEASURED_S)
 
     def tests_of(self, change: Change) -> list[str]:
-        """Node ids: first the tests that run it, the short ones first; then the others of their files, which may
-        share what one of them set up. If only imports run it, all tests of the files of that import; if nothing in
-        the process of the tests does, those that start processes of ranks."""
+        """Node ids: first the tests that run it, the short ones first; then those that start processes of ranks, which
+        may run it, too; then the others of the first ones' files, which may share what one of them set up. If only
+        imports run it, all tests of the files of that import."""
         if not self.runs:
             return [f"test/srt/{file}" for file in FIRST_TESTS[change.room]]
         first, last = change.statement
         lines = self.runs.get(change.module, {})
         running = {test for line in range(first, last + 1) for test in lines.get(line, [])}
         inside = {test for test in running if "::" in test}
-        files = {test.partition("::")[0] for test in inside or running} or self.with_processes
+        files = {test.partition("::")[0] for test in inside or running}
 
-        def order(test: str) -> tuple[bool, float]:
-            return test not in inside, self.seconds[test]
+        def order(test: str) -> tuple[bool, bool, float]:
+            return test not in inside, test.partition("::")[0] not in self.with_processes, self.seconds[test]
 
         passing = self.seconds.keys() - self.failed
-        return sorted((test for test in passing if test.partition("::")[0] in files), key=order)
+        return sorted((test for test in passing if test.partition("::")[0] in files | self.with_processes), key=order)
 
 
 def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:

@@ -1,5 +1,6 @@
-"""Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V and
-Gemma 4: pictures and MP4 files over HTTP get the tokens of transformers' models, and real clients their answers."""
+"""Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V,
+Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3 and Step-3.7: pictures and MP4 files over HTTP get the tokens of transformers'
+models, and real clients their answers."""
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ import transformers
 from live_server import LiveServer
 from safetensors.torch import load_file, save_file
 from srt.models.harness import SIZES, randomize
+from srt.models.media_corrections import CORRECTIONS
 from srt.models.media_harness import (
     GEMMA_VISION,
     GLM_ROPE,
     GLM_VISION,
     SECTIONS,
     SEEING,
+    SEEN_FRAMES,
     TOWER,
-    clips_of_kimi,
-    take_clips_one_by_one,
+    clips_of,
 )
 from srt.models.media_harness import PUBLISHED as LAYOUTS
 from srt.models.quantized_checkpoints import FORMS, Form, join_experts, split_experts
@@ -39,8 +41,10 @@ from media.moving_pictures import video_file
 from media.pictures import data_url, encoded, picture
 from media.seeing_model import FIRST_ID, SPECIAL, TEMPLATE, write_seeing_model
 from sglang.srt.managers.front.media.containers import open_video
+from sglang.srt.managers.front.media.image_views import image_views
+from sglang.srt.managers.front.media.media_tokens import media_tokens
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
-from sglang.srt.managers.front.media.processors import Patches, image_processor
+from sglang.srt.managers.front.media.processors import Patches
 from sglang.srt.managers.front.media.video_processors import video_processor
 
 NEW_TOKENS = 12
@@ -146,7 +150,38 @@ PUBLISHED = {
 }
 
 
+M3_MARKS = ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
+PUBLISHED["qwen4_exp"] = replace(
+    PUBLISHED["qwen3_vl"], name="qwen4_exp", vision=TOWER | {"patch_size": 16}, text={"eos_token_id": 7}
+)
+PUBLISHED["minimax_m3_vl"] = Published(
+    "minimax_m3_vl",
+    M3_MARKS,
+    *M3_MARKS[:2],
+    {"image_token_index": M3_MARKS[0], "video_token_index": M3_MARKS[1]},
+    {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14},
+    {},
+    {"image_processor_type": "MiniMaxM3VLImageProcessor", "size": [672, 672], "patch_size": 14, "merge_size": 2},
+    {"fps": 1, "max_frames": 6},
+)
+PUBLISHED["step3p7"] = Published(
+    "step3p7",
+    ("<im_patch>", "<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>"),
+    "<im_patch>",
+    "",
+    {"image_token_id": "<im_patch>"},
+    {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 84, "patch_size": 7}
+    | {"mlp_ratio": 1.5},
+    {},
+    {"image_processor_type": "Step3p7ImageProcessor", "size": {"height": 56, "width": 56}, "patch_size": 28}
+    | {"vision_patch_size": 7},
+    {},
+)
+"""It takes no video; of the picture it sees 12 tiles and the whole."""
 PLACES = {
+    "step3p7": {"image": 0},
+    "qwen4_exp": {"image": 2, "video": 3},
+    "minimax_m3_vl": {"image": 0, "video": 1},
     "kimi_k25": {"image": 2, "video": 2},
     "qwen3_vl": {"image": 2, "video": 3},
     "glm4v_moe": {"image": 2, "video": 2},
@@ -156,6 +191,7 @@ PLACES = {
 AROUND = {
     ("kimi_k25", "image"): ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
     ("qwen3_vl", "image"): SPECIAL[:2],
+    ("qwen4_exp", "image"): SPECIAL[:2],
     ("glm4v_moe", "image"): GLM_MARKS[:2],
     ("glm4v_moe", "video"): GLM_MARKS[3:5],
 }
@@ -175,19 +211,20 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     (folder / "chat_template.jinja").write_text(template)
     (folder / "preprocessor_config.json").write_text(json.dumps(form.processor))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(form.processor | form.video_processor))
-    class_name, text, _, _ = SEEING[form.name]
+    class_name, text, _, zero_centred = SEEING[form.name]
     text = SIZES | text | form.text | {"vocab_size": FIRST_ID + 64, "max_position_embeddings": 1024}
     text |= {"vocab_size_per_layer_input": FIRST_ID + 64} if form.name == "gemma4" else {}
     named = {key: ids[token] for key, token in form.config.items()}
     settings = copy.deepcopy({"text_config": text, "vision_config": form.vision, **named})
     settings |= {"audio_config": None, "audio_token_id": FIRST_ID + 63} if form.name == "gemma4" else {}
     settings |= {"projection_hidden_size": form.vision["hidden_size"]} if form.name == "kimi_k25" else {}
+    settings |= {"projector_hidden_size": 40} if form.name == "minimax_m3_vl" else {}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    randomize(model, False)
-    if form.name == "kimi_k25":
-        take_clips_one_by_one(model)
+    randomize(model, zero_centred)
+    if form.name in CORRECTIONS:
+        CORRECTIONS[form.name](model)
     for key, param in model.named_parameters():
         if ("visual." in key or "vision_tower." in key) and "norm" in key:
             torch.nn.init.uniform_(param, 0.5, 1.5)
@@ -239,7 +276,9 @@ class Served:
         self.form, self.folder = form, folder
         self.model = write_model(form, folder)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.files: ProcessorFiles = read_processor_files(folder, form.name.removesuffix("_moe"), "{}")
+        tokens = media_tokens(json.loads((folder / "config.json").read_text()))
+        assert tokens is not None
+        self.files: ProcessorFiles = read_processor_files(folder, tokens.family, "{}")
         self.server = LiveServer(
             *("--model-path", str(folder), "--served-model-name", "seeing", "--dtype", "float32"),
             *("--max-total-tokens", "4096", "--skip-server-warmup"),
@@ -249,16 +288,17 @@ class Served:
         found: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return found
 
-    def of_image(self) -> tuple[list[int], Patches]:
-        patches = image_processor(self.files)(PICTURE)
-        run = self.placeholder("image") * patches.num_tokens
-        return self.ids(f"<|image>{run}<image|>" if self.form.name == "gemma4" else run), patches
+    def of_image(self) -> tuple[list[int], list[Patches]]:
+        views = image_views(self.files, "float32")(PICTURE)
+        placeholder = self.placeholder("image")
+        written = "".join(part if isinstance(part, str) else placeholder * part for part in views.parts)
+        return self.ids(f"<|image>{written}<image|>" if self.form.name == "gemma4" else written), views.patches
 
     def placeholder(self, kind: str) -> str:
         """The token that stands for an embedding."""
         return self.form.special[PLACES[self.form.name][kind]]
 
-    def of_video(self) -> tuple[list[int], Patches]:
+    def of_video(self) -> tuple[list[int], list[Patches]]:
         """Written as transformers' processors write it."""
         result = video_processor(self.files)(open_video(MOVIE))
         pooled = 4 if self.form.name == "kimi_k25" else 1
@@ -272,36 +312,52 @@ class Served:
                 for time in result.times[::4]
             ]
             text = "".join(texts)
-        elif self.form.name == "qwen3_vl":
+        elif self.form.name == "minimax_m3_vl":
+            frame = f"]<]start of image[>[{']<]video[>[' * count}]<]end of image[>["
+            text = "".join(f"]<]{time:.1f} seconds[>[{frame}" for time in result.times)
+        elif self.form.name in ("qwen3_vl", "qwen4_exp"):
             frame = f"<|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
             text = "".join(f"<{time:.1f} seconds>{frame}" for time in result.times)
         else:
             frame = f"<|begin_of_image|>{'<|image|>' * count}<|end_of_image|>"
             text = "".join(f"{frame}{int(time)}" for time in result.times)
-        return self.ids(text), result.patches
+        return self.ids(text), [result.patches]
 
     def greedy(self, kind: str, output: list[int]) -> list[int]:
         """What the model would have said where `output` stands behind `Look: PLACEHOLDER What is it?`."""
         before, after = self.ids("Look: "), self.ids(" What is it?")
-        media, patches = self.of_image() if kind == "image" else self.of_video()
+        media, views = self.of_image() if kind == "image" else self.of_video()
         if (self.form.name, kind) in AROUND:
             marks = [self.ids(mark) for mark in AROUND[self.form.name, kind]]
             media = [*marks[0], *media, *marks[1]]
         prompt = [*before, *media, *after]
         whole = torch.tensor([[*prompt, *output]])
-        arguments = self.inputs(kind, patches)
-        if self.form.name != "kimi_k25":
+        arguments = self.inputs_of_views(views) if self.form.name == "step3p7" else self.inputs(kind, views[0])
+        if self.form.name not in ("kimi_k25", "minimax_m3_vl", "step3p7"):
             arguments["mm_token_type_ids"] = (whole == self.ids(self.placeholder(kind))[0]).int()
             arguments["mm_token_type_ids"] *= 1 if kind == "image" else 2
         logits = self.model(whole, **arguments).logits[0]
         said: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         return said
 
+    def inputs_of_views(self, views: list[Patches]) -> dict[str, Any]:
+        """Tiles, and the whole."""
+
+        def pictures(patches: Patches) -> torch.Tensor:
+            pixels = torch.from_numpy(patches.pixels).reshape(*patches.grid, 3, 7, 7)
+            return pixels.permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3, 4)
+
+        tiles, whole = map(pictures, views)
+        assert tiles.shape == (12, 3, 28, 28) and whole.shape == (1, 3, 56, 56)
+        return {"pixel_values": whole, "pixel_values_local": tiles, "num_local_patches": [len(tiles)]}
+
     def inputs(self, kind: str, patches: Patches) -> dict[str, torch.Tensor]:
         pixels, (frames, rows, columns) = torch.from_numpy(patches.pixels), patches.grid
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
         if self.form.name == "kimi_k25":
-            return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of_kimi([patches.grid])}
+            return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of("kimi_k25", [patches.grid])}
+        if self.form.name in SEEN_FRAMES:
+            return {name: pixels, f"{kind}_grid_thw": clips_of(self.form.name, [patches.grid])}
         if self.form.name != "gemma4":
             return {name: pixels, f"{kind}_grid_thw": torch.tensor([patches.grid])}
         down, right = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -331,7 +387,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @torch.inference_mode()
 def test_tokens_are_those_of_transformers(served: Served) -> None:
     urls = {"image": data_url(encoded(PICTURE)), "video": data_url(MOVIE, "video/mp4")}
-    for kind, url in urls.items():
+    for kind in ("image", "video") if served.form.video else ("image",):
+        url = urls[kind]
         placeholder = served.form.image if kind == "image" else served.form.video
         body = {"text": f"Look: {placeholder} What is it?", f"{kind}_data": url}
         params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -369,6 +426,8 @@ def test_conversations_by_real_clients(served: Served) -> None:
     )
     assert third.prompt_eval_count == first.usage.prompt_tokens
     assert third.message.content == first.choices[0].message.content
+    if not served.form.video:
+        return
     film = {"type": "video_url", "video_url": {"url": data_url(MOVIE, "video/mp4")}}
     expected = len(served.of_image()[0]) + len(served.of_video()[0])
     assert chat([*words, *shown, film]).usage.prompt_tokens > expected
@@ -376,6 +435,7 @@ def test_conversations_by_real_clients(served: Served) -> None:
 
 
 def test_a_damaged_video_is_refused(served: Served) -> None:
-    body = {"text": served.form.video, "video_data": data_url(MOVIE[: len(MOVIE) // 2], "video/mp4")}
+    body = {"text": f"Look: {served.form.video}", "video_data": data_url(MOVIE[: len(MOVIE) // 2], "video/mp4")}
     answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=60)
-    assert answer.status_code == 400 and "damaged" in answer.text, answer.text
+    reason = "damaged" if served.form.video else "videos are not read by this model"
+    assert answer.status_code == 400 and reason in answer.text, answer.text

@@ -35,6 +35,7 @@ def make(family: str, **settings: Any) -> processors.ImageProcessor:
         ("glm46v", {}, 14, 2),
         ("glm5_next", {}, 14, 2),
         ("kimi_k25", {}, 14, 2),
+        ("minimax_m3", {}, 14, 2),
     ],
 )
 def test_tokens_follow_from_the_grid(family: str, settings: dict[str, Any], patch: int, merge: int) -> None:
@@ -59,6 +60,21 @@ def test_kimi_keeps_the_size_and_adds_black() -> None:
     assert (first[0, 0] == 1).all() and (first[0, 3] == -1).all()
     whole = first.transpose(2, 0, 3, 1, 4).reshape(3, 28, 56)
     assert (whole[:, :20, :30] == 1).all() and (whole[:, 20:] == -1).all() and (whole[:, :, 30:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [((200, 120), (1, 8, 14)), ((1280, 720), (1, 36, 64)), ((30, 20), (1, 4, 6)), ((50, 700), (1, 50, 4))]
+    + [((1000, 9), (1, 2, 44)), ((3100, 900), (1, 24, 88)), ((672, 672), (1, 48, 48))],
+)
+def test_sizes_of_minimax_m3(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
+    """As the class of transformers 5.23 has them; the `size` of published files is not used."""
+    assert make("minimax_m3", size=[672, 672])(picture(*size)).grid == grid
+
+
+def test_a_strip_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 200 times the other"):
+        make("minimax_m3")(picture(2020, 10))
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF"])

@@ -47,6 +47,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm5_next": ((4, 10, 16), [0.0, 1.0, 2.0]),
         "gemma4": ((32, 18, 30), [0.0, 0.1, 0.2]),
         "kimi_k25": ((8, 10, 16), [0.0, 0.5, 1.0]),
+        "minimax_m3": ((2, 8, 14), [0.0, 2.0]),
     },
     (33, 24.0, (1280, 720)): {
         "qwen3_vl": ((2, 20, 36), [0.23, 1.1]),
@@ -56,6 +57,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm5_next": ((1, 52, 92), [0.0]),
         "gemma4": ((32, 18, 33), [0.0, 0.04, 0.08]),
         "kimi_k25": ((2, 50, 86), [0.0, 0.67]),
+        "minimax_m3": ((2, 40, 72), [0.0, 0.67]),
     },
     (100, 29.97, (640, 480)): {
         "qwen3_vl": ((3, 18, 26), [0.33, 1.65, 2.97]),
@@ -65,6 +67,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm5_next": ((3, 36, 46), [0.0, 1.0, 2.0]),
         "gemma4": ((32, 21, 27), [0.0, 0.1, 0.2]),
         "kimi_k25": ((6, 36, 46), [0.0, 0.53, 1.1]),
+        "minimax_m3": ((2, 34, 46), [0.0, 1.67]),
     },
     (9000, 25.0, (40, 40)): {
         "qwen3_vl": ((360, 2, 2), [0.26, 1.26, 2.26]),
@@ -74,6 +77,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "glm5_next": ((360, 4, 4), [0.0, 1.0, 2.0]),
         "gemma4": ((32, 24, 24), [0.0, 11.24, 22.48]),
         "kimi_k25": ((720, 4, 4), [0.0, 0.48, 1.0]),
+        "minimax_m3": ((180, 4, 4), [0.0, 2.0, 4.0]),
     },
 }
 KIMI_AT_2 = ["00:00:02.000<|media_begin|>video<|media_content|>", 40, "<|media_end|>"]
@@ -98,6 +102,7 @@ def test_frames_and_sizes(video: tuple[int, float, tuple[int, int]], family: str
         ("glm46v", ["<|begin_of_image|>", 28, "<|end_of_image|>0.0 seconds", "<|begin_of_image|>"]),
         ("glm5_next", ["<|begin_of_image|>", 40, "<|end_of_image|>0.0 seconds", "<|begin_of_image|>"]),
         ("gemma4", ["00:00 ", 60, " 00:00 ", 60]),
+        ("minimax_m3", ["]<]0.0 seconds[>[]<]start of image[>[", 28, "]<]end of image[>["]),
         ("kimi_k25", ["00:00:00.000<|media_begin|>video<|media_content|>", 40, "<|media_end|>", *KIMI_AT_2]),
     ],
 )
@@ -175,3 +180,5 @@ def test_limits() -> None:
         make("glm5_next", max_image_tokens=15)(Numbered(32, 2.0, (64, 64)))
     tall = make("kimi_k25")(Numbered(9, 2.0, (400, 4000)))
     assert tall.patches.grid[1] * tall.patches.grid[2] <= 4600, "a clip of four fits an encoder step, but for black"
+    large = make("minimax_m3", max_pixels=1 << 30)(Numbered(4, 1.0, (4000, 3000)))
+    assert 3000 <= large.patches.grid[1] * large.patches.grid[2] <= 4096, "so does one here"

@@ -162,6 +162,14 @@ def test_what_no_test_runs_is_tried_with_those_that_start_ranks() -> None:
     assert known.tests_of(unreached) == ["test/ranks.py::test"]
 
 
+def test_those_that_start_ranks_come_behind_what_runs_a_change() -> None:
+    known = measured()
+    ranks = {"seconds": {"test/ranks.py::test": 0.0}, "failed": [], "lines": {}, "processes": True}
+    known.add("test/ranks.py", ranks)
+    first, second, *others = known.tests_of(changed("raise ValueError", "return 0"))
+    assert first.endswith("test_odd") and second == "test/ranks.py::test" and len(others) == 3
+
+
 def test_whole_files_where_nothing_is_measured(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FIRST_TESTS, "room", ("test_half.py",))
     known = Measured()

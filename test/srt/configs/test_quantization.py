@@ -329,11 +329,82 @@ def _weights(**change: Any) -> dict[str, Any]:
         (AWQ | {"version": "gemv"}, "version gemv"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act True is not supported"),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}, "gptq with bits 8"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 8}}},
+            r"dynamic \+:.*down.*: gptq with bits 8, group_size 128",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": [1]}, "dynamic must be an object"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:llm_compressor"},
+            "auto-round with bits 4, .* packing_format auto_round:llm_compressor is not supported",
+        ),
+        (
+            {
+                "quant_method": "auto-round",
+                "bits": 4,
+                "group_size": 128,
+                "packing_format": "auto_round:auto_gptq",
+                "extra_config": {"a.down_proj": {"bits": 8}},
+            },
+            "extra_config a.down_proj: auto-round with bits 8",
+        ),
+        (
+            {
+                "quant_method": "auto-round",
+                "bits": 4,
+                "group_size": 128,
+                "packing_format": "auto_round:auto_gptq",
+                "sym": False,
+            },
+            "auto-round with bits 4, group_size 128, sym False",
+        ),
     ],
 )
 def test_what_is_refused(config: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         detect({"quantization_config": config}, HERE)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+QWEN35_GPTQ = GPTQ | {
+    "dynamic": {
+        "lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {},
+        "-:.*mtp.*": {}, "-:.*visual.*": {}, "+:.*layers\\.3\\.mlp.*": {"group_size": 32},
+    },
+}  # fmt: skip
+AUTO_ROUND = {
+    "quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int",
+    "packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.language_model.layers",
+    "extra_config": {
+        "model.language_model.layers.0.linear_attn.in_proj_a": {"bits": 16, "data_type": "fp"},
+        ".*in_proj_ba.*": {"bits": 16, "data_type": "fp"},
+        r"shared_expert\.": {"bits": 16},
+        "model.language_model.layers.5.mlp.down_proj": {"group_size": 32},
+    },
+}  # fmt: skip
+
+
+def test_exceptions_of_int4_by_module() -> None:
+    of_gptq = detect({"quantization_config": QWEN35_GPTQ}, HERE)
+    of_auto_round = detect({"quantization_config": AUTO_ROUND}, HERE)
+    assert of_gptq is not None and of_auto_round is not None
+    int4, small = ModuleQuant("int4_g128", "gptq"), ModuleQuant("int4_g32", "gptq")
+    layer = "model.language_model.layers."
+    assert of_gptq.named("lm_head") is None and of_auto_round.named("lm_head") is None
+    expected = {
+        f"{layer}0.mlp.experts.7.up_proj": (int4, int4),
+        f"{layer}3.mlp.experts.7.up_proj": (small, int4),
+        f"{layer}0.linear_attn.in_proj_a": (None, None),
+        f"{layer}1.linear_attn.in_proj_ba": (None, None),
+        f"{layer}1.linear_attn.out_proj": (None, int4),
+        f"{layer}0.mlp.shared_expert.up_proj": (None, None),
+        f"{layer}5.mlp.down_proj": (int4, small),
+        "mtp.layers.0.mlp.up_proj": (None, int4),
+    }
+    assert {name: (of_gptq.of(name), of_auto_round.of(name)) for name in expected} == expected
+    with_zeros = detect({"quantization_config": AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}}, HERE)
+    assert with_zeros is not None
+    assert with_zeros.of(f"{layer}9.mlp.up_proj") == ModuleQuant("int4_g128", "awq", zero_points=True)
 
 
 def test_a_text_part_that_is_no_object_is_no_crash() -> None:
@@ -474,11 +545,11 @@ def test_schemes_of_layers(
         assert (model.expert_quant.scheme if model.expert_quant else None, found) == (experts, linears)
 
 
-def test_projections_that_are_one_product_have_one_scheme() -> None:
+def test_projections_of_several_schemes_are_one_product_in_16_bits() -> None:
     config = SIZES | {"quantization_config": NEW_MODELOPT}
-    model = describe_model(config, detect(config, HERE))
-    with pytest.raises(UserError, match="quantized differently: model.layers.3.self_attn.q_proj not quantized"):
-        needs_of(rank_weights(model, ONE_RANK), Serving("bfloat16", "bfloat16"))
+    weights = rank_weights(describe_model(config, detect(config, HERE)), ONE_RANK)
+    schemes = [quant.scheme if quant else "" for matrix, quant in weights.matrices() if matrix.name == "attn.qkv"]
+    assert schemes == ["nvfp4", "nvfp4", "nvfp4", ""]
 
 
 def test_experts_of_several_schemes_are_refused() -> None:

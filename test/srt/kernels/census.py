@@ -576,9 +576,7 @@ def _pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) -> None:
     at, cos_sin = empty(tokens, dtype=torch.int64), empty(CONTEXT, heads.rotary_dim, dtype=torch.float32)
     weight, rows = empty(dim, dtype=torch.float32), empty(tokens, 2, dim, dtype=torch.float32)
     keys, state = empty(SLOTS // mixer.block, 1, dim), empty(REQUESTS, mixer.block, 2, dim, dtype=torch.float32)
-    compressor.compress(
-        rows, empty(mixer.block, dim, dtype=torch.float32), state, at, at, at, weight, 1e-6, cos_sin, keys, at
-    )
+    compressor.compress(rows, None, state, at, at, at, weight, 1e-6, None, keys, at, angles=heads.rotary_dim)
     compressor.keep(rows, state, at, at, at)
     q = norm.rmsnorm(empty(tokens, index.num_heads, dim), weight, 1e-6)
     tail_rotation.tail_rotation(q, at, cos_sin)

@@ -16,7 +16,7 @@ from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, MIXED_ROWS,
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
-from sglang.srt.kernels.tables import ATTENTION_BACKENDS, TABLES
+from sglang.srt.kernels.tables import EXTEND_ATTENTION, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.triton_ops import gemv, skinny_gemm
 
@@ -290,7 +290,7 @@ def test_every_usable_row_can_be_loaded_where_its_packages_are(op: str) -> None:
 
 
 def test_attention_backends_are_the_names_users_know() -> None:
-    assert {"triton", "flashinfer", "torch_native"} <= set(ATTENTION_BACKENDS)
+    assert {"triton", "flashinfer", "torch_native"} <= {spec.name for spec in EXTEND_ATTENTION}
 
 
 def test_nobody_compares_architectures_or_asks_the_device() -> None:

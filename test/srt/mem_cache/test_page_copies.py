@@ -190,6 +190,45 @@ def test_a_failed_copy_ends_when_nothing_is_under_way(monkeypatch: pytest.Monkey
     assert finished == [True]
 
 
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("short", [False, True])
+def test_which_copies_a_kernel_makes(
+    locked: bool, has_kernel: bool, asked: bool, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[str] = []
+    monkeypatch.setattr(Copier, "_by_kernel", lambda *_: ways.append("kernel"))
+    monkeypatch.setattr(Copier, "_in_buffers", lambda *_: ways.append("buffers"))
+    copier = Copier.__new__(Copier)
+    copier.launches, copier.device = None, torch.device("cpu")
+    page_bytes = copy_engine.SHORT_PIECE - short
+    pool = SimpleNamespace(locked=locked, by_kernel=has_kernel, page_bytes=page_bytes, bundles=["bundle"])
+    copier.copy(pool, PageMoves(np.array([3]), np.array([5])), to_host=True, by_kernel=asked)  # type: ignore[arg-type]
+    assert ways == ["kernel" if locked and has_kernel and (asked or short) else "buffers"]
+
+
+def test_copies_have_ended_on_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[str, object]] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            self.synchronize = lambda: waited.append(("ended", self.stream))
+
+        def record(self, stream: object) -> None:
+            self.stream = stream
+            waited.append(("recorded", stream))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    copier = Copier.__new__(Copier)
+    copier.launches, copier.bus = "launches", "bus"  # type: ignore[assignment]
+    copier.finish()
+    assert waited == [(what, stream) for stream in ("launches", "bus") for what in ("recorded", "ended")]
+    copier.launches = copier.bus = None
+    copier.finish()
+    assert len(waited) == 4, "a CPU has none"
+
+
 def test_memory_is_allocated_before_it_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside whatever comes before `start`, such as graphs, and once."""
     allowed, done, order = threading.Event(), threading.Event(), []

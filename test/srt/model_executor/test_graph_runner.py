@@ -3,6 +3,7 @@ they are. A graph is replaced by its step here, so that a CPU can tell whether t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import torch
 
 from sglang.bench.direct import DirectBatch, direct_table
 from sglang.srt.layers.recurrent.records import RecurrentRecords
+from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.device_state import StepShape
-from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, GraphSizes, _one_prompt
+from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, TIMED_REPLAYS, GraphSizes, _one_prompt
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import LaunchedForward, StepInput
 from sglang.srt.plan.defaults import mixed_decode_sizes
@@ -25,6 +27,7 @@ from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
+from srt.model_executor.mirrored_groups import mirror_groups
 from srt.models.harness import VOCAB, save_tiny
 
 SIZES = GraphSizes((1, 6, 24), (16, 32, 80), (0, 4, 20))
@@ -34,6 +37,10 @@ def test_sizes_of_the_decoding_part() -> None:
     assert mixed_decode_sizes((1, 2, 4, 8)) == (0, 8)
     assert mixed_decode_sizes((1, 64, 128)) == (0, 64, 128)
     assert mixed_decode_sizes((1, 512)) == (0, 64, 256, 512)
+
+
+def test_one_kind_of_steps_alone_may_have_graphs() -> None:
+    assert GraphSizes((1,)).any and GraphSizes((), (16,)).any and not GraphSizes().any
 
 
 class WatchedRunner:
@@ -58,12 +65,12 @@ class WatchedRunner:
         return launched
 
 
-def outputs(runner: ModelRunner, args: ServerArgs) -> dict[str, list[int]]:
+def outputs(runner: ModelRunner, args: ServerArgs, count: int = 26) -> dict[str, list[int]]:
     scheduler = Scheduler(args, runner, StopChecker(None))
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(1, VOCAB, (10,), generator=generator).tolist()
     collector = Collector()
-    for i in range(26):
+    for i in range(count):
         length = int(torch.randint(1, 60 if i % 4 == 0 else 12, (1,), generator=generator))
         ids = shared[: i % 11] + torch.randint(1, VOCAB, (length,), generator=generator).tolist()
         add(scheduler, request(f"r{i}", ids, 3 + i % 9, temperature=0.0, ignore_eos=True))
@@ -95,6 +102,44 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
     assert any(step.num_decodes == 0 for step in mixed) and any(step.num_decodes > 4 for step in mixed)
     assert any(count > 1 and step.num_decodes for step, count in zip(mixed, prompts, strict=True))
     assert max(prompts) <= MAX_PROMPTS and any(step.prompts is None for step in replays)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe"])
+def test_padding_of_several_groups_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention groups bring their rows together, also those that are padding. Rows that a graph is captured with, and
+    those whose time is taken, are all rows of the graph, once."""
+    save_tiny(name, tmp_path)
+    args = ServerArgs.from_kwargs(
+        model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, max_total_tokens=4096,
+        max_running_requests=6, chunked_prefill_size=24,
+    )  # fmt: skip
+    expected = outputs(create_runner(args), args, 9)
+    mirror_groups(monkeypatch)
+    runner = create_runner(args)
+    runner.model.vocabulary_of_group = False  # all ranks share it
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    assert outputs(runner, args, 9) == expected
+    computed: list[tuple[int, list[int], int]] = []
+    gather = RowExchange.gather
+
+    def watched(exchange: RowExchange, x: torch.Tensor) -> torch.Tensor:
+        if exchange.order is not None and exchange.num_valid is not None:
+            computed.append((exchange.each, exchange.order.tolist(), int(exchange.num_valid)))
+        return gather(exchange, x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowExchange, "gather", watched)
+        with in_graphs(runner, GraphSizes((1, 6), (16, 32), (0, 4))) as replays:
+            graphs = runner.graphs
+            assert graphs is not None
+            patch.setattr(graphs, "_milliseconds", lambda shape, tokens=None: graphs.graphs[shape].replay() or 1.0)
+            graphs.step_times()
+            graphs.prompt_times()
+            assert {each for each, _, _ in computed} == {1, 6, 16, 32}
+            assert all(order == [*range(2 * each)] and count == 2 * each for each, order, count in computed)
+            assert outputs(runner, args, 9) == expected
+    assert any(count < 2 * each for each, _, count in computed), "no step had padding"
+    assert any(step.prompts is None for step in replays) and any(step.prompts is not None for step in replays)
 
 
 def test_tables_of_windows_are_complete_where_a_backend_plans_before_a_replay(tmp_path: Path) -> None:
@@ -148,6 +193,53 @@ def test_times_of_graphs_with_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
         timed.clear()
         assert graphs.step_times() == {(1, 1): 1.0, (24, 1): 24.0}
         assert timed == [(1, 1, 1), (24, 24, 24)]
+
+
+class StoppedClock:
+    """torch.cuda.Event, of which any two are 15 ms apart."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: StoppedClock) -> float:
+        return 15.0
+
+
+def test_replays_whose_time_is_taken_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins with the same tokens of requests that have none behind them, though the one before has added some."""
+    save_tiny("qwen3", tmp_path)
+    args = ServerArgs.from_kwargs(
+        model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, speculative_algorithm="NGRAM",
+        speculative_num_steps=2, max_running_requests=4, max_total_tokens=1024,
+    )  # fmt: skip
+    runner = create_runner(args)
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    monkeypatch.setattr(torch.cuda, "Event", StoppedClock)
+    with in_graphs(runner, GraphSizes((1,), (16,))):
+        graphs, state, begun = runner.graphs, runner.state, []
+        assert graphs is not None
+        decode, prompt = StepShape(3, 1, 3), StepShape(16, 0, has_prompts=True)
+        for shape in (decode, prompt):
+            replay = graphs.graphs[shape].replay
+
+            def watched(replay: Callable[[], None] = replay) -> None:
+                begun.append((state.next_tokens.tolist(), state.lens.tolist()))
+                state.lens += 1
+                replay()
+
+            monkeypatch.setattr(graphs.graphs[shape], "replay", watched)
+        tokens = torch.arange(state.next_tokens.numel()).view_as(state.next_tokens)
+        assert graphs._milliseconds(decode, tokens) == 15.0 / TIMED_REPLAYS
+        assert begun == [(tokens.tolist(), [0] * len(state.lens))] * (1 + TIMED_REPLAYS)
+        begun.clear()
+        assert graphs._milliseconds(prompt) == 15.0 / TIMED_REPLAYS
+        assert len(begun) == 1 + TIMED_REPLAYS and begun[0] != begun[1], "nothing is set back"
 
 
 SIZES_OF_PLAN = Sizes(1, 128, 64, (), 1, RankLayout())

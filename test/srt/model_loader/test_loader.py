@@ -249,7 +249,7 @@ def test_what_kernels_arrange_anew_is_held_once(tmp_path: Path, monkeypatch: pyt
         fill_random(params, seed)
 
     monkeypatch.setattr(loader, "fill_random", watch)
-    model = load_model(plan_for(tmp_path), "dummy")
+    model = load_model(plan_for(tmp_path, load_format="dummy"), "dummy")
     weights = model.layers[0].blocks[-1][1].experts.w13
     assert weights.plane_cols == 64 and weights.data.shape[-1] == 128 // 8
     gone = {name for name, tensor in stored.items() if tensor() is None}

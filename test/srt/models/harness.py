@@ -882,7 +882,13 @@ def as_published_m3(folder: Path) -> None:
                 name = name.replace(written, published, 1)
         tensors |= published_m3(name, tensor)
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-    text = json.loads((folder / "config.json").read_text())
+    text = published_m3_text(json.loads((folder / "config.json").read_text()))
+    config = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": text, "dtype": text["dtype"]}))
+
+
+def published_m3_text(text: dict[str, Any]) -> dict[str, Any]:
+    """The keys of published checkpoints for what transformers writes of MiniMax-M3's text, which is changed."""
     sparse = [int(kind == "minimax_m3_sparse") for kind in text.pop("layer_types")]
     flat = ("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks")
     nested = ("sparse_num_index_heads", "sparse_index_dim", "sparse_block_size", "sparse_topk_blocks")
@@ -894,9 +900,7 @@ def as_published_m3(folder: Path) -> None:
     text |= {"hidden_act": "swigluoai", "qk_norm_type": "per_head", "use_gemma_norm": True, "use_qk_norm": True}
     text |= {"scoring_func": "sigmoid", "use_routing_bias": True, "attention_output_gate": False}
     text |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": 0.5, "num_mtp_modules": 1}
-    config = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
-    config |= {"text_config": text | {"sparse_attention_config": inner}, "dtype": text["dtype"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    return text | {"sparse_attention_config": inner}
 
 
 def published_m3(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors.torch
@@ -27,8 +26,23 @@ from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import request
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
-from srt.models.harness import GEMMA4, GEMMA4_LAYERS, HYBRID, LATENT, POOLED_LATENT, ROUTED, SIZES, YARN, randomize
-from srt.models.quantized_checkpoints import split_experts
+from srt.models.harness import (
+    BLOCKS,
+    GEMMA4,
+    GEMMA4_LAYERS,
+    HYBRID,
+    LATENT,
+    POOLED,
+    POOLED_LATENT,
+    ROUTED,
+    SIZES,
+    TINY,
+    YARN,
+    published_m3_text,
+    randomize,
+)
+from srt.models.media_corrections import CORRECTIONS
+from srt.models.quantized_checkpoints import join_experts, split_experts
 
 if TYPE_CHECKING:
     import transformers
@@ -95,6 +109,7 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         {},
         True,
     ),
+    "qwen4_exp": ("Qwen4ExpConfig", POOLED, {"rope_parameters": AXIAL}, True),
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
         {"rope_parameters": SECTIONS | {"mrope_interleaved": False, "mrope_section": [2, 3, 3]}}
@@ -150,24 +165,42 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         {"pos_emb_height": 8, "pos_emb_width": 8, "num_attention_heads": 2, "num_hidden_layers": 2},
         False,
     ),
+    "step3p7": ("Step3p7Config", TINY["step3p7"][1], {}, True),
+    "minimax_m3_vl": ("MiniMaxM3VLConfig", BLOCKS, {"num_hidden_layers": 2, "hidden_size": 36}, True),
 }
 POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
-ONE_FRAME = ("kimi_k25", "gemma4")
+SEEN_FRAMES = POOLED_FRAMES | {"minimax_m3_vl": 4}
+"""So many frames of a video see one another; of others each sees itself."""
+ONE_FRAME = ("kimi_k25", "gemma4", "step3p7")
 """`model_type` of those whose patches have one frame."""
-PAGES = {"glm5_next": 4}
+PAGES = {"glm5_next": 4, "qwen4_exp": 4, "minimax_m3_vl": 4}
 """Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
+IMAGES_ALONE = ("step3p7",)
+"""`model_type` of those that take no video: what is one for others is an image of several views for them."""
+SIDES = {"step3p7": 2}
+"""A token of these has so many times as many patches a side."""
 Grid = tuple[int, int, int]
 Played = TypeVar("Played")
 
 
+def model_type(folder: Path) -> str:
+    """Of the model in the folder; empty if there is none."""
+    config = folder / "config.json"
+    return str(json.loads(config.read_text())["model_type"]) if config.exists() else ""
+
+
 def patch_values(folder: Path) -> int:
     """Values of a patch of the model in the folder, the first of those that an image of a prompt has."""
-    config = folder / "config.json"
-    kind = json.loads(config.read_text())["model_type"] if config.exists() else ""
-    return PATCH_VALUES // 2 if kind in ONE_FRAME else PATCH_VALUES
+    return PATCH_VALUES // 2 if model_type(folder) in ONE_FRAME else PATCH_VALUES
+
+
+def grid_for(kind: str, grid: Grid) -> Grid:
+    """The grid that has as many tokens for models of this `model_type` as `grid` has for most."""
+    side = SIDES.get(kind, 1)
+    return (grid[0], side * grid[1], side * grid[2])
 
 
 def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrainedModel:
@@ -181,6 +214,13 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
             key: TOWER[key] for key in ("hidden_size", "intermediate_size", "patch_size")
         } | vision
         settings["projection_hidden_size"] = TOWER["hidden_size"]
+    if name == "minimax_m3_vl":
+        sizes = ("hidden_size", "intermediate_size", "patch_size", "temporal_patch_size", "spatial_merge_size")
+        settings["vision_config"] = {key: TOWER[key] for key in sizes} | {"num_attention_heads": 2} | vision
+        settings["projector_hidden_size"] = 40
+    if name == "step3p7":
+        settings["vision_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | vision
+        settings["vision_config"] |= {"image_size": 32, "patch_size": 4, "mlp_ratio": 1.5}
     if class_name == "Gemma4Config":
         settings["vision_config"] = GEMMA_VISION | vision
         settings |= {"boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None, "audio_token_id": 255}
@@ -200,23 +240,12 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
         model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
     if name.startswith("glm"):
         model.model.get_placeholder_mask = _masks_by_token
-    if name == "kimi_k25":
-        take_clips_one_by_one(model)
+    if name in CORRECTIONS:
+        CORRECTIONS[name](model)
     model.save_pretrained(folder)
     if name in PUBLISHED:
         PUBLISHED[name](folder)
     return model
-
-
-def take_clips_one_by_one(model: transformers.PreTrainedModel) -> None:
-    """For Kimi K2.5, whose class takes several clips only if all have one frame."""
-    model.model.get_image_features = partial(_clip_by_clip, model.model)
-
-
-def _clip_by_clip(model: Any, pixels: torch.Tensor, grids: torch.Tensor, **_: Any) -> Any:
-    parts = pixels.split(grids.prod(1).tolist())
-    pooled = [model.vision_tower(part, grid[None]).pooler_output for part, grid in zip(parts, grids, strict=True)]
-    return SimpleNamespace(pooler_output=[model.mm_projector(clip).flatten(0, -2) for clip in pooled])
 
 
 def _masks_by_token(
@@ -241,6 +270,14 @@ def as_published_glm46v(folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     split_experts(tensors)
+    safetensors.torch.save_file(tensors, file)
+
+
+def as_published_qwen4_exp(folder: Path) -> None:
+    """What transformers wrote of Qwen3.8-Flash-Next, with all experts in one tensor as in published checkpoints."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    join_experts(tensors)
     safetensors.torch.save_file(tensors, file)
 
 
@@ -284,11 +321,34 @@ def as_published_kimi(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def as_published_m3_vl(folder: Path) -> None:
+    """What transformers wrote of MiniMax-M3, with the keys of published checkpoints, and with their names of what is no
+    expert: transformers 5.17 turns these into those of experts."""
+    file, in_blocks = folder / "model.safetensors", ".block_sparse_moe."
+    tensors = {}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        module = name.partition(in_blocks)[2]
+        if module.startswith(("fc", "gate_proj", "up_proj", "down_proj")):
+            name = name.replace(in_blocks, ".mlp.")
+        tensors[name] = tensor
+    safetensors.torch.save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"]
+    sizes = {key: vision.pop(key) for key in ("spatial_merge_size", "temporal_patch_size")}
+    vision |= {"rope_theta": vision.pop("rope_parameters")["rope_theta"], "position_embedding_type": "rope"}
+    vision |= {"img_token_compression_config": {"image_token_compression_method": "patch_merge", **sizes}}
+    vision |= {"rope_mode": "3d", "vision_segment_max_frames": SEEN_FRAMES["minimax_m3_vl"]}
+    config["text_config"] = published_m3_text(config["text_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 PUBLISHED = {
+    "minimax_m3_vl": as_published_m3_vl,
     "glm46v": as_published_glm46v,
     "kimi_k25": as_published_kimi,
     "qwen2_5_vl": as_published_qwen2_5_vl,
     "qwen3_vl_moe": as_published_qwen3_vl_moe,
+    "qwen4_exp": as_published_qwen4_exp,
 }
 """What makes a published checkpoint of one that transformers wrote."""
 
@@ -307,7 +367,11 @@ class Image:
 
     @property
     def pixels(self) -> torch.Tensor:
-        count = self.grid[0] * self.grid[1] * self.grid[2]
+        return self.patches("")
+
+    def patches(self, kind: str) -> torch.Tensor:
+        """For models of this `model_type`."""
+        count = math.prod(grid_for(kind, self.grid))
         return torch.randn(count, PATCH_VALUES, generator=torch.Generator().manual_seed(self.seed))
 
 
@@ -336,14 +400,19 @@ class Prompt:
         self.spans.append((image, runs))
         return self
 
+    def ids_for(self, kind: str) -> list[int]:
+        """For models of this `model_type`."""
+        return [IMAGE if token == VIDEO and kind in IMAGES_ALONE else token for token in self.ids]
+
     def items(self, directory: Path) -> list[MediaItem]:
+        kind = model_type(directory)
         return [
             MediaItem(
-                kind=image.kind,
+                kind="image" if kind in IMAGES_ALONE else image.kind,
                 digest=hashlib.blake2b(repr(image).encode(), digest_size=32).digest(),
                 spans=runs,
-                grid=image.grid,
-                pixels=shared_array.write(directory, image.pixels[:, : patch_values(directory)].numpy()),
+                grid=grid_for(kind, image.grid),
+                pixels=shared_array.write(directory, image.patches(kind)[:, : patch_values(directory)].numpy()),
                 frame_seconds=image.frame_seconds,
             )
             for image, runs in self.spans
@@ -372,9 +441,10 @@ def _of_kimi(pixels: torch.Tensor) -> torch.Tensor:
     return pixels[:, : PATCH_VALUES // 2].unflatten(1, (3, 4, 4))
 
 
-def clips_of_kimi(grids: Sequence[Sequence[int]]) -> torch.Tensor:
-    """As the processor of Kimi K2.5 gives them to its model."""
-    most = POOLED_FRAMES["kimi_k25"]
+def clips_of(model_type: str, grids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Grids of the frames that see one another, as the processors of Kimi K2.5 and of MiniMax-M3 (in transformers 5.23)
+    give them to their models."""
+    most = SEEN_FRAMES[model_type]
     return torch.tensor(
         [
             (min(most, frames - first), rows, columns)
@@ -412,8 +482,10 @@ def _of_gemma(prompt: Prompt) -> dict[str, torch.Tensor]:
 @torch.inference_mode()
 def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output: Sequence[int] = ()) -> torch.Tensor:
     """[n, V] of the prompt and what was said behind it."""
-    ids = [*prompt.ids, *output]
+    ids = [*prompt.ids_for(model.config.model_type), *output]
     arguments = prompt.of_transformers()
+    if model.config.model_type == "step3p7":
+        return model(inputs_embeds=_embedded_for_step(model, prompt, ids)).logits[0]
     if model.config.model_type == "gemma4":
         arguments = _of_gemma(prompt) | {"mm_token_type_ids": _types(ids)}
     elif model.config.model_type == "kimi_k25":
@@ -421,12 +493,32 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
             if key in arguments:
                 arguments[key] = _of_kimi(arguments[key])
         if "video_grid_thw" in arguments:
-            arguments["video_grid_thw"] = clips_of_kimi(arguments["video_grid_thw"].tolist())
+            arguments["video_grid_thw"] = clips_of("kimi_k25", arguments["video_grid_thw"].tolist())
+    elif model.config.model_type == "minimax_m3_vl":
+        if "video_grid_thw" in arguments:
+            arguments["video_grid_thw"] = clips_of("minimax_m3_vl", arguments["video_grid_thw"].tolist())
     elif model.config.model_type == "qwen2_5_vl":
         arguments["position_ids"] = _positions(prompt, len(ids), model.config.vision_config.tokens_per_second)
     else:
         arguments["mm_token_type_ids"] = _types(ids)
     return model(torch.tensor([ids]), **arguments).logits[0]
+
+
+def _embedded_for_step(model: Any, prompt: Prompt, ids: Sequence[int]) -> torch.Tensor:
+    """The features of each view in place of the embeddings of its placeholders, [1, length, H]."""
+    embedded = model.get_input_embeddings()(torch.tensor([ids]))
+    for image, runs in prompt.spans:
+        features = of_views(model.model, image.patches("step3p7"), grid_for("step3p7", image.grid))
+        for part, (start, end) in zip(features.chunk(len(runs)), runs, strict=True):
+            embedded[0, start:end] = part
+    return embedded
+
+
+def of_views(model: Any, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """What Step-3.7 makes of patches that stand row by row, [tokens, H]."""
+    views = pixels[:, : PATCH_VALUES // 2].reshape(*grid, 3, 4, 4).permute(0, 3, 1, 4, 2, 5)
+    seen = model.vision_model(views.flatten(2, 3).flatten(3, 4)).last_hidden_state
+    return model.multi_modal_projector(seen).flatten(0, 1)
 
 
 def _positions(prompt: Prompt, length: int, positions_a_second: int) -> torch.Tensor:
@@ -466,13 +558,19 @@ class ReferenceEncoder:
         if self.model.config.model_type == "gemma4":
             return [self._of_gemma(part, grid) for part, grid in zip(_split(pixels, grids), grids, strict=True)]
         if self.model.config.model_type == "kimi_k25":
-            made = self.model.get_image_features(_of_kimi(pixels), clips_of_kimi(grids)).pooler_output
-            counts = [len(clips_of_kimi([grid])) * grid[1] * grid[2] // MERGE**2 for grid in grids]
+            made = self.model.get_image_features(_of_kimi(pixels), clips_of("kimi_k25", grids)).pooler_output
+            counts = [len(clips_of("kimi_k25", [grid])) * grid[1] * grid[2] // MERGE**2 for grid in grids]
             return list(torch.cat(list(made)).flatten(0, -2).split(counts))
+        if self.model.config.model_type == "step3p7":
+            parts = zip(_split(pixels, grids), grids, strict=True)
+            return [of_views(self.model, part, grid) for part, grid in parts]
         frames = torch.tensor([(1, *grid[1:]) for grid in grids for _ in range(grid[0])])
+        if self.model.config.model_type in SEEN_FRAMES:
+            frames = clips_of(self.model.config.model_type, grids)
         made = self.model.get_image_features(pixels, frames)
         added = getattr(made, "deepstack_features", None) or []
-        features = torch.cat((torch.cat(list(made.pooler_output)), *added), dim=1)
+        pooled = made.pooler_output
+        features = torch.cat((pooled if isinstance(pooled, torch.Tensor) else torch.cat(list(pooled)), *added), dim=1)
         return list(features.split((torch.tensor(grids).prod(1) // MERGE**2).tolist()))
 
     def _of_gemma(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -520,43 +618,6 @@ def again_in_graphs(scheduler: Any, play: Callable[[Any], Played]) -> Played:
 
 
 def media_request(rid: str, prompt: Prompt, directory: Path, new_tokens: int, **params: Any) -> TokenizedGenerateReq:
-    msg = request(rid, prompt.ids, new_tokens, temperature=0.0, ignore_eos=True, **params)
+    msg = request(rid, prompt.ids_for(model_type(directory)), new_tokens, temperature=0.0, ignore_eos=True, **params)
     msg.media = prompt.items(directory)
     return msg
-
-
-def add_mtp(folder: Path, layer: int) -> None:
-    """Gives a saved Qwen3.5 a layer that drafts: a copy of its `layer`, behind random projections."""
-    file, prefix = folder / "model.safetensors", f"model.language_model.layers.{layer}."
-    tensors = safetensors.torch.load_file(file)
-    copies = {
-        name.replace(prefix, "mtp.layers.0."): t.clone() for name, t in tensors.items() if name.startswith(prefix)
-    }
-    generator = torch.Generator().manual_seed(6)
-    copies["mtp.fc.weight"] = torch.randn(64, 128, generator=generator) * 0.15
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        copies[f"mtp.{name}.weight"] = torch.rand(64, generator=generator) - 0.5
-    safetensors.torch.save_file(tensors | copies, file)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["mtp_num_hidden_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def add_pooled_mtp(folder: Path) -> None:
-    """Gives a saved GLM-5.3-Flash a layer that drafts: a copy of its last one without hyper-connections."""
-    file, count = folder / "model.safetensors", POOLED_LATENT["num_hidden_layers"]
-    last, behind = (f"model.language_model.layers.{layer}." for layer in (count - 1, count))
-    tensors = safetensors.torch.load_file(file)
-    copies = {
-        name.replace(last, behind): t.clone()
-        for name, t in tensors.items()
-        if name.startswith(last) and ".hc_" not in name
-    }
-    generator = torch.Generator().manual_seed(6)
-    copies[f"{behind}eh_proj.weight"] = torch.randn(64, 128, generator=generator) * 0.15
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        copies[f"{behind}{name}.weight"] = torch.rand(64, generator=generator) + 0.5
-    safetensors.torch.save_file(tensors | copies, file)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= {"num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True}
-    (folder / "config.json").write_text(json.dumps(config))

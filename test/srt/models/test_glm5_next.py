@@ -20,7 +20,7 @@ from sglang.srt.plan.ranks import RankLayout
 
 from .harness import DSA, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 from .test_pooled_sparse import StagePlan
-from .test_quantized_hybrids import EXPERTS, TOKENS, TOLERANCE, Published, publish, steps
+from .test_quantized_hybrids import EXPERTS, TOKENS, Published, publish, steps
 
 EXACT = {"rtol": 0.0, "atol": 1e-4}
 """Products of several rows are summed in another order than those of one."""
@@ -115,6 +115,10 @@ def nvfp4(modules: dict[str, str]) -> dict[str, Any]:
     inner = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": [*excluded, "*layers.3*"]}
     return {"producer": {"name": "modelopt", "version": "0.45.0"}, "quantization": inner}
 
+
+TOLERANCE = {"rtol": 0.0, "atol": 1e-3}
+"""Changes of the weights by 1e-7 of their values move the logits by up to 2e-4, so that CPUs with other vector
+instructions differ by as much."""
 
 IN_TWO = {"intermediate_size": 256, "moe_intermediate_size": 256}
 FORMS = {

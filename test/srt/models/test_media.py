@@ -29,6 +29,7 @@ from sglang.srt.plan.memory import feature_row_bytes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 
+from .media_draft_layers import add_mtp
 from .media_harness import (
     BOTH_WAYS,
     PAGES,
@@ -36,7 +37,6 @@ from .media_harness import (
     SEEING,
     Prompt,
     ReferenceEncoder,
-    add_mtp,
     again_in_graphs,
     args_of,
     greedy,
@@ -56,8 +56,8 @@ class Seeing:
         self.name, self.folder, self.model = name, folder, save_seeing(name, folder)
 
     def scheduler(self, **options: Any) -> Scheduler:
-        if self.name in PAGES:
-            options = {**options, "page_size": max(PAGES[self.name], options.get("page_size", 1))}
+        if self.name in PAGES and "page_size" in options:
+            options = {**options, "page_size": max(PAGES[self.name], options["page_size"])}
         return seeing_scheduler(self.folder, ReferenceEncoder(self.model), **options)
 
     def check(self, scheduler: Scheduler, *prompts: Prompt, new_tokens: int = NEW_TOKENS) -> None:
@@ -71,7 +71,7 @@ class Seeing:
         assert_clean(scheduler)
 
 
-_FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next")
+_FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next", "qwen4_exp", "minimax_m3_vl", "step3p7")
 """Those of which `test_towers` has what is their own."""
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
 
@@ -147,7 +147,7 @@ def test_logits(seeing: Seeing, chunk: int) -> None:
     """By the log probabilities of a prompt's tokens: placeholders are named by their token id."""
     prompt, scheduler = a_video(seeing.name), seeing.scheduler(chunked_prefill_size=chunk)
     values, ids = prompt_logprobs(scheduler, media_request("a", prompt, seeing.folder, 2))
-    assert ids == prompt.ids
+    assert ids == prompt.ids_for(seeing.name)
     want = reference_logits(seeing.model, prompt).log_softmax(-1)[range(len(prompt.ids) - 1), prompt.ids[1:]]
     torch.testing.assert_close(torch.tensor(values), want, atol=1e-3, rtol=0.0)
 
@@ -168,8 +168,8 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 
 
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
-    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64), a_video(seeing.name)
-    for chunk in range(8 if seeing.name in BOTH_WAYS else PAGES.get(seeing.name, 1), len(prompt.ids)):
+    scheduler, prompt = seeing.scheduler(chunked_prefill_size=64, page_size=1), a_video(seeing.name)
+    for chunk in range(8 if seeing.name in BOTH_WAYS else scheduler.plan.page_size, len(prompt.ids)):
         scheduler._chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
         assert scheduler.flush_cache()
@@ -390,8 +390,8 @@ def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
     """Beside two requests that decode, whose positions and embeddings stay their own."""
     prompt = Prompt().text(2, 3).image((1, 4, 4), 10).image((1, 2, 4), 11).text(2, 5)
     # Two tokens of a chunk are those of the requests that decode.
-    scheduler = seeing.scheduler(chunked_prefill_size=64)
-    first = 12 if seeing.name in BOTH_WAYS else 2 + PAGES.get(seeing.name, 1)
+    scheduler = seeing.scheduler(chunked_prefill_size=64, page_size=1)
+    first = 12 if seeing.name in BOTH_WAYS else 2 + scheduler.plan.page_size
 
     def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
         outcomes = []
@@ -425,9 +425,18 @@ def test_ngram_drafts(name: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_an_image_that_sees_itself_is_never_cut(gemma4: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside requests that decode in the same steps."""
+    """Beside requests that decode in the same steps. What the device knows of the images is what the host knows."""
     scheduler, collector = gemma4.scheduler(chunked_prefill_size=13), Collector()
     launch, runs = scheduler.launch, []
+    attention = scheduler.runner.state.attention
+    metadata = attention.metadata
+
+    def compared(batch: ForwardBatch, **options: Any) -> Any:
+        if batch.extend is not None and batch.extend.images is not None:
+            rows = batch.extend.images.rows
+            assert rows.seq_lens.tolist() == rows.seq_lens_cpu and rows.prefix_lens.tolist() == rows.prefix_lens_cpu
+            assert rows.start_loc.diff().tolist() == rows.new_lens_cpu
+        return metadata(batch, **options)
 
     def launched(batch: ScheduleBatch) -> None:
         prompts = batch.step.prompts
@@ -436,6 +445,7 @@ def test_an_image_that_sees_itself_is_never_cut(gemma4: Seeing, monkeypatch: pyt
         launch(batch)
 
     monkeypatch.setattr(scheduler, "launch", launched)
+    monkeypatch.setattr(attention, "metadata", compared)
     for number in range(3):
         add(scheduler, request(f"t{number}", Prompt().text(6, number).ids, 60, temperature=0.0, ignore_eos=True))
     for _ in range(3):

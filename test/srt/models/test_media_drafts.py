@@ -25,12 +25,11 @@ from . import test_dflash_drafts as dflash
 from . import test_eagle3_drafts as eagle3
 from . import test_other_drafts as others
 from .harness import SIZES, save_tiny
+from .media_draft_layers import add_depth_mtp, add_mtp, add_pooled_mtp, add_stream_mtp
 from .media_harness import (
     POOLED_FRAMES,
     SEEING,
     Prompt,
-    add_mtp,
-    add_pooled_mtp,
     again_in_graphs,
     greedy,
     media_request,
@@ -72,31 +71,39 @@ def model_of_its_own(folder: Path) -> Path:
 @dataclass(frozen=True)
 class Kind:
     """A kind of draft. `make`: writes it to a folder and returns its path. `inside`: adds it to the checkpoints of
-    these families, which alone have it. `reads_one_stream`: of the target's hidden states."""
+    these families, which alone have it. `not_of`: families that are refused by name."""
 
     algorithm: str
     make: Callable[[Path], Path] | None = None
     inside: dict[str, Callable[[Path], None]] | None = None
-    reads_one_stream: bool = False
+    not_of: tuple[str, ...] = ()
 
     def of(self, family: str) -> bool:
-        if self.reads_one_stream and family in _SEVERAL_STREAMS:
-            return False
-        return self.inside is None or family in self.inside
+        return family not in self.not_of and (self.inside is None or family in self.inside)
 
 
-_SEVERAL_STREAMS = ("glm5_next",)
-"""Families whose layers hand on several: drafts that read one are refused by name."""
+_SEVERAL_STREAMS = ("glm5_next", "qwen4_exp")
+"""Families whose layers hand on several residual streams, of which EAGLE's drafts read one."""
+_GATED_STREAMS = ("qwen4_exp",)
+"""Families whose streams have no mean that block drafts read."""
 
 
 KINDS = {
     "ngram": Kind("NGRAM"),
-    "eagle": Kind("EAGLE", eagle1_head, reads_one_stream=True),
-    "eagle3": Kind("EAGLE3", eagle3_head, reads_one_stream=True),
-    "eagle3 with latents": Kind("EAGLE3", eagle3_latent_head, reads_one_stream=True),
-    "dflash": Kind("DFLASH", block_draft),
+    "eagle": Kind("EAGLE", eagle1_head, not_of=_SEVERAL_STREAMS),
+    "eagle3": Kind("EAGLE3", eagle3_head, not_of=_SEVERAL_STREAMS),
+    "eagle3 with latents": Kind("EAGLE3", eagle3_latent_head, not_of=_SEVERAL_STREAMS),
+    "dflash": Kind("DFLASH", block_draft, not_of=_GATED_STREAMS),
     "standalone": Kind("STANDALONE", model_of_its_own),
-    "nextn": Kind("NEXTN", inside={"qwen3_5": lambda folder: add_mtp(folder, layer=2), "glm5_next": add_pooled_mtp}),
+    "nextn": Kind(
+        "NEXTN",
+        inside={
+            "qwen3_5": lambda folder: add_mtp(folder, layer=2),
+            "glm5_next": add_pooled_mtp,
+            "qwen4_exp": add_stream_mtp,
+            "step3p7": add_depth_mtp,
+        },
+    ),
 }
 CELLS = [(family, kind) for family in SEEING for kind, draft in KINDS.items() if draft.of(family)]
 _AT_ONCE = {

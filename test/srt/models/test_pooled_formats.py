@@ -53,7 +53,23 @@ def mixed(modules: dict[str, str]) -> dict[str, Any]:
     return {"quantized_layers": layers, "quant_algo": "MIXED_PRECISION", "quant_method": "modelopt", "ignore": ["mtp*"]}
 
 
+def auto_round_experts(modules: dict[str, str]) -> dict[str, Any]:
+    """Whatever is not in the blocks is in 16 bits, and of these what is listed: gates by the fused name, too."""
+    wide = {"bits": 16, "data_type": "float"}
+    return {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+        "block_name_to_quantize": "model.language_model.layers",
+        "extra_config": dict.fromkeys((r".*self_attn.*", r".*linear_attn\..*", ".*in_proj_ba.*"), wide),
+    }
+
+
 FORMS = {
+    "AutoRound": Published("qwen4_exp_wide", ((EXPERTS, "GPTQ"),), auto_round_experts, wrapped=True),
     "FP8": Published("qwen4_exp_wide", ((EXPERTS, "blocks"),), fp8_experts, wrapped=True),
     "NVFP4": Published("qwen4_exp_wide", ((EXPERTS, "NVFP4"),), nvfp4_experts, own_file=True, wrapped=True),
     "mixed": Published("qwen4_exp", ((EXPERTS, "NVFP4"), (ATTENTION, "FP8")), mixed, wrapped=True),

@@ -123,13 +123,36 @@ def test_modules_that_are_left_alone_stay_in_16_bits(tmp_path: Path) -> None:
     assert [isinstance(ffn.down.apply, QuantizedLinear) for ffn in ffns] == [True, False, True]
 
 
-def test_modules_of_one_product_must_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["modelopt_nvfp4", "awq_g32"])
+def test_a_product_of_modules_that_differ_is_in_16_bits(form: str, tmp_path: Path) -> None:
+    """Nothing in the config says so: the tensors do."""
+    reference = save_quantized(
+        "qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path, keep=("layers.0.self_attn.k_proj", "1.mlp.up_proj")
+    )
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    mixers, ffns = zip(*map(blocks_of, runner.model.layers), strict=True)
+    assert [isinstance(mixer.qkv.apply, QuantizedLinear) for mixer in mixers] == [False, True, True]
+    assert [isinstance(ffn.gate_up.apply, QuantizedLinear) for ffn in ffns] == [True, False, True]
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+
+
+def test_numbers_of_a_product_in_pieces_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    save_quantized("qwen3_wide", FORMS["compressed_fp8_channel"], tmp_path, keep=("layers.0.self_attn.k_proj",))
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.v_proj.weight_scale"][3] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"NaN or infinite: model.layers.0.self_attn.v_proj.weight_scale"):
+        load_model(plan_for(tmp_path / "quantized"))
+
+
+def test_a_quantized_module_that_the_config_leaves_alone_is_refused(tmp_path: Path) -> None:
     form = FORMS["compressed_fp8_channel"]
     form = replace(form, config=dict(form.config) | {"ignore": ["re:.*layers.0.*k_proj"]})
     save_quantized("qwen3_wide", form, tmp_path)
-    with pytest.raises(
-        UserError, match=r"layers.0.self_attn.k_proj not quantized, model.layers.0.self_attn.v_proj fp8_ch"
-    ):
+    with pytest.raises(UserError, match=r"k_proj.weight is stored as F8_E4M3: .* leave this module alone"):
         load_model(plan_for(tmp_path / "quantized"))
 
 

@@ -23,7 +23,7 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
-from .quantized_checkpoints import Tensors, Write, nvfp4_modelopt, plain, static
+from .quantized_checkpoints import Tensors, Write, gptq, nvfp4_modelopt, plain, static
 
 TOKENS = random_tokens(19, seed=1)
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
@@ -49,6 +49,7 @@ WRITERS: Mapping[str, Write] = {
     "W4A16_NVFP4": weight_only,
     "NVFP4": nvfp4_modelopt,
     "blocks": plain("fp8_block", "weight_scale_inv"),
+    "GPTQ": gptq(128),
 }
 RECURRENT = r".*\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
 ATTENTION = r".*\.self_attn\.[qkvo]_proj"
@@ -134,6 +135,21 @@ def blocks(modules: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def gptq_of_experts(modules: dict[str, str]) -> dict[str, Any]:
+    """GPTQModel's list of exceptions: patterns for the beginning of a name."""
+    kept = ("attn", "shared_expert", "mtp", "visual")
+    dynamic: dict[str, Any] = {"lm_head": {}, "model.language_model.embed_tokens": {}}
+    return {
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "desc_act": False,
+        "true_sequential": True,
+        "quant_method": "gptq",
+        "dynamic": dynamic | {f"-:.*{part}.*": {} for part in kept},
+    }
+
+
 NEMOTRON_EXPERTS = r"backbone\.layers\.\d+\.mixer\.(shared_experts|experts\.\d+)\.(up|down)_proj"
 NEMOTRON_MLP = r"backbone\.layers\.4\.mixer\.(up|down)_proj"
 PUBLISHED: Mapping[str, Published] = {
@@ -157,6 +173,12 @@ PUBLISHED: Mapping[str, Published] = {
         mixed_in_own_file,
         own_file=True,
     ),
+    "Qwen3.8-2.4T-A95B-NVFP4": Published(  # with the gates of recurrent layers
+        "qwen3_5_moe",
+        ((r".*\.linear_attn\.(in_proj_\w+|out_proj)", "FP8"), (ATTENTION, "FP8"), (EXPERTS, "NVFP4")),
+        mixed,
+        wrapped=True,
+    ),
     "Qwen3.5-122B-A10B-NVFP4": Published("qwen3_5_moe", ((EXPERTS, "NVFP4"),), nvfp4_of_experts, wrapped=True),
     "Nemotron-3-Nano-NVFP4": Published(
         "nemotron_h",
@@ -167,6 +189,7 @@ PUBLISHED: Mapping[str, Published] = {
     "Qwen3.5-35B-A3B-FP8": Published(
         "qwen3_5_moe_wide", ((f"{RECURRENT}|{ATTENTION}|{EXPERTS}|{SHARED}", "blocks"),), blocks, wrapped=True
     ),
+    "Qwen3.5-35B-A3B-GPTQ-Int4": Published("qwen3_5_moe_wide", ((EXPERTS, "GPTQ"),), gptq_of_experts, wrapped=True),
     "Qwen3-Next-80B-A3B-FP8": Published(
         "qwen3_next_wide",
         ((rf".*\.linear_attn\.(in_proj_qkvz|out_proj)|{ATTENTION}|{EXPERTS}|{SHARED}", "blocks"),),

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import transformers
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.layers import native_sparse_ops
+from sglang.srt.layers.attention.selection import EntryRows
+from sglang.srt.layers.attention.sparse_rows import SparseRows
 from sglang.srt.plan.config_layers import indexed_layers
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import LayoutProblem, check_layout
@@ -84,6 +87,13 @@ def test_what_is_not_longer_than_a_selection_is_not_scored(tmp_path: Path, monke
 
 def kinds(**values: Any) -> list[bool]:
     return indexed_layers(ConfigReader(values, "config.json"), 8)
+
+
+def test_tokens_that_select_lie_behind_requests_that_do_not() -> None:
+    entries = EntryRows(torch.zeros((2, 16), dtype=torch.int32), torch.ones(5), torch.arange(6, 11), 10)
+    site = SimpleNamespace(top_k=8)
+    rows = SparseRows(site, 3, entries, with_decodes=False, with_prompts=True)  # type: ignore[arg-type]
+    assert rows.tokens == slice(3, 8) and rows.selects
 
 
 def test_which_layers_select() -> None:

@@ -24,6 +24,7 @@ from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
 from sglang.srt.models.vision.pieces import Cuts, parts_of, pieces_of
 from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
+from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.ranks import ONE_RANK
@@ -37,6 +38,7 @@ from .media_harness import (
     ReferenceEncoder,
     args_of,
     greedy,
+    grid_for,
     media_request,
     patch_values,
     save_seeing,
@@ -61,11 +63,15 @@ def tower_of(folder: Path) -> VisionEncoder[Any]:
     return tower
 
 
-@pytest.mark.parametrize("name", list(SEEING))
+_TOWERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name == "qwen4_exp")) for name in SEEING]
+"""Qwen3.8-Flash-Next has the encoder of Qwen3.5."""
+
+
+@pytest.mark.parametrize("name", _TOWERS)
 def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference, tower = ReferenceEncoder(save_seeing(name, tmp_path)), tower_of(tmp_path)
     for batch in BATCHES.values():
-        grids = batch
+        grids = [grid_for(name, grid) for grid in batch]
         count = sum(frames * rows * columns for frames, rows, columns in grids)
         pixels = torch.randn(count, patch_values(tmp_path), generator=torch.Generator().manual_seed(count))
         got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
@@ -149,14 +155,14 @@ def row_by_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tenso
         o[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen])
 
 
-@pytest.mark.parametrize("name", list(SEEING))
+@pytest.mark.parametrize("name", _TOWERS)
 def test_an_encoder_that_stops_behind_every_piece(name: str, tmp_path: Path) -> None:
     """It has the pieces that are counted beforehand, and the bits of one that does not, however attention is cut."""
     save_seeing(name, tmp_path)
     tower = tower_of(tmp_path)
     tower.attention = row_by_row
     for batch in ("two sizes", "clips of a long video"):
-        grids = BATCHES[batch]
+        grids = [grid_for(name, grid) for grid in BATCHES[batch]]
         pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
         want = tower.encode(pixels, grids)
         for cuts in (Cuts(), Cuts(3), Cuts(2, 3)):
@@ -239,7 +245,7 @@ def rank_tower(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> Visi
     return tower
 
 
-@pytest.mark.parametrize("name", list(SEEING))
+@pytest.mark.parametrize("name", _TOWERS)
 def test_an_encoder_whose_heads_and_widths_ranks_share(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +254,8 @@ def test_an_encoder_whose_heads_and_widths_ranks_share(
     alone, ranks = tower_of(tmp_path), [rank_tower(tmp_path, rank, monkeypatch) for rank in range(2)]
     sizes = [sum(param.tensor.numel() for param in tower.params.values()) for tower in (alone, *ranks)]
     assert sizes[1] == sizes[2] == ranks[0].tower.num_weights() < 0.75 * sizes[0]
-    for grids in BATCHES.values():
+    for batch in BATCHES.values():
+        grids = [grid_for(name, grid) for grid in batch]
         pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(5))
         with ThreadPoolExecutor(2) as threads:
             got = list(threads.map(lambda tower, args=(pixels, grids): tower.encode(*args), ranks))
@@ -302,6 +309,28 @@ def test_other_tensors_are_named(
     safetensors.torch.save_file(tensors, file)
     with pytest.raises(UserError, match=f"{says}.*|.*model.visual.blocks"):
         tower_of(tmp_path)
+
+
+STEP_VISION = {"width": 32, "layers": 2, "heads": 2}
+M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "vision", "message"),
+    [
+        ("step3p7", STEP_VISION | {"use_cls_token": True}, "use_cls_token = True is not supported"),
+        ("step3p7", STEP_VISION | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("step3p7", {"width": 32, "heads": 2}, "the key 'layers' is missing"),
+        ("minimax_m3_vl", M3_VISION | {"rope_mode": "2d"}, "rope_mode = '2d' is not supported"),
+        ("minimax_m3_vl", M3_VISION | {"hidden_size": 10}, "does not divide into 2 heads of pairs"),
+        ("qwen4_exp", {"hidden_size": 32, "num_heads": 2} | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
+    ],
+)
+def test_encoders_that_are_refused(kind: str, vision: dict[str, Any], message: str) -> None:
+    sizes = {"depth": 2, "patch_size": 16, "out_hidden_size": 64}
+    config = {"model_type": kind, "text_config": {"hidden_size": 64}, "vision_config": sizes | vision}
+    with pytest.raises(UserError, match=message):
+        describe_media(config)
 
 
 def test_the_weights_are_in_the_memory_plan(tmp_path: Path) -> None:

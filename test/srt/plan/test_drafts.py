@@ -11,10 +11,10 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quant_rules import QuantConfig, Rule, component
 from sglang.srt.configs.quantization import online_fp8
+from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
-from sglang.srt.plan.drafts.config import stored_wide
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
 from srt.kernels.published import any_checkpoint, configs

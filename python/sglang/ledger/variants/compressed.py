@@ -25,8 +25,9 @@ RUNS = (
     *((2, 1, HEAD_DIM), (1, 1, HEAD_DIM), (1, 1, INDEX_DIM)),
 )
 """(rate, runs that an entry is made of, dims of an entry). That of 4 tokens in one run is of Qwen3.8's indexer, whose
-norm has a weight in fp32, and of GLM-5.3-Flash's, whose entries have no norm; those of 2 and 1 are of DeepSeek-V4.1,
-which also pools two tokens without a norm."""
+entries are means and whose norm has a weight in fp32, and of GLM-5.3-Flash's, whose entries have no norm; those of 2
+and 1 are of DeepSeek-V4.1, which also pools two tokens without a norm."""
+MEANS = (4, 1)
 NOT_NORMED = ((4, 1), (2, 1))
 
 FORM_RULES = {
@@ -111,8 +112,10 @@ def _compressors() -> Iterator[Variant]:
         launch = compressor.compress_launch(dim, runs * rate)
         strides = ("row_stride", "entry_stride")
         key = f"{rate}x{runs}/{dim}r{ROTARY_DIM}"
-        typed = types | ({"weight": "*fp32"} if (rate, runs) == (4, 1) else {})
-        yield _of("kv_compressor", key, compressor.compress_kernel, typed, constants, launch, strides)
+        means = {"bias": None, "cos_sin": None} if (rate, runs) == MEANS else {}
+        typed = {name: kind for name, kind in types.items() if name not in means}
+        typed |= {"weight": "*fp32"} if means else {}
+        yield _of("kv_compressor", key, compressor.compress_kernel, typed, constants | means, launch, strides)
         if (rate, runs) in NOT_NORMED:
             plain = constants | {"ROT": 0, "weight": None, "cos_sin": None}
             typed = {name: kind for name, kind in types.items() if name not in plain}

@@ -31,19 +31,34 @@ def stored_dtypes(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, s
 
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, Stored] | None:
     """Returns types and shapes of the tensors whose names are wanted. None, and raises: as `stored_dtypes`."""
-    index = folder / INDEX_NAME
-    if index.is_file():
-        try:
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted({str(file) for name, file in files.items() if wanted(name)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is no index of weights: {error!r}.") from None
+    files = _indexed(folder)
+    if files is not None:
+        names = sorted({file for name, file in files.items() if wanted(name)})
     else:
         names = [SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
         if not names:
             return None
     headers = (_header(folder / name) for name in names if (folder / name).is_file())
     return {name: tensor for header in headers for name, tensor in header.items() if wanted(name)}
+
+
+def stored_names(folder: Path) -> Mapping[str, str] | None:
+    """Returns the names of all tensors with their types, or "" where the index has the names: hundreds of thousands of
+    types take seconds to read. None, and raises: as `stored_dtypes`."""
+    files = _indexed(folder)
+    return stored_dtypes(folder, lambda name: True) if files is None else dict.fromkeys(files, "")
+
+
+def _indexed(folder: Path) -> Mapping[str, str] | None:
+    """Returns the file of each tensor; None: there is no index. Raises UserError for one that is none."""
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return None
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is no index of weights: {error!r}.") from None
 
 
 def _header(path: Path) -> dict[str, Stored]:

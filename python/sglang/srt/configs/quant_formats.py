@@ -56,7 +56,7 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
         quant = ModuleQuant("mxfp8", "deepseek_v41")
     else:
         raise unsupported(source, f"weight_block_size {block!r} (has [128, 128], [32, 32] and [1, 32])")
-    return QuantConfig("fp8", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
+    return QuantConfig("fp8", source, (*kept_modules(config, source), Rule(EVERY_MODULE, quant)))
 
 
 def read_mxfp8(config: Config, source: str) -> QuantConfig:
@@ -64,14 +64,14 @@ def read_mxfp8(config: Config, source: str) -> QuantConfig:
     if block != [1, 32]:
         raise unsupported(source, f"mxfp8 with weight_block_size {block!r}")
     quant = ModuleQuant("mxfp8", "mxfp8")
-    return QuantConfig("mxfp8", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
+    return QuantConfig("mxfp8", source, (*kept_modules(config, source), Rule(EVERY_MODULE, quant)))
 
 
 def read_mxfp4(config: Config, source: str) -> QuantConfig:
     """Reads GPT-OSS's form: only the experts are quantized; everything else is in 16 bits, whatever the list of
     exceptions says."""
     experts = (component("experts", source),)
-    return QuantConfig("mxfp4", source, (*_kept(config, source), Rule(experts, ModuleQuant("mxfp4", "mxfp4"))))
+    return QuantConfig("mxfp4", source, (*kept_modules(config, source), Rule(experts, ModuleQuant("mxfp4", "mxfp4"))))
 
 
 _V4_EXPERTS = ModuleQuant("mxfp4", "fp8")
@@ -130,7 +130,7 @@ def with_packed_experts(config: QuantConfig, values: Config) -> QuantConfig:
     )
 
 
-def _kept(config: Config, source: str) -> tuple[Rule, ...]:
+def kept_modules(config: Config, source: str) -> tuple[Rule, ...]:
     """Reads modules_to_not_convert (ignored_layers in some configs) as a rule."""
     names: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
@@ -242,6 +242,7 @@ _COMPRESSED_SCHEMES: tuple[tuple[Match, str], ...] = (
     (_is("int", 8, "channel", ("int", 8, "token")), "int8_channel"),
     *((_is("int", 4, "group", None, size, "pack-quantized"), f"int4_g{size}") for size in INT4_GROUPS),
     (_is("float", 4, "tensor_group", ("float", 4, "tensor_group"), 16), "nvfp4"),
+    (_is("float", 4, "tensor_group", None, 16), "nvfp4_a16"),
     (_is("float", 4, "group", None, 32), "mxfp4"),
     (_is("float", 4, "group", ("float", 8, "group"), 32), "mxfp4_mxfp8"),
 )
@@ -324,45 +325,3 @@ def modelopt_cache(config: Config, source: str) -> str | None:
     if known is None:
         raise unsupported(source, f"kv_cache_quant_algo {algorithm!r}")
     return known
-
-
-# --- int4 of gptq and awq ---------------------------------------------------------------------------------------------
-
-
-def read_gptq(config: Config, source: str) -> QuantConfig:
-    """Reads GPTQ's form: symmetric 4-bit groups of 32, 64 or 128 in natural order are the same numbers as ours, packed
-    otherwise."""
-    bits, size = config.get("bits"), config.get("group_size")
-    described = f"gptq with bits {bits}, group_size {size}, sym {config.get('sym')}, desc_act {config.get('desc_act')}"
-    form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
-    # A checkpoint without `sym` is symmetric; one that leaves `desc_act` out is in natural order.
-    plain = config.get("sym", True) is True and not config.get("desc_act")
-    if bits != 4 or size not in INT4_GROUPS or not plain or form != "gptq" or config.get("dynamic"):
-        raise unsupported(source, described if form == "gptq" else f"{described}, checkpoint_format {form}")
-    if config.get("lm_head"):
-        raise unsupported(source, "gptq with a quantized lm_head")
-    quant = ModuleQuant(f"int4_g{size}", "gptq")
-    return QuantConfig("gptq", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
-
-
-def read_awq(config: Config, source: str) -> QuantConfig:
-    """Reads AWQ's form: 4-bit groups of 32, 64 or 128, each with a zero point, in the order of its "gemm" kernels."""
-    bits, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
-    zero, form = config.get("zero_point", True), str(config.get("version") or "gemm").lower()
-    if bits != 4 or size not in INT4_GROUPS or zero is not True or form != "gemm":
-        raise unsupported(source, f"awq with bits {bits}, group_size {size}, zero_point {zero}, version {form}")
-    quant = ModuleQuant(f"int4_g{size}", "awq", zero_points=True)
-    return QuantConfig("awq", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
-
-
-READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
-    "fp8": read_fp8,
-    "mxfp8": read_mxfp8,
-    "mxfp4": read_mxfp4,
-    "compressed-tensors": read_compressed_tensors,
-    "modelopt": read_modelopt,
-    "modelopt_fp4": read_modelopt,
-    "modelopt_fp8": read_modelopt,
-    "gptq": read_gptq,
-    "awq": read_awq,
-}

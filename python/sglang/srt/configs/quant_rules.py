@@ -59,6 +59,8 @@ class QuantConfig:
     rules: tuple[Rule, ...]
     kv_cache: str | None = None
     """Type of the cache that the checkpoint was made for ("fp8_e4m3"), for which it may have scales."""
+    wide: frozenset[str] = frozenset()
+    """Modules, by `without_decoder`, that the checkpoint has in 16 bits whatever the rules say of them."""
     _known: dict[str, ModuleQuant | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Quantization of modules that were looked up. It is asked again for every layout; some checkpoints name hundreds
     of modules."""
@@ -68,17 +70,28 @@ class QuantConfig:
         ("model.layers.0.self_attn.q_proj")."""
         if module not in self._known:
             covering = (rule.quant for rule in self.rules if rule.covers(module))
-            self._known[module] = next(covering, None)
+            self._known[module] = None if self.stores_wide(module) else next(covering, None)
         return self._known[module]
+
+    def stores_wide(self, module: str) -> bool:
+        """Returns whether the checkpoint's tensors say that the module, or one that it is in, is in 16 bits."""
+        return bool(self.wide) and not self.wide.isdisjoint(_enclosing(without_decoder(module)))
 
     def named(self, module: str) -> ModuleQuant | None:
         """Returns the quantization of a module that a rule for all modules does not mean: an output head, which most
         checkpoints leave alone without saying so."""
+        if self.stores_wide(module):
+            return None
         return next((rule.quant for rule in self.rules if rule.patterns != EVERY_MODULE and rule.covers(module)), None)
 
+    def of_product(self, modules: Sequence[str]) -> ModuleQuant | None:
+        """Returns the quantization of a linear product of modules that have one input (q, k and v; gate and up); None
+        where they differ, too: it is then held in 16 bits."""
+        quants = {self.of(module) for module in modules}
+        return quants.pop() if len(quants) == 1 else None
+
     def of_fused(self, modules: Sequence[str]) -> ModuleQuant | None:
-        """Returns the quantization of modules that are multiplied as one (q, k and v; gate and up). Raises UserError
-        when they differ."""
+        """Returns the quantization of modules that are always stored as one. Raises UserError when they differ."""
         quants = {module: self.of(module) for module in modules}
         if len(set(quants.values())) > 1:
             said = ", ".join(
@@ -96,6 +109,15 @@ class QuantConfig:
     def schemes(self) -> frozenset[str]:
         """Returns the names of all schemes that some module may have."""
         return frozenset(rule.quant.scheme for rule in self.rules if rule.quant is not None)
+
+
+_DECODER = re.compile(r"(?:(?:model|language_model)\.)*")
+
+
+def without_decoder(module: str) -> str:
+    """Returns the name without the place of the decoder, which the rules and the tensors of a checkpoint need not spell
+    alike: "layers.0.mlp" of "model.language_model.layers.0.mlp"."""
+    return _DECODER.sub("", module, count=1)
 
 
 def exact_or_inside(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,39 @@ from typing import Any
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
 from sglang.srt.configs.quant_formats import (
     INT4_GROUPS,
-    READERS,
     as_deepseek_v4,
     modelopt_cache,
+    read_compressed_tensors,
+    read_fp8,
+    read_modelopt,
+    read_mxfp4,
+    read_mxfp8,
     unsupported,
     with_fp4_experts,
     with_packed_experts,
 )
+from sglang.srt.configs.quant_int4 import read_auto_round, read_awq, read_gptq
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
+from sglang.srt.configs.stored_form import as_stored
 from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
+
+READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
+    "fp8": read_fp8,
+    "mxfp8": read_mxfp8,
+    "mxfp4": read_mxfp4,
+    "compressed-tensors": read_compressed_tensors,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+    "modelopt_fp8": read_modelopt,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "auto-round": read_auto_round,
+    "auto_round": read_auto_round,
+    "intel/auto-round": read_auto_round,
+}
+"""Readers of a quantization config by `quant_method`."""
 
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
 _INT4 = frozenset(f"int4_g{size}" for size in INT4_GROUPS)
@@ -52,10 +74,11 @@ SPELLINGS: Mapping[str, Spelling] = {
     "mxfp8": _spelling("mxfp8", "fp8", schemes=frozenset({"mxfp8", "nvfp4_a16"})),
     "mxfp4": _spelling("mxfp4"),
     "gptq": _spelling("gptq"),
-    "gptq_marlin": _spelling("gptq"),
+    "gptq_marlin": _spelling("gptq", "auto-round"),
     "awq": _spelling("awq"),
     "awq_marlin": _spelling("awq"),
-    "moe_wna16": _spelling("gptq", "awq", "compressed-tensors", schemes=_INT4),
+    "auto-round": _spelling("auto-round"),
+    "moe_wna16": _spelling("gptq", "awq", "auto-round", "compressed-tensors", schemes=_INT4),
 }
 """Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
 
@@ -66,9 +89,14 @@ EXPERT_PRECISIONS: Mapping[str, str] = {"bf16": "mxfp4", "fp8": "mxfp4_mxfp8"}
 """Values of --flashinfer-mxfp4-moe-precision but "default", and the scheme that MXFP4 experts have with them."""
 
 
-def quantization_of(config: Config, directory: Path, flag: str | None, precision: str) -> QuantConfig | None:
-    """Returns the quantization to serve, by --quantization and --flashinfer-mxfp4-moe-precision. Raises UserError."""
-    return with_expert_precision(precision, agree(flag, detect(config, directory), str(directory)), str(directory))
+def quantization_of(
+    config: Config, directory: Path, flag: str | None, precision: str, dummy: bool = False
+) -> QuantConfig | None:
+    """Returns the quantization to serve, by --quantization and --flashinfer-mxfp4-moe-precision. `dummy`: no weights
+    are looked at. Raises UserError."""
+    stated = agree(flag, detect(config, directory), str(directory))
+    result = with_expert_precision(precision, stated, str(directory))
+    return result if dummy else as_stored(result, directory)
 
 
 def detect(config: Config, directory: Path) -> QuantConfig | None:

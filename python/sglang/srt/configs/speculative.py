@@ -48,8 +48,6 @@ class NgramSettings:
 
     longest_suffix: int = LONGEST_SUFFIX
     """Most last tokens that are compared with earlier tokens."""
-    corpus_path: str | None = None
-    """Path of a text, or of JSON lines of texts, in which guesses are looked up besides the request's own tokens."""
     corpus_max_tokens: int = 10_000_000
     """Most tokens of one external corpus, and of all together."""
 

@@ -158,7 +158,7 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
-    def gather_values(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def gather_values(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """As `all_gather`, of numbers alone: zeros may lose their sign."""
         if not self.adds_up(self.size * x.nbytes, x.dtype):
             return self.all_gather(x, dim)

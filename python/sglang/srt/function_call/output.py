@@ -62,7 +62,7 @@ class Output:
     whole_thoughts: thoughts are one event, when they have ended.
     """
 
-    def __init__(self, reader: Reader, tools: Mapping[str, Mapping[str, Any]], whole_thoughts: bool = False) -> None:
+    def __init__(self, reader: Reader, tools: Mapping[str, Mapping[str, Any]], whole_thoughts: bool) -> None:
         self.tools = tools
         self.num_calls = 0
         self.in_reasoning = False
@@ -116,7 +116,7 @@ class Output:
         """The white space just read belongs to the format."""
         self._space.take()
 
-    def begin_reasoning(self, sink: Sink | None = None) -> None:
+    def begin_reasoning(self, sink: Sink | None) -> None:
         """`sink` takes what looks like a call within the thoughts and is none."""
         self.in_reasoning = True
         self._thoughts = sink

@@ -349,8 +349,5 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "all_reduce": ALL_REDUCE,
 }
 
-ATTENTION_BACKENDS: tuple[str, ...] = tuple(spec.name for spec in EXTEND_ATTENTION)
-"""The names that --attention-backend takes; the resolver says which of them can run."""
-
 FP8_GEMM_BACKENDS = ("triton", "torch_scaled_mm", "torch_dequantized")
-"""The names that --fp8-gemm-backend takes; the same holds."""
+"""The names that --fp8-gemm-backend takes; the resolver says which of them can run."""

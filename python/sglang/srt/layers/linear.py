@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Apply, Init, Part, QuantMethod, Scope, Shard, zeroed_behind
+from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard, zeroed_behind
 from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import Share, padded_share, whole
@@ -24,7 +24,7 @@ class Unquantized:
     """One weight [out, in] in the model's dtype."""
 
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
-        weight = self._stacked(scope, shards)
+        weight = self.stacked(scope, shards)
         linear: LinearOp = scope.plan.entry("linear")
         return lambda x: linear(values_of(x), weight, bias)
 
@@ -35,9 +35,10 @@ class Unquantized:
         return None
 
     def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
-        take(self._stacked(scope, [shard]))
+        take(self.stacked(scope, [shard]))
 
-    def _stacked(self, scope: Scope, shards: list[Shard]) -> torch.Tensor:
+    def stacked(self, scope: Scope, shards: list[Shard]) -> torch.Tensor:
+        """Allocates one parameter of the shards, one below the other."""
         parts: dict[PartKey, Part] = {}
         begin, cols = 0, shards[0].cols
         for shard in shards:
@@ -61,8 +62,8 @@ class ColumnParallelLinear:
 
     `weights`: what the description says of them; of attention's projections in features, with `bias`. `projections`
     maps the checkpoint's part to this rank's share of its output features. Where several slices of one part lie apart
-    it is a list of both. `widened`: the weight is held in the model's type, however the checkpoint stores it; without
-    it one that is too little to quantize has to be stored so.
+    it is a list of both. `widened`: the weight is held in the model's type, however the checkpoint stores it; of a
+    Matrix its `quantized` says so.
     """
 
     def __init__(
@@ -73,10 +74,9 @@ class ColumnParallelLinear:
         bias: bool = False,
         widened: bool = False,
     ) -> None:
-        pieces, shards, quant = Counter[str](), list[Shard](), scope.quant
+        pieces, shards = Counter[str](), list[Shard]()
         if isinstance(weights, Matrix):
-            in_features, bias = weights.cols, weights.bias
-            quant = scope.quant if widened else _method(scope, weights)
+            in_features, bias, widened = weights.cols, weights.bias, not weights.quantized
         else:
             in_features = weights
         for part, rows in projections.items() if isinstance(projections, Mapping) else projections:
@@ -84,7 +84,7 @@ class ColumnParallelLinear:
             pieces[part] += 1
         if isinstance(weights, Matrix):
             _check(scope, weights, sum(shard.rows.padded_count for shard in shards), in_features)
-        create = quant.create_widened if widened else quant.create_weights
+        create = scope.quant.create_widened if widened else scope.quant.create_weights
         self.apply = create(scope, shards, _stacked_bias(scope, shards) if bias else None)
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
@@ -105,9 +105,9 @@ class RowParallelLinear:
         reduce: bool = True,
         group: Group | None = None,
     ) -> None:
-        quant = scope.quant
+        widened = False
         if isinstance(weights, Matrix):
-            out_features, bias, quant = weights.rows, weights.bias, _method(scope, weights)
+            out_features, bias, widened = weights.rows, weights.bias, not weights.quantized
             _check(scope, weights, out_features, cols.padded_count)
         else:
             out_features = weights
@@ -117,7 +117,8 @@ class RowParallelLinear:
         self.bias = scope.param("bias", (out_features,), init=Init.ZEROS) if bias else None
         self.multi_rank = self.group.size > 1 and reduce
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
-        self.apply = quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
+        create = scope.quant.create_widened if widened else scope.quant.create_weights
+        self.apply = create(scope, [shard], None if self.multi_rank else self.bias)
 
     def defer_all_reduce(self) -> Group | None:
         """Makes the layer return this rank's summand from now on; returns the group to sum over. Returns None if there
@@ -142,15 +143,11 @@ class ReplicatedLinear:
         weights = scope.matrix()
         shards = [Shard("", whole(weights.rows), whole(weights.cols))]
         bias = _stacked_bias(scope, shards) if weights.bias else None
-        self.apply = _method(scope, weights).create_weights(scope, shards, bias)
+        create = scope.quant.create_weights if weights.quantized else scope.quant.create_widened
+        self.apply = create(scope, shards, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.apply(x)
-
-
-def _method(scope: Scope, weights: Matrix) -> QuantMethod:
-    """Some weights are too little to quantize, whatever the checkpoint's rules say of their names."""
-    return scope.quant if weights.quantized else Unquantized()
 
 
 def _check(scope: Scope, weights: Matrix, rows: int, cols: int) -> None:

@@ -123,9 +123,7 @@ def zeroed_behind(shards: Iterable[Shard], tensor: torch.Tensor) -> torch.Tensor
     return tensor
 
 
-def share_param(
-    scope: Scope, leaf: str, share: Share, init: Init = Init.NORMAL, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def share_param(scope: Scope, leaf: str, share: Share, init: Init, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A parameter [room of the share] of a checkpoint's vector; zeros behind what this rank holds."""
     part = Part((share.total,), (share.run,), (slice(0, share.count),))
     tensor = scope.param(leaf, (share.padded_count,), {PartKey(): part}, init, dtype)

@@ -87,7 +87,6 @@ class PooledIndexer:
         self.cache = scope.cache(site.layer_id, "index")
         self.state = scope.cache(site.layer_id, "index_pending")
         self.rotary = site.rotary.of(spec.rope)
-        self.even = torch.zeros((spec.block, self.dim), dtype=torch.float32, device=scope.device)
         self.linear: LinearOp = scope.plan.entry("linear")
         self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
         self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
@@ -110,9 +109,9 @@ class PooledIndexer:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> BlockSelection:
         step, keys = compressed_step(batch), self.cache
-        positions, cos_sin = self.rotary.at(batch.positions)
+        positions, cos_sin = self.rotary.at(batch.rotary_positions)
         products = self.linear(x, self.weight)
-        self._keep_keys(products[:, self.num_heads * self.dim :], batch, cos_sin)
+        self._keep_keys(products[:, self.num_heads * self.dim :], batch)
         q = self.norm(products[:, : self.num_heads * self.dim].unflatten(1, (-1, self.dim)), self.q_norm, self.eps)
         self.rotate(q, positions, cos_sin)
         scores = torch.full((len(q), self.num_heads), self.dim**-0.5, dtype=torch.float32, device=q.device)
@@ -122,10 +121,12 @@ class PooledIndexer:
         tails, tail_counts = step.tails(batch, keys, self.block)
         return BlockSelection(chosen.slots, chosen.counts, tails, tail_counts, self.block)
 
-    def _keep_keys(self, keys: torch.Tensor, batch: ForwardBatch, cos_sin: torch.Tensor) -> None:
+    def _keep_keys(self, keys: torch.Tensor, batch: ForwardBatch) -> None:
         """keys [T, D] of the new tokens: stores the mean of each block that they complete, and leaves those of others
-        for later steps. Equal gates make a mean of the softmax."""
-        rows = torch.zeros((len(keys), 2, self.dim), dtype=torch.float32, device=keys.device)
+        for later steps, each beside its angles: where images are, no later step could tell those of a block's first
+        token from its number."""
+        step = compressed_step(batch)
+        rows = step.rows_with_angles(batch, self.rotary, self.dim).clone()
         rows[:, 0] = keys
-        norm, state = EntryNorm(self.k_norm, self.eps, cos_sin), self.state["rows"]
-        store_entries(self.compressor, rows, self.even, norm, self.cache, state, batch, compressed_step(batch))
+        norm = EntryNorm(self.k_norm, self.eps, None, self.rotary.spec.rot_dim)
+        store_entries(self.compressor, rows, None, norm, self.cache, self.state["rows"], batch, step)

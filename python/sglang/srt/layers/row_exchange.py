@@ -56,6 +56,7 @@ class RowExchange:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Own rows [T, ...] -> [N, ...] of all groups."""
         missing = self.each - len(x)
+        assert missing >= 0, f"{len(x)} rows of a group that has {self.each}"
         padded = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)) if missing else x
         rows = self.groups.dp.all_gather_rows(padded, self.exact)
         return rows if self.order is None else rows[self.order]

@@ -19,7 +19,7 @@ class SharedByAllGroups:
     """A block of a layer that all ranks compute for the rows of all attention groups: x [T, H] of this group -> [T, H].
     What it makes is summed here, so that nothing is left to the next norm."""
 
-    def __init__(self, block: Any, reads_ids: bool = False) -> None:
+    def __init__(self, block: Any, reads_ids: bool) -> None:
         """reads_ids: the block looks at the ids of the tokens."""
         self.block, self.reads_ids = block, reads_ids
         self.is_summand = block.defer_all_reduce() is not None

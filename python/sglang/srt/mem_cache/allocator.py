@@ -15,7 +15,7 @@ class TokenAllocator:
     function of the calls alone, so that the ranks of one tensor-parallel group stay in step.
     """
 
-    def __init__(self, size: int, page_size: int = 1) -> None:
+    def __init__(self, size: int, page_size: int) -> None:
         """`size` in tokens, rounded down to whole pages."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -41,9 +41,7 @@ class TokenAllocator:
         """Tokens in free pages."""
         return self._num_free * self.page_size
 
-    def alloc(
-        self, old_lens: npt.ArrayLike, new_lens: npt.ArrayLike, last_locs: npt.ArrayLike | None = None
-    ) -> Slots | None:
+    def alloc(self, old_lens: npt.ArrayLike, new_lens: npt.ArrayLike, last_locs: npt.ArrayLike | None) -> Slots | None:
         """Slots for the tokens old_lens[i] .. new_lens[i]-1 of each sequence, one sequence after the other.
 
         A partly filled last page is filled first: `last_locs[i]` is the slot of token old_lens[i]-1 (any value where

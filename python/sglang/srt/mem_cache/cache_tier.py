@@ -49,9 +49,7 @@ NO_MOVES = PageMoves(NO_PAGES, NO_PAGES)
 class CacheTier:
     """A tree with the tables of the same memory."""
 
-    def __init__(
-        self, tree: RadixCache, windows: Sequence[WindowTable] = (), checkpoints: CheckpointTable | None = None
-    ) -> None:
+    def __init__(self, tree: RadixCache, windows: Sequence[WindowTable], checkpoints: CheckpointTable | None) -> None:
         self.tree, self.windows, self.checkpoints = tree, tuple(windows), checkpoints
 
     @property

@@ -168,7 +168,7 @@ class HostTier:
         plan: HostCachePlan,
         engine: CopyEngine,
         agree: Callable[[Sequence[int]], list[int]],
-        storage: StorageJobs | None = None,
+        storage: StorageJobs | None,
     ) -> None:
         """agree: the least of the ranks' values at each position. storage: of a store beyond main memory."""
         self.plan, self.counts = plan, HostCounts()

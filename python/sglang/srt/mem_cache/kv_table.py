@@ -127,7 +127,7 @@ class KVTable:
             enough = enough and window.allocator.available_size() >= num_tokens
         return enough
 
-    def can_grow(self, old_lens: Lengths, new_lens: Lengths, also: int = 0) -> bool:
+    def can_grow(self, old_lens: Lengths, new_lens: Lengths, also: int) -> bool:
         """Make room for requests that grow from `old_lens` to `new_lens` tokens, and for `also` tokens of another."""
         page = self.page_size
         return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))

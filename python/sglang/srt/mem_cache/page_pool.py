@@ -147,9 +147,7 @@ def copy_segments(
             segment.part[pages] = columns[row_ids]
 
 
-def page_pools(
-    pools: CachePools, sizes: PoolSizes, of_host: PoolSizes, allocate: Allocate = own_memory
-) -> list[PagePool]:
+def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes, allocate: Allocate) -> list[PagePool]:
     """Pools in the order of `Transfer.all_moves`: of tokens, of each window, and where there are states, of these."""
     page, num_windows = sizes.page_size, len(sizes.windows)
     device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]

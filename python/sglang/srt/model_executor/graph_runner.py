@@ -200,6 +200,13 @@ class GraphRunner:
         order = (self.groups.dp.size * most_tokens,)
         return {"row_order": Field(order, np.int64), "num_rows": Field((1,), np.int32)}
 
+    def _all_rows(self, shape: StepShape) -> dict[str, np.ndarray]:
+        """Returns the arrays of a step in which no row of an attention group is padding."""
+        if self.groups.dp.size == 1:
+            return {}
+        count = self.groups.dp.size * shape.num_tokens
+        return {"row_order": np.arange(count), "num_rows": np.array([count], np.int32)}
+
     def _prompt_fields(self) -> dict[str, Field]:
         if not self.sizes.prompt_tokens:
             return {}
@@ -231,13 +238,7 @@ class GraphRunner:
 
     def _capture(self, shape: StepShape, pool: Any) -> None:
         arrays = self._arrays[shape.has_prompts]
-        values: dict[str, np.ndarray] = {}
-        if self.groups.dp.size > 1:
-            values["row_order"] = np.arange(self.groups.dp.size * shape.num_tokens)
-        if shape.has_prompts:
-            values |= _one_prompt(shape)
-        if values:
-            arrays.load(**values)
+        arrays.load(**self._all_rows(shape), **(_one_prompt(shape) if shape.has_prompts else {}))
         # What builders share between graphs is then this one's.
         self._refresh(self.state.batch(arrays, shape).decode, np.empty(0, np.int32))
         self.graphs[shape] = capture(partial(self._compute, shape), pool)
@@ -334,6 +335,7 @@ class GraphRunner:
         """Returns the arrays of a step of the first request slots."""
         slots = np.arange(1, shape.num_decodes + 1)
         values = {
+            **self._all_rows(shape),
             "decode_slots": np.where(slots <= self.state.sizes.max_requests, slots, 0),
             "num_tokens": np.array([shape.num_tokens], np.int32),
         }
@@ -352,7 +354,7 @@ class GraphRunner:
         for shape in (shape for shape in self.graphs if shape.has_prompts):
             if shape.num_tokens not in times:  # the shape with the most requests comes first
                 ids = np.arange(shape.num_tokens, dtype=np.int64) % vocabulary
-                self._arrays[True].load(**_one_prompt(shape), input_ids=ids)
+                self._arrays[True].load(**self._all_rows(shape), **_one_prompt(shape), input_ids=ids)
                 self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
                 times[shape.num_tokens] = self._milliseconds(shape)
         return times

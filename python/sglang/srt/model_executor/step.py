@@ -188,7 +188,7 @@ class GroupSteps:
         return LogprobRequest(top_nums, token_ids)
 
 
-def idle_step(width: int = 0) -> StepInput:
+def idle_step(width: int) -> StepInput:
     """Returns the step of a group without work: the padding slot decodes. width: rows of each request of a step that
     verifies guesses; 0: it does not."""
     step = StepInput(np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros(1, np.int32))

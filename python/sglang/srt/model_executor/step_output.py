@@ -29,8 +29,8 @@ class StepOutput:
         table: SamplingTable,
         sampler: Sampler,
         pp_tokens: Group,
-        drafts: DraftRunner | None = None,
-        of_groups: GroupOutput | None = None,
+        drafts: DraftRunner | None,
+        of_groups: GroupOutput | None,
     ) -> None:
         """pp_tokens: the ranks that the sampled tokens go to. of_groups: samples where attention groups have
         requests of their own."""

@@ -24,7 +24,7 @@ from sglang.srt.models.draft_parts import Loadable
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.shared_encoder import SharedEncoder
-from sglang.srt.plan.weight_names import PartKey, WeightMap
+from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
@@ -145,6 +145,8 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
             name = model.weights.canonical(stored_name)
             if prefix and name not in wanted and (prefix + name in wanted or model.ignored_weight(prefix + name)):
                 name = prefix + name
+            if name not in wanted and usual_fp8_name(name) in wanted:
+                name = usual_fp8_name(name)
             if name in loaded:
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")
             if name in wanted:
@@ -204,6 +206,7 @@ def _check(name: str, view: Any, part: Part) -> None:
     if part.dtypes == FLOATS and name.endswith(".weight"):
         raise UserError(
             f"tensor {name} is stored as {dtype}: quantized checkpoints need a quantization_config that is supported"
+            " and does not leave this module alone"
         )
     raise UserError(
         f"tensor {name} is stored as {dtype}, but the checkpoint's quantization calls for {' or '.join(part.dtypes)}"

@@ -32,6 +32,7 @@ def refuse_not_finite(
         return
     # Elements that no part fills are never read. Without parts, the parameter was computed from others.
     suspects = [(name, params[name], params[name].tensor) for name in failed if not params[name].parts]
+    failed = {params[name].name for name in failed}  # of a product in pieces several have one name
     for name, filled in wanted.items():
         parts = ((param, param.tensor[param.parts[key].dest]) for param, key in filled if param.name in failed)
         suspects += [(name, param, part) for param, part in parts]

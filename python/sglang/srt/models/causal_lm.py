@@ -335,7 +335,7 @@ class CausalLM:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.head(hidden)
 
-    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
+    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
         """Returns logits as `logits` does, or, of many rows and several ranks, this rank's columns
         (`LMHead.of_step`). exchange: of the rows of all attention groups, whose logits these are then, padding
         included."""

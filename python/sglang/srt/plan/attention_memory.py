@@ -38,7 +38,7 @@ class AttentionSizes:
     pages_per_request: int
     max_pages: int
     """Number of pages that all running requests together can have."""
-    windows: tuple[int, ...] = (0,)
+    windows: tuple[int, ...]
     """Pages of a window, for each attention site; 0: all tokens."""
     part_heads: tuple[tuple[int, int], ...] = ()
     """As `heads`, of shapes whose tokens ranks share out: heads of all of them."""

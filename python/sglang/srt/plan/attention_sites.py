@@ -13,7 +13,7 @@ def attention_sites(model: ModelDescription, tp_size: int, dcp_size: int = 1) ->
     return tuple(dict.fromkeys(site for site in sites if site is not None))
 
 
-def site_of(mixer: Mixer, tp_size: int, dcp_size: int = 1) -> AttentionSite | None:
+def site_of(mixer: Mixer, tp_size: int, dcp_size: int) -> AttentionSite | None:
     """Returns the site of the layers of a mixer; None: there is no attention over a cache."""
     shape = mixer.attention_shape(tp_size)
     if shape is None:

@@ -47,7 +47,7 @@ def plan_capacity(
     arch: ArchTraits,
     choices: Mapping[str, Choice],
     available: int,
-    draft: DraftPlan | None = None,
+    draft: DraftPlan | None,
 ) -> Capacity:
     """Plans the capacity for every model that can be described, also one without a model class. Sizes that the user did
     not give are as large as leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if the model does
@@ -73,9 +73,7 @@ def plan_capacity(
     return best
 
 
-def stages_of(
-    of_rank: RankWeights, serving: Serving, arch: ArchTraits, draft: DraftPlan | None = None
-) -> tuple[Stage, ...]:
+def stages_of(of_rank: RankWeights, serving: Serving, arch: ArchTraits, draft: DraftPlan | None) -> tuple[Stage, ...]:
     """Cuts the model into the stages of a pipeline, the last of which has the draft."""
     features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(serving.kv_dtype)
     behind = NOTHING_BEHIND

@@ -48,9 +48,7 @@ _DENSE_KEYS = ("mlp_layer_types", "first_k_dense_replace", "mlp_only_layers", "d
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def read_layers(
-    keys: ConfigReader, family: Family, unsupported: list[str], quantized: bool = False
-) -> tuple[LayerSpec, ...]:
+def read_layers(keys: ConfigReader, family: Family, unsupported: list[str], quantized: bool) -> tuple[LayerSpec, ...]:
     """Reads the layers, of a checkpoint that is quantized or not. Adds to `unsupported` whatever of them is described
     and not computed. Raises UserError."""
     if family.one_block_layers:

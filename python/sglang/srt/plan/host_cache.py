@@ -226,9 +226,7 @@ def _pays(plan: HostCachePlan, weights: RankBytes | None) -> bool:
     return plan.copied_bytes(PAYING_TOKENS, plan.sizes.has_states) < PAYS * computed
 
 
-def _ratio(
-    args: ServerArgs, bytes_at_one: float, available: int | None, processes: int, unasked: bool = False
-) -> float:
+def _ratio(args: ServerArgs, bytes_at_one: float, available: int | None, processes: int, unasked: bool) -> float:
     """Returns the size of the pools over those of the device. `bytes_at_one`: what each rank gives to a pool as large
     as the device's."""
     if args.hicache_size:

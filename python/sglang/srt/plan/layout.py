@@ -90,7 +90,7 @@ def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
         raise LayoutProblem(problem, model, ranks)
 
 
-def check_machine(arch: ArchTraits, ranks: RankLayout, nnodes: int = 1, replicas: int = 1) -> None:
+def check_machine(arch: ArchTraits, ranks: RankLayout, nnodes: int, replicas: int = 1) -> None:
     """Raises UserError for more GPUs than a machine of this kind has, and for ranks that the machines cannot share."""
     if ranks.world_size % nnodes:
         raise UserError(f"{ranks.flags} makes {ranks.world_size} ranks, which --nnodes {nnodes} does not divide.")

@@ -9,9 +9,11 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.plan.towers.gemma4 import describe_gemma4
 from sglang.srt.plan.towers.glm4v import describe_glm4v, describe_glm5_next
+from sglang.srt.plan.towers.minimax_m3 import describe_minimax_m3
 from sglang.srt.plan.towers.moonvit import describe_moonvit
 from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
+from sglang.srt.plan.towers.step3 import describe_step3
 from sglang.srt.plan.towers.tower import Tower
 
 
@@ -74,12 +76,16 @@ ENCODERS: Mapping[str, _Reader] = {
     "qwen3_vl_moe": _SECTIONED,
     "qwen3_5": _SECTIONED,
     "qwen3_5_moe": _SECTIONED,
+    "qwen4_exp": _SECTIONED,
+    "qwen3_8_flash_next": _SECTIONED,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
     "glm5_next": _Reader(describe_glm5_next, sections=False),
     "gemma4": _Reader(describe_gemma4, sections=False),
     "kimi_k25": _COUNTED,
+    "step3p7": _Reader(describe_step3, sections=False),
+    "minimax_m3_vl": _Reader(describe_minimax_m3, sections=False),
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
 
@@ -92,8 +98,8 @@ def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
     outer, inner = ConfigReader(config, "config.json"), ConfigReader(vision, "config.json vision_config")
     text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")
     return MediaDescription(
-        image_token=outer.count("image_token_id", "media_placeholder_token_id") or None,
-        video_token=outer.count("video_token_id") or None,
+        image_token=outer.count("image_token_id", "media_placeholder_token_id", "image_token_index") or None,
+        video_token=outer.count("video_token_id", "video_token_index") or None,
         sections=reader.sections,
         tower=reader.describe(outer, inner),
         positions_a_second=inner.count("tokens_per_second"),

@@ -107,13 +107,13 @@ class MemoryPlan:
     logits: int
     graphs: int
     reserve: int
-    rotary: int = 0
-    penalties: int = 0
-    attention: int = 0
-    states: int = 0
-    windows: int = 0
-    media: int = 0
-    copies: int = 0
+    rotary: int
+    penalties: int
+    attention: int
+    states: int
+    windows: int
+    media: int
+    copies: int
 
     @property
     def caches(self) -> int:
@@ -490,11 +490,14 @@ def plan_cpu_memory(
         tables,
         activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks) + verified_bytes(model, dtype, sizes),
         logits_bytes(model, sizes.max_running_requests, sizes.ranks),
-        0,
-        0,
+        graphs=0,
+        reserve=0,
         rotary=rotary,
         penalties=penalty_bytes(model, sizes),
+        attention=0,
         states=states,
         windows=split.window_bytes,
+        media=0,
+        copies=0,
     )
     return memory, split

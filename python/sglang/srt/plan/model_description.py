@@ -125,11 +125,12 @@ class ModelDescription:
         return quant
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
-        """Returns how the checkpoint stores a matrix that a layer multiplies as one. Raises UserError when its modules
-        differ."""
+        """Returns how a matrix that a layer multiplies as one is held; None: in 16 bits, also where its modules are
+        stored in several ways. Raises UserError when those of experts differ."""
         if self.quantization is None or not matrix.quantized:
             return None
-        return self.quantization.of_fused(self._modules(layer, matrix))
+        modules = self._modules(layer, matrix)
+        return self.quantization.of_fused(modules) if matrix.experts else self.quantization.of_product(modules)
 
     def _modules(self, layer: int, matrix: Matrix) -> list[str]:
         names = self.names
@@ -276,7 +277,7 @@ def _dtype(values: Config) -> str:
     return str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
-def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDescription:
+def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescription:
     """Returns the model with a shared expert held as one more of the routed ones where it can be, unless `keep_apart`
     says why not."""
     with_shared = {

@@ -47,7 +47,6 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
         adaptive=_adaptive(args),
         ngram=NgramSettings(
             longest_suffix=args.speculative_ngram_max_trie_depth,
-            corpus_path=args.speculative_ngram_external_corpus_path,
             corpus_max_tokens=args.speculative_ngram_external_corpus_max_tokens,
         ),
     )

@@ -26,6 +26,17 @@ DECODERS = ("language_model.model.", "model.language_model.")
 
 
 CACHE_SCALE_ALIASES = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
+_FP8_ALIASES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
+"""Names of the numbers of FP8 weights with one scale, as transformers writes them; scales of blocks have one of them,
+too."""
+
+
+def usual_fp8_name(name: str) -> str:
+    """Returns the name that most checkpoints have for a number of FP8 weights with one scale; others as they are."""
+    for ending, usual in _FP8_ALIASES:
+        if name.endswith(ending):
+            return name.removesuffix(ending) + usual
+    return name
 
 
 @dataclass(frozen=True, slots=True)

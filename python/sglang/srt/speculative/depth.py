@@ -112,7 +112,7 @@ class AcceptanceRates:
             rates.append(expected)
         return rates
 
-    def expected_tokens(self, widths: Sequence[int], factors: Sequence[float] = ()) -> dict[int, float]:
+    def expected_tokens(self, widths: Sequence[int], factors: Sequence[float]) -> dict[int, float]:
         """Returns the expected tokens of a request in a step, for each width. factors: of the likelihood that all
         guesses up to a place stand; 1 where there is none."""
         reached, likely, total, by_width = 1.0, 1.0, 1.0, [1.0]

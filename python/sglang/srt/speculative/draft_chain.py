@@ -43,7 +43,7 @@ class DraftChain:
     """Guesses a chain of tokens with a draft model. Implements Drafter. One request brings the whole chain, whatever
     its first guesses were worth."""
 
-    def __init__(self, model: DraftModel, num_tokens: int, shares_selection: bool = False) -> None:
+    def __init__(self, model: DraftModel, num_tokens: int, shares_selection: bool) -> None:
         """shares_selection: as in `plan.drafts.description.DraftDescription`."""
         self.model, self.num_tokens, self.shares_selection = model, num_tokens, shares_selection
         self.captures, self.caches = model.captures, tuple(model.caches)

@@ -195,7 +195,7 @@ def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch:
     assert set(several) == set(range(2, most + 1))
     buffers = [part for each in (one, several[most]) for part in (each.work, each.pieces, each.part_o, each.part_lse)]
     choice = SimpleNamespace(need=SimpleNamespace(op="decode_attention"), tile=tile, name="triton")
-    sizes = AttentionSizes(((num_heads, dims[1]),), dims[1], 0, 188, batch, (), 1, 1, verified_tokens=most)
+    sizes = AttentionSizes(((num_heads, dims[1]),), dims[1], 0, 188, batch, (), 1, 1, (0,), verified_tokens=most)
     assert sum(part.nbytes for part in buffers) <= attention_bytes({"decode_attention": choice}, sizes)
     for tokens, workspace in several.items():
         rows = workspace.num_pieces(batch) * tokens * num_heads

@@ -292,6 +292,7 @@ def test_chunks_cover_every_prefix_token_once(chunk_tokens: int) -> None:
             parts += slots[begin:end]
     assert by_sequence == [table[row, :length].tolist() for row, length in zip(rows, lens, strict=True)]
     assert cut_prefixes(table, rows, [0] * 4, 3) == ()
+    assert [chunk.slots.tolist() for chunk in cut_prefixes(table, rows, [0, 0, 1, 0], 3)] == [[148]]
 
 
 def test_in_interpreter() -> None:

@@ -17,8 +17,9 @@ DEVICE = interpreter.DEVICE
 EPS = 1e-6
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 SLOTS, LENGTH = 6, 64
-OVERLAPPING, ALONE, PLAIN = (4, 2), (8, 1), (2, 1)
-"""(rate, runs that an entry is made of); entries of the last form are neither normed nor rotated."""
+OVERLAPPING, ALONE, PLAIN, MEANS = (4, 2), (8, 1), (2, 1), (4, 1)
+"""(rate, runs that an entry is made of); entries of PLAIN are neither normed nor rotated, and those of MEANS are means,
+whose tokens have angles of their own in place of gates."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +48,19 @@ class Texts:
         self.bias, self.weight = torch.randn(self.rate, width).to(DEVICE), torch.rand(self.dim).to(DEVICE) + 0.5
         angles = torch.rand(self.length, self.rot // 2) * 6.28
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
+        if self.means:
+            angles = torch.rand(SLOTS, self.length, self.rot // 2) * 6.28
+            self.rows[:, :, 1, : self.rot] = torch.cat((angles.cos(), angles.sin()), dim=-1).to(DEVICE)
         self.state = torch.zeros(SLOTS, self.runs * self.rate, 2, width, device=DEVICE)
         self.cache = torch.full((SLOTS * self.length // self.rate, 1, self.dim), 9.0, device=DEVICE)
 
     @property
     def plain(self) -> bool:
         return (self.rate, self.runs) == PLAIN
+
+    @property
+    def means(self) -> bool:
+        return (self.rate, self.runs) == MEANS
 
     def step(self, spans: Sequence[tuple[int, int, int]], keep: bool = True, padding: Sequence[int] = ()) -> None:
         """New tokens [first, stop) of requests; `padding`: positions of rows of slot 0 behind them."""
@@ -65,9 +73,10 @@ class Texts:
         slot, position = self.token["slots"], self.token["positions"]
         self.new = self.rows[slot, position].contiguous()
         loc = torch.where(slot > 0, slot * self.length + position, 0)
-        norm = (None, 0.0, None) if self.plain else (self.weight, EPS, self.cos_sin)
-        firsts = self.token["firsts"]
-        self.kernels.compress(self.new, self.bias, self.state, slot, position, firsts, *norm, self.cache, loc)
+        bias, cos_sin = (None, None) if self.means else (self.bias, self.cos_sin)
+        norm = (None, 0.0, None) if self.plain else (self.weight, EPS, cos_sin)
+        firsts, angles = self.token["firsts"], self.rot if self.means else 0
+        self.kernels.compress(self.new, bias, self.state, slot, position, firsts, *norm, self.cache, loc, angles=angles)
         if keep:
             self.kernels.keep(self.new, self.state, slot, position, self.token["stops"])
 
@@ -83,11 +92,12 @@ class Texts:
                 values.append(part[:, 0])
                 gates.append(part[:, 1] + self.bias[:, columns].double())
         shares = torch.cat(gates).softmax(0)
-        mixed = (shares * torch.cat(values)).sum(0)
+        mixed = torch.cat(values).mean(0) if self.means else (shares * torch.cat(values)).sum(0)
         if self.plain:
             return mixed
         mixed = mixed / (mixed.square().mean() + EPS).sqrt() * self.weight.double()
-        cos, sin = self.cos_sin[last - self.rate].double().chunk(2)
+        row = self.rows[slot, last - self.rate, 1, : self.rot] if self.means else self.cos_sin[last - self.rate]
+        cos, sin = row.double().chunk(2)
         first, second = mixed[-self.rot :: 2].clone(), mixed[-self.rot + 1 :: 2].clone()
         mixed[-self.rot :: 2], mixed[-self.rot + 1 :: 2] = first * cos - second * sin, second * cos + first * sin
         return mixed
@@ -109,7 +119,7 @@ def texts(form: tuple[int, int], **sizes: int) -> Texts:
     return Texts(*form, **sizes)
 
 
-FORMS = pytest.mark.parametrize("form", [OVERLAPPING, ALONE, PLAIN])
+FORMS = pytest.mark.parametrize("form", [OVERLAPPING, ALONE, PLAIN, MEANS])
 
 
 @interpreter.kernel_test

@@ -5,7 +5,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 
-from srt.layers.compressed.test_compressor_kernels import FORMS, texts
+from srt.layers.compressed.test_compressor_kernels import ALONE, OVERLAPPING, PLAIN, texts
 from srt.layers.test_hyper_connection import check, problem
 
 interpreted = pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
@@ -18,7 +18,7 @@ def test_hyper_connections(num_tokens: int, size: int) -> None:
 
 
 @interpreted
-@FORMS
+@pytest.mark.parametrize("form", [OVERLAPPING, ALONE, PLAIN])
 def test_compressors(form: tuple[int, int]) -> None:
     given = texts(form, length=4096)
     given.step([(1, 0, 3001), (2, 0, 5)])

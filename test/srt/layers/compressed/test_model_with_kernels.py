@@ -58,9 +58,9 @@ def test_kernels_in_graphs_with_guesses(tmp_path: Path, monkeypatch: pytest.Monk
     want = steps.run(steps.plain(args), steps.prompts())
     calls: list[int] = []
 
-    def counted(rows: torch.Tensor, *more: Any) -> None:
+    def counted(rows: torch.Tensor, *more: Any, **options: Any) -> None:
         calls.append(len(rows))
-        compressor.compress(rows, *more)
+        compressor.compress(rows, *more, **options)
 
     monkeypatch.setattr(native, "KV_COMPRESSOR", CompressorKernels(counted, compressor.keep))
     monkeypatch.setattr(native, "shared_kv_norm_rope_store", tail_rotation.shared_kv_norm_rope_store)

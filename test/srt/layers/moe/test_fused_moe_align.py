@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import interpreter
 import pytest
 import torch
 
+from sglang.srt.kernels.bands import Tiles, band_of
+from sglang.srt.kernels.scaled_product import PLAIN, ScaledProduct
 from sglang.srt.layers.moe.fused_moe_triton import align as align_module
 from sglang.srt.layers.moe.fused_moe_triton.align import align
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import ExpertLayer, bands_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (
+    MANY,
     PAIR_TILES,
     TILES,
     WIDE_TILES,
+    MoeTiles,
     PairTile,
     few_pairs,
     swaps,
     tile,
     tile_rows,
-    tiles_for,
 )
 
 
@@ -63,15 +69,28 @@ def test_tiles_share_their_grouping_and_cover_every_batch(table) -> None:
         assert all(row.gate_up["BLOCK_M"] == row.down["BLOCK_M"] for row in rows), kind
 
 
+def rung(tokens: int, layer: ExpertLayer, features: Collection[str] = ()) -> Tiles:
+    """The tiles of both products that a step launches."""
+    band = band_of(bands_of(layer, features), tokens)
+    assert band.way == MANY
+    return band.tiles
+
+
+def both(tiles: MoeTiles) -> Tiles:
+    return tiles.gate_up, tiles.down
+
+
 def test_tiles_by_batch_and_gpu() -> None:
-    assert tiles_for(1, 128) is TILES["plain"][0]
-    assert tiles_for(8 * 8192, 128, "group128", {"wgmma"}) is WIDE_TILES["group128"][-1]
-    whole = tiles_for(9 * 8192, 161, "scaled", {"wgmma"}, 1536)
-    assert whole is WIDE_TILES["scaled"][-2] and whole is tiles_for(9 * 8192, 161, "scaled", {"wgmma"})
-    assert tiles_for(9 * 8192, 161, "scaled", {"wgmma"}, 192) is WIDE_TILES["scaled"][-1], "a quarter would be empty"
-    step = [tiles_for(9 * 64, 161, "scaled", {"wgmma"}, columns).gate_up["BLOCK_K"] for columns in (1536, 192)]
-    assert step == [256, 128]
-    assert tile_rows("mx4", {"wgmma"}) is TILES["mx4"], "what large GPUs have no tiles for gets everybody's"
+    assert rung(52, ExpertLayer(PLAIN, 128, 1, 2048, 768)) == both(TILES["plain"][0])
+    wide = {"wgmma"}
+    assert rung(8192, ExpertLayer(ScaledProduct("group128"), 128, 8, 2048, 768), wide) == both(
+        WIDE_TILES["group128"][-1]
+    )
+    layers = [ExpertLayer(ScaledProduct("scaled"), 161, 9, 2048, intermediate) for intermediate in (1536, 192)]
+    assert rung(8192, layers[0], wide) == both(WIDE_TILES["scaled"][-2])
+    assert rung(8192, layers[1], wide) == both(WIDE_TILES["scaled"][-1]), "a quarter would be empty"
+    assert [rung(64, layer, wide)[0]["BLOCK_K"] for layer in layers] == [256, 128]
+    assert tile_rows("mx4", wide) is TILES["mx4"], "what large GPUs have no tiles for gets everybody's"
     assert few_pairs(51, 128) and not few_pairs(52, 128)
 
 

@@ -28,7 +28,7 @@ def flash_attention(
     start_loc: torch.Tensor,
     *,
     longest: int,
-    is_causal: bool = True,
+    is_causal: bool,
     scale: float | None = None,
     share: tuple[int, int] = (0, 1),
     tile: Mapping[str, int] | None = None,

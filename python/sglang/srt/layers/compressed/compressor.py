@@ -45,17 +45,18 @@ class CompressorRecord:
 @dataclass(frozen=True, slots=True)
 class EntryNorm:
     """What becomes of an entry before it is stored: a norm with `weight` [D], and the rotation by rows of `cos_sin`
-    [max_pos, rot_dim] fp32 at the position of the run's first token."""
+    [max_pos, rot_dim] fp32 at the position of the run's first token, or (None) by as many `angles` of its row."""
 
     weight: torch.Tensor
     eps: float
-    cos_sin: torch.Tensor
+    cos_sin: torch.Tensor | None
+    angles: int = 0
 
 
 def store_entries(
     kernels: CompressorKernels,
     rows: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     norm: EntryNorm | None,
     cache: CacheStore,
     state: torch.Tensor,
@@ -78,6 +79,7 @@ def store_entries(
         None if norm is None else norm.cos_sin,
         cache.k,
         batch.slots_of(cache).out_cache_loc,
+        angles=0 if norm is None else norm.angles,
     )
     if batch.state_records is None:
         kernels.keep(rows, state, requests.slots, requests.positions, requests.stops)

@@ -14,7 +14,7 @@ class Compress(Protocol):
     def __call__(
         self,
         rows: torch.Tensor,
-        bias: torch.Tensor,
+        bias: torch.Tensor | None,
         state: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
@@ -24,6 +24,8 @@ class Compress(Protocol):
         cos_sin: torch.Tensor | None,
         cache: torch.Tensor,
         out_cache_loc: torch.Tensor,
+        *,
+        angles: int = 0,
     ) -> None: ...
 
 

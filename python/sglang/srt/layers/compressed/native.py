@@ -53,7 +53,7 @@ def shared_kv_norm_rope_store(
 
 def compress(
     rows: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     state: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
@@ -63,6 +63,8 @@ def compress(
     cos_sin: torch.Tensor | None,
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
+    *,
+    angles: int = 0,
 ) -> None:
     """Stores an entry for each new token that completes a run of `rate` tokens.
 
@@ -75,8 +77,12 @@ def compress(
     position of the run's first token; without weight and cos_sin neither. With W = D it is made of its run, R = rate.
     With W = 2 D runs overlap, R = 2 rate: an entry is made of the first D channels of the run before (none before the
     first one) and the last D of its own.
+
+    Without a bias an entry is the mean of the values of its run. Then a token has no gates: in their place its row has
+    `angles` cosines and sines, those by which the entry of a run rotates that begins with it. cos_sin is None.
     """
-    rate, size, dim = len(bias), state.shape[1], cache.shape[-1]
+    size, dim = state.shape[1], cache.shape[-1]
+    rate = size if bias is None else len(bias)
     ends = ((positions + 1) % rate == 0).nonzero()[:, 0]
     if not len(ends):
         return
@@ -85,6 +91,13 @@ def compress(
     token = (ends[:, None] - positions[ends, None] + position).clamp(min=0)
     kept = state[slots[ends, None], position % size]
     values, gates = torch.where(is_new[..., None, None], rows[token], kept).unbind(2)  # [E, R, W]
+    if bias is None:
+        assert weight is not None, "means are normed"
+        entries = rmsnorm(values.mean(1), weight, eps)
+        cos_sin = gates[:, 0, :angles]
+        tail_rotation(entries[:, None], torch.arange(len(entries), device=rows.device), cos_sin)
+        store_cache(cache, entries[:, None], out_cache_loc[ends] // rate, 1.0)
+        return
     gates = gates + bias.repeat(size // rate, 1)
     if rows.shape[2] != dim:
         before, current = values[:, :rate, :dim], values[:, rate:, dim:]

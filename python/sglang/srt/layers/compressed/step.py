@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.rotary_embedding import RotaryTable
     from sglang.srt.layers.step_rows import ExtendRows
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
@@ -100,6 +102,7 @@ class CompressedStep:
     _windows: dict[int, Selection] = field(default_factory=dict)
     _all: dict[int, Selection] = field(default_factory=dict)
     _tails: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _angles: dict[RopeSpec, torch.Tensor] = field(default_factory=dict)
 
     def entries(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> EntryRows:
         """Returns what tokens see of a cache with an entry for every `rate` tokens: the entries of complete runs up to
@@ -120,6 +123,16 @@ class CompressedStep:
             slots = table[self.requests.slots, first.clamp(max=table.shape[1] - 1)] // rate
             self._tails[rate] = (slots, (after - first).to(torch.int32))
         return self._tails[rate]
+
+    def rows_with_angles(self, batch: ForwardBatch, rotary: RotaryTable, dim: int) -> torch.Tensor:
+        """Returns [T, 2, dim] fp32: zeros, and behind them the cosines and sines that turn each token, then zeros.
+        Rows of all layers of one rotation begin as copies of these."""
+        if rotary.spec not in self._angles:
+            index, cos_sin = rotary.at(batch.rotary_positions)
+            rows = torch.zeros((len(index), 2, dim), dtype=torch.float32, device=index.device)
+            rows[:, 1, : rotary.spec.rot_dim] = cos_sin[index]
+            self._angles[rotary.spec] = rows
+        return self._angles[rotary.spec]
 
     def window(self, batch: ForwardBatch, cache: CacheStore, tokens: int) -> Selection:
         """A token and those before it, `tokens` in all. Caches of one window have one row table."""

@@ -6,17 +6,19 @@ scales for the activation the largest serves all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.ops import LinearOp, QuantizedLinearOp, QuantizedProduct
+from sglang.srt.layers.ops import QuantizedLinearOp, QuantizedProduct
 from sglang.srt.layers.parameter import (
     FLOATS,
     Apply,
@@ -40,6 +42,7 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
+from sglang.srt.layers.quantization.widened_linear import WidenedLinear
 from sglang.srt.plan.weight_names import PartKey
 
 _DUMMY_FACTOR = 0.02 / 2.93
@@ -52,17 +55,29 @@ class QuantizedMethod:
         self.config = config
 
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
-        quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
+        modules = [scope.module(shard.part) for shard in shards]
+        quant = self.config.of_product(modules)
         if quant is None:
-            return Unquantized().create_weights(scope, shards, bias)
+            self._say_if_several(scope, modules)
+            return self.create_widened(scope, shards, bias)
         return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
 
+    def _say_if_several(self, scope: Scope, modules: list[str]) -> None:
+        """Logs that a product costs more memory than the checkpoint's modules do; once for all layers."""
+        schemes = {quant.scheme if quant else "16 bits" for quant in map(self.config.of, modules)}
+        if len(schemes) > 1:
+            product, ways = re.sub(r"^layers\.\d+", "layers", scope.path), ", ".join(sorted(schemes))
+            warn_once(
+                f"{product}: in some layers its modules are stored in several ways ({ways}); they are computed as one,"
+                " which is held in 16 bits there"
+            )
+
     def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
-        quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
+        quants = [self.config.of(scope.module(shard.part)) for shard in shards]
         # Quantizing what is widened at once would only lose digits.
-        if quant is None or quant.storage == "online":
+        if all(quant is None or quant.storage == "online" for quant in quants):
             return Unquantized().create_weights(scope, shards, bias)
-        return WidenedLinear(scope, quant, shards, bias)
+        return WidenedLinear(scope, shards, quants, _create, bias)
 
     def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
         quant = self.config.named(scope.module())
@@ -131,57 +146,22 @@ def shifted(product: QuantizedProduct, offset: torch.Tensor, group: int) -> Quan
 
 
 class UnpackedWeight:
-    """A quantized weight that becomes one in the model's type once it is loaded: its `rows`, in this order. What it was
-    stored as is freed."""
+    """A quantized weight that becomes one in the model's type once it is loaded. What it was stored as is freed."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        weight: LinearWeight,
-        take: Callable[[torch.Tensor], None],
-        rows: Sequence[slice] = (slice(None),),
-    ) -> None:
-        self.scope, self.take, self.rows = scope, take, rows
+    def __init__(self, scope: Scope, weight: LinearWeight, take: Callable[[torch.Tensor], None]) -> None:
+        self.scope, self.take = scope, take
         self.weight: LinearWeight | None = weight
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
         assert self.weight is not None
         scope, unpacked = self.scope, self.weight.dequantized().to(self.scope.dtype)
-        if len(self.rows) > 1 or self.rows[0] != slice(None):
-            unpacked = torch.cat([unpacked[rows] for rows in self.rows])
         for name in [name for name in scope.params if name.startswith(f"{scope.path}.")]:
             del scope.params[name]
         name = f"{scope.path}.weight"
         scope.params[name] = Param(name, unpacked, {})
         self.weight = None
         self.take(unpacked)
-
-
-class WidenedLinear:
-    """x [T, in] -> [T, out] (+ bias) with weights in the model's type, of a checkpoint whose groups of rows that share
-    scales the ranks' shares cut: a rank reads whole groups, and keeps its rows of them."""
-
-    def __init__(self, scope: Scope, quant: ModuleQuant, shards: list[Shard], bias: torch.Tensor | None) -> None:
-        group = max(1, quant.format.group[0])
-        read, rows, begin = [], [], 0
-        for shard in shards:
-            share = shard.rows
-            groups = share.in_groups(group)
-            read.append(replace(shard, rows=groups))
-            start = begin + share.run.start - groups.run.start
-            rows.append(slice(start, start + share.count))
-            assert share.count == share.padded_count, "layouts that pad such heads are refused"
-            begin += groups.padded_count
-        self.bias = bias
-        self.linear: LinearOp = scope.plan.entry("linear")
-        UnpackedWeight(scope, _create(scope, read, quant), self._take, rows)
-
-    def _take(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Rows) -> torch.Tensor:
-        return self.linear(values_of(x), self.weight, self.bias)
 
 
 def _create(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:

@@ -15,13 +15,14 @@ import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.configs.stored_form import STACKED_FP8
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
-from sglang.srt.layers.quantization.experts_fused import FUSED, FusedForm, FusedLeaf, then
+from sglang.srt.layers.quantization.experts_fused import FUSED, PROJECTIONS, FusedForm, FusedLeaf, then
 from sglang.srt.layers.quantization.experts_joined import JoinedExperts, is_joined
 from sglang.srt.layers.quantization.layout import Layout, Leaf, layout_of
 from sglang.srt.layers.quantization.stored import (
@@ -102,6 +103,8 @@ def _create(
     fused = FUSED.get(sizes.form if quant is None or online else quant.storage)
     if fused is not None:
         return _fused(scope, product, sizes, fused, quant)
+    if quant is not None and quant.storage == STACKED_FP8:
+        return _stacked_codes(scope, product, sizes, quant)
     if sizes.bias:
         raise UserError(f"{scope.path}: experts with a bias that are stored one by one are not supported")
     if quant is not None and is_joined(sizes, quant):
@@ -266,8 +269,7 @@ def _fused(
     if sizes.shared:
         raise UserError(f"{scope.path}: a shared expert cannot be kept among experts that are one tensor")
     share = product.at[-1] if product.name == "w13" else 0
-    module = _in_layer(scope).removesuffix(product.name) + "experts"
-    keys = [PartKey(shard.part, module=module) for shard in product.shards]
+    keys = _fused_keys(scope, product)
 
     def param(
         leaf: FusedLeaf,
@@ -298,6 +300,62 @@ def _fused(
     if bias is not None and product.name == "w2" and scope.groups.expert_tp.rank > 0:
         scope.finish.append(functools.partial(_clear, bias))  # the ranks' results are summed
     return ExpertWeights(data, scheme, scale, bias=bias)
+
+
+def _fused_keys(scope: Scope, product: ExpertProduct) -> list[PartKey]:
+    module = _in_layer(scope).removesuffix(product.name) + "experts"
+    return [PartKey(shard.part, module=module) for shard in product.shards]
+
+
+def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, quant: ModuleQuant) -> StoredProduct:
+    """FP8 as transformers writes it: codes [E, rows, columns] of gate and up together, scales of blocks of them, or of
+    matrices [E, matrices, 1], of which some writers have one for gate and up ([E, 1, 1]), and with static activations
+    their scales [E]. Raises UserError for other scales."""
+    scheme, layout, count = quant.format, layout_of(replace(quant, storage="fp8")), len(product.shards)
+    if "moe.experts" not in scope.weights.layer or scheme.element != "e4m3" or sizes.shared:
+        raise UserError(f"{scope.path}: experts in one tensor of {scheme.name} are not supported for this model")
+    per_matrix = scheme.group == (0, 0)
+    if not per_matrix and count > 1 and product.shards[0].rows.total % scheme.group[0]:
+        raise UserError(
+            f"{scope.path}: gate's {product.shards[0].rows.total} rows do not divide into blocks of {scheme.group[0]}"
+            " with one scale, so that a block has rows of gate and of up. Take a checkpoint with experts one by one, or"
+            " one with a scale a matrix."
+        )
+    keys, name, every = _fused_keys(scope, product), PROJECTIONS[product.name], slice(0, sizes.num_local)
+
+    def blocks(leaf: Leaf, per: tuple[int, int]) -> dict[PartKey, Part]:
+        parts = {}
+        for i, (key, shard) in enumerate(zip(keys, product.shards, strict=True)):
+            begin = product.at[i] // per[0]
+            rows = slice(begin, begin - (-shard.rows.count // per[0]))
+            dest = (every, rows, slice(0, -(-shard.cols.count // per[1])))
+            part = matrix_part(leaf, replace(shard, rows=shard.rows.among(count, i)), per, dest)
+            parts[key] = replace(part, shape=(sizes.num_experts, *part.shape), source=(sizes.local, *part.source))
+        return parts
+
+    def numbers(ending: str, of_matrices: tuple[int, ...], dummy: float) -> torch.Tensor:
+        parts = {}
+        for i, key in enumerate(keys):
+            at = (slice(i, i + 1), slice(0, 1))[: len(of_matrices)]
+            part = Part((sizes.num_experts, *of_matrices), (sizes.local, *at), (every, slice(i, i + 1)))
+            of_all = (slice(0, 1),) * len(of_matrices)
+            one = replace(part, shape=(sizes.num_experts, *(1 for _ in of_matrices)), source=(sizes.local, *of_all))
+            parts[key] = replace(part, other=one)
+        return scope.param(name + ending, (sizes.padded_experts, count), parts, constant(dummy), torch.float32)
+
+    shape = (sizes.padded_experts, product.rows, product.cols)
+    data = scope.param(name, shape, blocks(layout.data, (1, 1)), random_codes, ELEMENT_DTYPES[scheme.element])
+    inputs = numbers("_activation_scale", (), DUMMY_INPUT_SCALE) if quant.static_input else None
+    if per_matrix:
+        scale = numbers("_scale_inv", (count, 1), DUMMY_SCALES[scheme.element])
+    else:
+        parts, groups = blocks(layout.scale, scheme.group), scheme.scale_shape(product.rows, product.cols)
+        dtype = SCALE_DTYPES[scheme.scale]
+        scale = scope.param(f"{name}_scale_inv", (sizes.padded_experts, *groups), parts, dummy_scale(scheme), dtype)
+    for tensor in (data, scale, inputs):
+        if tensor is not None:
+            _zeroed(product, sizes, tensor)
+    return StoredProduct(scope.path, scheme, product.at, data, scale, None, inputs)
 
 
 def _quantized_part(part: Part, scale: torch.Tensor, scheme: Scheme) -> Part:

@@ -126,7 +126,7 @@ FUSED: Mapping[str, FusedForm] = {
     # GPT-OSS: as published, and in 16 bits.
     "mxfp4": FusedForm(_BLOCKS, _EXPONENTS, _BIAS, alternating=True),
     "gpt_oss": FusedForm(_COLUMNS, None, _BIAS, alternating=True),
-    # In 16 bits: Qwen3.5, and Qwen3-VL as published; transformers 5 writes the latter as the former.
+    # In 16 bits: Qwen3.5, Mistral 4, and Qwen3-VL as published; transformers 5 writes the last as the first.
     "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
     "columns": FusedForm(_COLUMNS, None, _BIAS, alternating=False),  # Llama 4
     "stacked_columns": FusedForm(replace(_COLUMNS, other=_ROWS), None, _BIAS, alternating=False),

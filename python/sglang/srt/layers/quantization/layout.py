@@ -43,7 +43,7 @@ bits on."""
 
 def codes_of_rows(words: torch.Tensor, nibbles: Sequence[int]) -> torch.Tensor:
     """int32 [..., n], each the codes of eight rows -> uint8 [..., 8 n]; row i of eight lies in nibble `nibbles[i]`."""
-    codes = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    codes = words.reshape(-1).view(torch.uint8).view(*words.shape, 4)
     return unpack_nibbles(codes)[..., list(nibbles)].flatten(-2)
 
 

@@ -37,7 +37,7 @@ class KimiDeltaAttention:
         low = whole(spec.head_dim)
         self.in_proj = _columns(scope.sub("in"), dict.fromkeys(QKV, rows))
         self.low = _columns(scope.sub("low"), {"f_a": low, "g_a": low})
-        self.beta = _columns(scope.sub("beta"), {"b": shares}, widened=True)
+        self.beta = _columns(scope.sub("beta"), {"b": shares})
         self.decay = _columns(scope.sub("decay"), {"f_b": rows})
         self.gate = _columns(scope.sub("gate"), {"g_b": rows})
         weight = _conv_weight(scope.sub("conv"), rows, spec.conv_kernel)
@@ -65,8 +65,8 @@ class KimiDeltaAttention:
         return self.out(self.norm(out, gate, self.norm_weight, self.eps, sigmoid=True))
 
 
-def _columns(scope: Scope, projections: dict[str, Share], widened: bool = False) -> ColumnParallelLinear:
-    return ColumnParallelLinear(scope, scope.matrix(), projections, widened=widened)
+def _columns(scope: Scope, projections: dict[str, Share]) -> ColumnParallelLinear:
+    return ColumnParallelLinear(scope, scope.matrix(), projections)
 
 
 def _conv_weight(scope: Scope, rows: Share, width: int) -> torch.Tensor:

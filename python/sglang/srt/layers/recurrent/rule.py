@@ -28,5 +28,5 @@ def gated_delta_rule(key_dim: int) -> Rule:
     return Rule(delta=True, scale=key_dim**-0.5)
 
 
-def kimi_delta_rule(key_dim: int, lower_bound: float = 0.0) -> Rule:
+def kimi_delta_rule(key_dim: int, lower_bound: float) -> Rule:
     return Rule(delta=True, scale=key_dim**-0.5, by_channel=True, lower_bound=lower_bound)

@@ -413,7 +413,7 @@ class TokenizerManager:
             if self._log is not None:
                 self._log.received(request, call.prompt_texts[index // call.num_samples])
 
-    def replica_for(self, ids: Sequence[int], wanted: int | None = None) -> int:
+    def replica_for(self, ids: Sequence[int], wanted: int | None) -> int:
         """Returns the index of the replica that a sequence goes to: the wanted one while that serves."""
         if wanted is not None and self.replicas[wanted].failure is None:
             return wanted

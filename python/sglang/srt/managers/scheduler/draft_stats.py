@@ -50,7 +50,7 @@ class DraftTotals:
 class DraftStats:
     """Counts what verification steps gave, and warns where it is too little for long."""
 
-    def __init__(self, algorithm: str | None = None) -> None:
+    def __init__(self, algorithm: str | None) -> None:
         """algorithm: of --speculative-algorithm; None: nothing drafts."""
         self.algorithm = algorithm
         self.since_start = DraftTotals()

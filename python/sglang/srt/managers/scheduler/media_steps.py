@@ -29,7 +29,7 @@ class MediaRefused(ValueError):
 class MediaSteps:
     """`features` None: the model, or this server, reads text only."""
 
-    def __init__(self, features: MediaFeatures | None, most_at_once: Callable[[], int], page_size: int = 1) -> None:
+    def __init__(self, features: MediaFeatures | None, most_at_once: Callable[[], int], page_size: int) -> None:
         """most_at_once: tokens of one prompt that a step computes at least, if there are as many. page_size: chunks end
         with whole pages."""
         self.features, self.most_at_once, self._page = features, most_at_once, page_size

@@ -53,7 +53,7 @@ def item_keys(digest: bytes, count: int) -> Keys:
     return keys
 
 
-def section_positions(items: Sequence[MediaItem], merge: int, positions_a_second: int = 0) -> tuple[Positions, int]:
+def section_positions(items: Sequence[MediaItem], merge: int, positions_a_second: int) -> tuple[Positions, int]:
     """Returns time, row and column of the tokens up to the last placeholder [3, end], and by how much the positions of
     text behind it differ from its index.
 

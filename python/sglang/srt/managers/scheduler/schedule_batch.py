@@ -54,7 +54,7 @@ class Req:
         seed: int,
         limit: int,
         stop_ids: frozenset[int],
-        media: PromptMedia | None = None,
+        media: PromptMedia | None,
     ) -> None:
         self.rid = msg.rid
         self.params = msg.sampling_params
@@ -229,7 +229,7 @@ class RunningBatch:
     lengths are upper bounds, and `settle` takes back what fell away.
     """
 
-    def __init__(self, tokens_per_step: int = 1, tokens_ahead: int = 0, num_turns: int = 1) -> None:
+    def __init__(self, tokens_per_step: int, tokens_ahead: int, num_turns: int) -> None:
         """tokens_ahead: positions behind a request's tokens that need a cache slot (`Drafter.tokens_ahead`)."""
         self.tokens_per_step, self.tokens_ahead, self.num_turns = tokens_per_step, tokens_ahead, num_turns
         self.turn = 0
@@ -268,7 +268,6 @@ class RunningBatch:
     def _rebuild(self, reqs: list[Req]) -> None:
         self.reqs = reqs
         self._row_of = {req: i for i, req in enumerate(reqs)}
-        self.wants_hidden = any(r.hidden is not None for r in reqs)
         self.slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
         self.limits = _int32([r.limit for r in reqs])
         self.max_widths = _int32([r.max_width(self.tokens_per_step) for r in reqs])

@@ -28,6 +28,8 @@ Heads = Sequence[torch.Tensor]
 """Queries, keys and values of patches, [N, heads, head_dim] each."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
 Result = TypeVar("Result")
+_PATCH_WEIGHTS = ("patch_embed.proj.weight", "patch_embedding.weight", "conv1.weight")
+"""Ends of the names of convolutions over patches."""
 Places = Mapping[str, torch.Tensor]
 """Tensors of `VisionEncoder.places`, on the device."""
 Pieces = Generator[None, None, Result]
@@ -81,7 +83,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A patch is a vector here; checkpoints have the weight of a convolution of as many values."""
-        if not name.endswith("patch_embed.proj.weight"):
+        if not name.endswith(_PATCH_WEIGHTS):
             return shape
         return (shape[0], *self.tower.patch_shape)
 
@@ -127,7 +129,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     @abstractmethod
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
-        """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `pooled_frames` frames; yields behind
+        """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `clip_frames` frames; yields behind
         every piece but the last."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
@@ -275,6 +277,12 @@ def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tenso
 def _turn_halves(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """x [N, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
     first, second = x.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
+    turn_pairs(first, second, cos[rows], sin[rows])
+
+
+def turn_neighbours(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """x [N, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     turn_pairs(first, second, cos[rows], sin[rows])
 
 

@@ -21,7 +21,7 @@ from sglang.srt.models.vision.encoder import (
     cos_sin,
     gelu_,
     interpolation,
-    turn_pairs,
+    turn_neighbours,
 )
 from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, num_patches, squares
 from sglang.srt.models.vision.pieces import Cuts
@@ -37,6 +37,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         positions = interpolation(cubic(grids, _ROW_BY_ROW, self.tower.side))
         rows, columns = self._angles(grids, _ROW_BY_ROW, ROTARY_THETA)
+        # Even pairs turn by the column, odd ones by the row.
         turned = cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
         order = {"squares": squares(grids, self.tower.merge), "starts": clip_starts(grids)}
         frames = {"frames": frame_numbers(grids)} if any(frames > 1 for frames, _, _ in grids) else {}
@@ -49,7 +50,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         x = x + self._interpolated(positions, places)
         if "frames" in places:
             x = x + self._times()[places["frames"]]
-        turn = partial(_turn_neighbours, cos=places["cos"], sin=places["sin"])
+        turn = partial(turn_neighbours, cos=places["cos"], sin=places["sin"])
         sight = Sight(turn, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
         yield
         for i in range(tower.num_layers):
@@ -91,10 +92,3 @@ def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         return x
     parts = x.split([frames * rows * columns for frames, rows, columns in grids])
     return torch.cat([part.unflatten(0, (grid[0], -1)).mean(0) for part, grid in zip(parts, grids, strict=True)])
-
-
-def _turn_neighbours(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [N, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32: even pairs by
-    the column, odd ones by the row."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turn_pairs(first, second, cos[rows], sin[rows])

@@ -43,8 +43,13 @@ def clip_starts(grids: Sequence[Grid]) -> np.ndarray:
 
 def frame_numbers(grids: Sequence[Grid]) -> np.ndarray:
     """Returns the number [P] int64 of every patch's frame within its grid, from 1 on; 0 where there is one frame."""
-    numbers = [np.repeat(np.arange(frames) + (frames > 1), rows * columns) for frames, rows, columns in grids]
-    return np.concatenate(numbers)
+    of_several = np.concatenate([np.full(num_patches([grid]), grid[0] > 1) for grid in grids])
+    return frame_indices(grids) + of_several
+
+
+def frame_indices(grids: Sequence[Grid]) -> np.ndarray:
+    """Returns the index [P] int64 of every patch's frame within its grid."""
+    return np.concatenate([np.repeat(np.arange(frames), rows * columns) for frames, rows, columns in grids])
 
 
 def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,8 +64,29 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
         share = at - low.astype(np.float32)
         neighbours.append(np.stack((low, np.minimum(low + 1, side - 1)), axis=1))
         weights.append(np.stack((1 - share, share), axis=1))
+    return _pairs(neighbours, weights, side)
+
+
+def bilinear(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `interpolated`, of a table that is stretched middle of cells to middle of cells."""
+    places = rows_and_columns(grids, merge)
+    neighbours, weights = [], []
+    for place, axis in zip(places, (1, 2), strict=True):
+        size = np.repeat([grid[axis] for grid in grids], [frames * h * w for frames, h, w in grids])
+        at = (place.astype(np.float32) + np.float32(0.5)) * np.float32(side) / size.astype(np.float32) - np.float32(0.5)
+        at = np.maximum(at, np.float32(0))
+        low = np.minimum(at.astype(np.int64), side - 1)
+        share = at - low.astype(np.float32)
+        neighbours.append(np.stack((low, np.minimum(low + 1, side - 1)), axis=1))
+        weights.append(np.stack((1 - share, share), axis=1))
+    return _pairs(neighbours, weights, side)
+
+
+def _pairs(neighbours: Sequence[np.ndarray], weights: Sequence[np.ndarray], side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Neighbours and weights [P, N] by row and by column -> those in the table, [P, N * N]."""
     index = neighbours[0][:, :, None] * side + neighbours[1][:, None, :]
-    return index.reshape(-1, 4), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)
+    weight = weights[0][:, :, None] * weights[1][:, None, :]
+    return index.reshape(len(index), -1), weight.reshape(len(weight), -1)
 
 
 def cubic(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,8 +104,7 @@ def cubic(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.
         steps = np.arange(-1, 3)
         neighbours.append(np.clip(low.astype(np.int64)[:, None] + steps, 0, side - 1))
         weights.append(_keys(np.abs((at - low)[:, None] - steps.astype(np.float32))))
-    index = neighbours[0][:, :, None] * side + neighbours[1][:, None, :]
-    return index.reshape(-1, 16), (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 16)
+    return _pairs(neighbours, weights, side)
 
 
 def _keys(distance: np.ndarray, a: float = -0.75) -> np.ndarray:

@@ -40,7 +40,7 @@ class Piece:
 def parts_of(tower: Tower, grids: Sequence[Grid]) -> list[list[Grid]]:
     """Returns the clips of all items in order, by the parts in which they are computed: clips see themselves alone, so
     a long video has several, and no more of its pixels than those of two need be on the device."""
-    return list(parts_of_clips(clips(grids, tower.pooled_frames), PATCHES_A_STEP))
+    return list(parts_of_clips(clips(grids, tower.clip_frames), PATCHES_A_STEP))
 
 
 def pairs_of(tower: Tower, part: Sequence[Grid]) -> float:

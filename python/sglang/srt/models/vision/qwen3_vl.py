@@ -10,7 +10,7 @@ import torch
 from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_, interpolation
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated, longest_frame
 from sglang.srt.models.vision.pieces import Cuts
-from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, ROTARY_THETA, Qwen3VLTower
+from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, Qwen3VLTower
 
 
 class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
@@ -18,7 +18,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         positions = interpolation(interpolated(grids, self.tower.merge, self.tower.side))
-        turned = self._halves(grids, self.tower.merge, ROTARY_THETA)
+        turned = self._halves(grids, self.tower.merge, self.tower.theta)
         return positions | turned | {"starts": frame_starts(grids)}
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:

@@ -27,7 +27,7 @@ class SharedEncoder:
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Takes and returns what `VisionEncoder.encode` does."""
         tower = self.encoder.tower
-        parts = clips(grids, tower.pooled_frames)
+        parts = clips(grids, tower.clip_frames)
         shares = shared_out([num_patches([part]) for part in parts], self.group.size)
         tokens = [sum(map(tower.num_tokens, parts[share])) for share in shares]
         width = tower.features_size

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
+from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
 from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from sglang.srt.configs.checkpoint_header import stored_dtypes
 from sglang.srt.configs.hf_config import ConfigReader, merge_overrides, read_config, select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
-from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule
+from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quantization import agree, detect
 from sglang.srt.configs.speculative import BLOCK_ALGORITHMS, DSPARK, EAGLE, NGRAM, UNQUANTIZED, SpeculativeSettings
+from sglang.srt.configs.stored_form import stored_narrow
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.speculators import block_values
 from sglang.srt.plan.weight_names import WeightMap
@@ -24,10 +25,6 @@ BUNDLED_SIZE = "dspark_block_size"
 """Key with the rows of a block in the config of a model whose checkpoint has its DSpark draft."""
 _DSPARK_FOLDER = "dspark"
 """Name of the directory in a model's in which others have theirs."""
-_WIDE = frozenset({"F64", "F32", "F16", "BF16"})
-_EXPERTS = ".experts."
-_STACKED = ("gate_up_proj", "down_proj")
-"""Names of tensors that hold all experts and are stored without `.weight`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +79,7 @@ def read_draft_config(
             kind=MTP if kind == EAGLE else kind,
             model_path=model.model_path,
             values=model.hf_config,
-            quantization=_asked(flag, _as_stored(model.quantization), model.model_path),
+            quantization=_asked(flag, _without_online(model.quantization), model.model_path),
             in_target=True,
             dummy=dummy,
             num_guesses=settings.num_steps,
@@ -129,32 +126,10 @@ def _asked(flag: str | None, stated: QuantConfig | None, path: str) -> QuantConf
     return None if flag == UNQUANTIZED else agree(flag, stated, path)
 
 
-def _as_stored(quantization: QuantConfig | None) -> QuantConfig | None:
+def _without_online(quantization: QuantConfig | None) -> QuantConfig | None:
     """Returns None for quantization that is made while the target is loaded: drafts stay as the checkpoint has them."""
-    if quantization is None or any(rule.quant and not _stored_narrow(rule.quant) for rule in quantization.rules):
+    if quantization is None or any(
+        rule.quant is not None and not stored_narrow(rule.quant) for rule in quantization.rules
+    ):
         return None
     return quantization
-
-
-def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
-    """Returns the rules without modules that the checkpoint has in 16 bits whatever the rules say: exports that
-    quantize a model leave its draft layers as they were, and do not always list them."""
-    if quantization is None or stored is None:
-        return quantization
-    modules = {_module(name): dtype in _WIDE for name, dtype in stored.items()}
-    kept = {name for name, wide in modules.items() if name and wide and _stored_narrow(quantization.of(name))}
-    # Experts are asked for as one, with shared ones that may be held among them.
-    experts = {name[: name.index(_EXPERTS) + len(_EXPERTS) - 1] for name in kept if _EXPERTS in name}
-    narrow = {name for name, wide in modules.items() if not wide}
-    kept |= {group for group in experts if not any(name.startswith(f"{group}.") for name in narrow)}
-    return replace(quantization, rules=(Rule((), None, frozenset(kept)), *quantization.rules)) if kept else quantization
-
-
-def _stored_narrow(quant: ModuleQuant | None) -> bool:
-    return quant is not None and quant.storage != "online"
-
-
-def _module(name: str) -> str:
-    """Returns the module whose weight the tensor is; "" for tensors that no product takes."""
-    module, _, leaf = name.rpartition(".")
-    return module if leaf == "weight" or leaf in _STACKED else ""

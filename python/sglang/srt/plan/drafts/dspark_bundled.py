@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.drafts.block_draft import check_captures
-from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig, stored_wide
+from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.families import family_of

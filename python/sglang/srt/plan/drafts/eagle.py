@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import EAGLE, EAGLE3
+from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
+from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import Concatenated, DraftDescription, Projected
 from sglang.srt.plan.drafts.speculators import KIND, with_layer_keys
 from sglang.srt.plan.families.family import Family

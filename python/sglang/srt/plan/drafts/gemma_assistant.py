@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
+from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription, Frozen
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.config_layers import SPARSE_LAYER, block_kinds
 from sglang.srt.plan.config_recurrent import KDA_CONFIG
-from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig, stored_wide
+from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig
 from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected, Streamed
 from sglang.srt.plan.drafts.mtp_by_depth import OTHERS, check_target, describe_by_depth
 from sglang.srt.plan.families import family_of

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.config import MTP, DraftConfig, stored_wide
+from sglang.srt.plan.drafts.config import MTP, DraftConfig
 from sglang.srt.plan.drafts.description import ByDepth, DraftDescription
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm

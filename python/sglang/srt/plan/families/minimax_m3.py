@@ -1,5 +1,5 @@
 """MiniMax M3 and M3.1: grouped queries that read blocks of tokens, Gemma's norms, a part of each head rotates, experts
-are w1, w2, w3 with GPT-OSS's gate. Images and video are not read yet."""
+are w1, w2, w3 with GPT-OSS's gate."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
-    CACHE_SCALE_ALIASES,
     MLP_NAMES,
     MODEL_NAMES,
     W123_NAMES,
@@ -35,13 +34,10 @@ MIXTRAL = Family(
     windows_everywhere=True,
     has_experts=True,
 )
-_FP8_ALIASES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
-"""Names of the numbers of FP8 weights with one scale, as transformers writes them."""
 MINISTRAL3 = replace(
     MISTRAL,
     model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM",),
-    names=replace(MISTRAL.names, aliases=(*CACHE_SCALE_ALIASES, *_FP8_ALIASES)),
     growing_queries=True,
 )
 
@@ -67,11 +63,7 @@ MISTRAL3 = replace(
 MISTRAL4 = Family(
     model_types=("mistral4",),
     architectures=("Mistral4ForCausalLM",),
-    names=replace(
-        LATENT_MODEL,
-        layer={**LATENT_MODEL.layer, "moe.experts": "mlp.experts"},
-        aliases=(*LATENT_MODEL.aliases, *_FP8_ALIASES),
-    ),
+    names=replace(LATENT_MODEL, layer={**LATENT_MODEL.layer, "moe.experts": "mlp.experts"}),
     allowed={**COMPUTED, "n_group": (1,)},
     has_experts=True,
     expert_form="stacked",

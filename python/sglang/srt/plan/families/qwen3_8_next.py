@@ -90,4 +90,4 @@ QWEN4_EXP = replace(
     ),
     expert_form="stacked",
 )
-"""The text half of a checkpoint with an image encoder, which is not read."""
+"""The text half of a checkpoint with an image encoder."""

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.tower import (
+    ROTARY_THETA,
     Cut,
     NamedShape,
     Tower,
+    axial_theta,
     gated_shapes,
     linear_shapes,
     norm_shapes,
@@ -19,8 +21,6 @@ from sglang.srt.plan.towers.tower import (
     whole_quarters,
 )
 
-_THETA = 10000.0
-"""The same in every published model, whose configs do not name it, but for GLM-5.3-Flash's."""
 _PREFIX = "model.visual."
 
 
@@ -39,7 +39,7 @@ class Glm4vTower(Tower):
     block_bias: bool = False
     head_norms: bool = False
     limit: float = 0.0
-    theta: float = _THETA
+    theta: float = ROTARY_THETA
     cuts: ClassVar[Mapping[str, Cut]] = {
         ".attn.qkv": Cut.HEADS,
         ".attn.proj": Cut.COLUMNS,
@@ -91,8 +91,6 @@ def describe_glm4v(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
 
 def describe_glm5_next(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
     """As `describe_glm4v`, of GLM-5.3-Flash: no learned positions, norms of heads, gates with limits, biases."""
-    rope = ConfigReader(vision.default("rope_parameters", dict, {}), f"{vision.source} rope_parameters")
-    only(rope, "rope_type", "axial")
     bias = vision.default("attention_bias", bool, True)
     return Glm4vTower(
         **_usual(vision),
@@ -103,7 +101,7 @@ def describe_glm5_next(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
         block_bias=bias,
         head_norms=True,
         limit=vision.default("swiglu_limit", float, 10.0),
-        theta=rope.default("rope_theta", float, _THETA),
+        theta=axial_theta(vision),
     )
 
 

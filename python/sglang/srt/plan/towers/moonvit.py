@@ -82,7 +82,8 @@ def describe_moonvit(outer: ConfigReader, vision: ConfigReader) -> MoonViTTower:
         merge=squares[0],
         out_size=ConfigReader(text, "config.json text_config").positive("hidden_size"),
         side=side,
-        pooled_frames=_size(vision, "pos_emb_time", "init_"),
+        clip_frames=(frames := _size(vision, "pos_emb_time", "init_")),
+        pooled_frames=frames,
         projector_eps=vision.default(
             "projector_ln_eps", float, outer.default("projection_layer_norm_eps", float, 1e-5)
         ),

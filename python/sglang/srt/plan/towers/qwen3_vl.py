@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Qwen3-VL and Qwen3.5, as config.json has it."""
+"""The encoder of images and videos of Qwen3-VL, Qwen3.5 and Qwen3.8-Flash-Next, as config.json has it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ from typing import ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, linear_shapes, norm_shapes, only, whole_quarters
+from sglang.srt.plan.towers.tower import (
+    Cut,
+    NamedShape,
+    Tower,
+    axial_theta,
+    linear_shapes,
+    norm_shapes,
+    only,
+    whole_quarters,
+)
 
-NORM_EPS, ROTARY_THETA = 1e-6, 10000.0
-"""The same in every published model, whose configs do not name them."""
+NORM_EPS = 1e-6
+"""The same in every published model, whose configs do not name it."""
 _PREFIX = "model.visual."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VLTower(Tower):
-    """`side`: learned positions a side, which are interpolated to an image's."""
+    """`side`: learned positions a side, which are interpolated to an image's. `theta`: of the rotary angles."""
 
     side: int
+    theta: float
     cuts: ClassVar[Mapping[str, Cut]] = {
         ".attn.qkv": Cut.HEADS,
         ".attn.proj": Cut.COLUMNS,
@@ -54,7 +64,7 @@ def describe_qwen3_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen3VLTower
     only(vision, "hidden_act", "gelu_pytorch_tanh")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_heads")
     whole_quarters(vision, hidden, heads)
-    positions, layers = vision.positive("num_position_embeddings"), vision.positive("depth")
+    positions, layers = vision.positive("num_position_embeddings", 2304), vision.positive("depth")
     side = math.isqrt(positions)
     if side**2 != positions:
         raise UserError(f"{vision.source}: num_position_embeddings {positions} is not a square.")
@@ -64,12 +74,13 @@ def describe_qwen3_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen3VLTower
     patch = vision.positive("patch_size")
     return Qwen3VLTower(
         hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
+        intermediate_size=vision.positive("intermediate_size", 4304),
         num_layers=layers,
         num_heads=heads,
-        patch_shape=(vision.positive("in_channels"), vision.positive("temporal_patch_size"), patch, patch),
-        merge=vision.positive("spatial_merge_size"),
+        patch_shape=(vision.positive("in_channels", 3), vision.positive("temporal_patch_size", 2), patch, patch),
+        merge=vision.positive("spatial_merge_size", 2),
         out_size=vision.positive("out_hidden_size"),
         side=side,
+        theta=axial_theta(vision),
         deepstack=deepstack,
     )

@@ -13,6 +13,8 @@ from typing import ClassVar, Self
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 
+ROTARY_THETA = 10000.0
+"""The base of rotary angles in every published encoder whose config does not name it."""
 NamedShape = tuple[str, tuple[int, ...]]
 Slices = tuple[slice, ...]
 
@@ -29,8 +31,9 @@ class Cut(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower(ABC):
     """`patch_shape`: channels, frames, rows and columns of a patch. `merge`: of so many patches a side one token is
-    made, of `out_size` dims. `deepstack`: layers whose outputs are features, too. `pooled_frames`: so many frames of a
-    video, or what is left of it, see one another and become the tokens of one. `ranks`: so many share out heads and
+    made, of `out_size` dims. `deepstack`: layers whose outputs are features, too. `clip_frames`: so many frames
+    of a video, or what is left of it, see one another. `pooled_frames`: so many become the tokens of one, those of a
+    clip or 1. `ranks`: so many share out heads and
     widths."""
 
     hidden_size: int
@@ -41,6 +44,7 @@ class Tower(ABC):
     merge: int
     out_size: int
     deepstack: tuple[int, ...] = ()
+    clip_frames: int = 1
     pooled_frames: int = 1
     ranks: int = 1
 
@@ -172,6 +176,14 @@ def only(keys: ConfigReader, key: str, served: str) -> None:
     value = keys.default(key, str, served)
     if value != served:
         raise UserError(f"{keys.source}: {key} = {value!r} is not supported; supported: {served!r}.")
+
+
+def axial_theta(vision: ConfigReader) -> float:
+    """Returns the base of the rotary angles by row and column. Published configs may have it as `rope_theta`, and those
+    that transformers writes in `rope_parameters`. Raises UserError for another kind of angles."""
+    rope = ConfigReader(vision.default("rope_parameters", dict, {}), f"{vision.source} rope_parameters")
+    only(rope, "rope_type", "axial")
+    return rope.default("rope_theta", float, vision.default("rope_theta", float, ROTARY_THETA))
 
 
 def whole_quarters(keys: ConfigReader, hidden_size: int, num_heads: int) -> None:

@@ -25,13 +25,13 @@ KEEP_LAUNCH = {"BLOCK": KEEP_BLOCK, "num_warps": 4}
 @triton.jit
 def compress_kernel(
     rows,  # [T, 2, RUNS * DIM] fp32
-    bias,  # [RATE, RUNS * DIM] fp32
+    bias,  # [RATE, RUNS * DIM] fp32, or None: means
     state,  # [requests, RUNS * RATE, 2, RUNS * DIM] fp32
     slots,  # [T]
     positions,  # [T]
     firsts,  # [T]
     weight,  # [DIM]
-    cos_sin,  # [max_pos, ROT] fp32
+    cos_sin,  # [max_pos, ROT] fp32, or None: rows of means have their own
     cache,  # [entries, DIM]
     out_cache_loc,  # [T]
     row_stride,
@@ -44,8 +44,9 @@ def compress_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The entry of the run that token `program_id` completes, if it does: softmax over tokens, channel by channel. With
-    ROT 0 it is neither normed nor rotated."""
+    """The entry of the run that token `program_id` completes, if it does: softmax over tokens, channel by channel, or
+    without a bias their mean. With ROT 0 it is neither normed nor rotated."""
+    MEAN: tl.constexpr = bias is None
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, DIM)
     if ROT > 0:
@@ -75,21 +76,34 @@ def compress_kernel(
             past = kept + (at % SIZE) * (2 * WIDTH) + column
             from_new = (is_token & is_new)[:, None]
             from_state = (is_token & ~is_new)[:, None]
-            gates = tl.load(recent[:, None] + WIDTH + cols[None, :], mask=from_new, other=0.0)
-            gates += tl.load(past[:, None] + WIDTH + cols[None, :], mask=from_state, other=0.0)
-            gates += tl.load(bias + ((row % RATE) * WIDTH + column)[:, None] + cols[None, :])
-            gates = tl.where(is_token[:, None], gates, float("-inf"))
             parts = tl.load(recent[:, None] + cols[None, :], mask=from_new, other=0.0)
             parts += tl.load(past[:, None] + cols[None, :], mask=from_state, other=0.0)
-            new_most = tl.maximum(most, tl.max(gates, axis=0))
-            shrink = tl.exp(most - new_most)
-            shares = tl.exp(gates - new_most[None, :])
-            values = values * shrink + tl.sum(shares * parts, axis=0)
-            total = total * shrink + tl.sum(shares, axis=0)
-            most = new_most
-        entry = (values / total)[None, :]
+            if MEAN:
+                values += tl.sum(parts, axis=0)
+            else:
+                gates = tl.load(recent[:, None] + WIDTH + cols[None, :], mask=from_new, other=0.0)
+                gates += tl.load(past[:, None] + WIDTH + cols[None, :], mask=from_state, other=0.0)
+                gates += tl.load(bias + ((row % RATE) * WIDTH + column)[:, None] + cols[None, :])
+                gates = tl.where(is_token[:, None], gates, float("-inf"))
+                new_most = tl.maximum(most, tl.max(gates, axis=0))
+                shrink = tl.exp(most - new_most)
+                shares = tl.exp(gates - new_most[None, :])
+                values = values * shrink + tl.sum(shares * parts, axis=0)
+                total = total * shrink + tl.sum(shares, axis=0)
+                most = new_most
+        if MEAN:
+            entry = (values / RATE)[None, :]
+        else:
+            entry = (values / total)[None, :]
         if ROT > 0:
-            cos_sin_row = cos_sin + (position + 1 - RATE) * ROT
+            if MEAN:
+                first = position + 1 - RATE
+                if first >= first_new:
+                    cos_sin_row = rows + tl.maximum(token + 1 - RATE, 0) * row_stride + WIDTH
+                else:
+                    cos_sin_row = kept + (first % SIZE) * (2 * WIDTH) + WIDTH
+            else:
+                cos_sin_row = cos_sin + (position + 1 - RATE) * ROT
             entry = normed_and_turned(entry, norm_weight, cos_sin_row, eps, DIM, ROT, tl.float32)
         slot = tl.load(out_cache_loc + token).to(tl.int64) // RATE
         tl.store(cache + slot * entry_stride + cols[None, :], entry.to(cache.dtype.element_ty))
@@ -129,7 +143,7 @@ def compress_launch(dim: int, size: int) -> dict[str, int]:
 
 def compress(
     rows: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     state: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
@@ -139,16 +153,19 @@ def compress(
     cos_sin: torch.Tensor | None,
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
+    *,
+    angles: int = 0,
 ) -> None:
     """As the reference, for rates and dims that are powers of two. Tokens of slot 0 are padding."""
     num_tokens = rows.shape[0]
-    rate, size, dim = bias.shape[0], state.shape[1], cache.shape[-1]
+    size, dim = state.shape[1], cache.shape[-1]
+    rate = size if bias is None else bias.shape[0]
     if num_tokens == 0:
         return
     compress_kernel[(num_tokens,)](
         rows, bias, state, slots, positions, firsts, weight, cos_sin, cache, out_cache_loc, rows.stride(0),
         cache.stride(0), eps, RATE=rate, RUNS=size // rate, DIM=dim,
-        ROT=0 if cos_sin is None else cos_sin.shape[1], **compress_launch(dim, size), **pdl.options(),
+        ROT=angles if cos_sin is None else cos_sin.shape[1], **compress_launch(dim, size), **pdl.options(),
     )  # fmt: skip
 
 

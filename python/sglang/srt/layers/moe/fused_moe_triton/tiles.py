@@ -186,15 +186,6 @@ def tile_rows(kind: str, features: Collection[str]) -> tuple[MoeTiles, ...]:
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
-def tiles_for(
-    num_pairs: int, num_experts: int, kind: str = "plain", features: Collection[str] = (), intermediate: int = 0
-) -> MoeTiles:
-    """`intermediate`: dims of an expert on this rank; 0 if blocks divide them."""
-    rows = num_pairs / num_experts
-    fitting = (tiles for tiles in tile_rows(kind, features) if intermediate % tiles.whole == 0)
-    return next(tiles for tiles in fitting if rows <= tiles.max_rows_per_expert)
-
-
 def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
     """The tiles to which a launch steps down should `tiles` (of a table or a tuning file) not fit: the tiles of every
     GPU with as many rows or fewer, largest first. Small blocks have more stages, so that they do not always take less

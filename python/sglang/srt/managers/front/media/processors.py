@@ -2,8 +2,8 @@
 
 Sizes and values are those of the classes of transformers that work on numpy arrays, without torch and torchvision. A
 channel of a pixel has 256 levels, so what a class makes of these is looked up: the same values, in the type in which
-the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5, which are
-computed here from the same settings; videos are in `video_processors`.
+the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5 and
+MiniMax-M3, which are computed here from the same settings; videos are in `video_processors`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from PIL import Image
 
 from sglang.srt.managers.front.media import canvas
 from sglang.srt.managers.front.media.patch_types import as_type
+from sglang.srt.managers.front.media.pixel_budget import within
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.plan.media import PATCHES_A_STEP
 
 Settings = Mapping[str, Any]
-
-MAX_SCALED_ASPECT = 200
-"""Longest side over the shortest, as the classes of transformers have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +167,31 @@ def padded_patches(picture: np.ndarray, settings: Settings, dtype: str = "float3
     return Patches(pixels, (1, rows, columns), rows * columns // merge**2)
 
 
+OF_CLIP = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+    "patch_size": 14,
+}
+OF_M3 = {**OF_CLIP, "merge_size": 2, "temporal_patch_size": 2}
+
+
+def _within_a_budget(settings: Settings, dtype: str) -> ImageProcessor:
+    """MiniMax-M3: the nearest whole squares of patches whose pixels are within two limits. Published files have a
+    `size` that is not used."""
+    words = {**OF_M3, **{key: value for key, value in settings.items() if value is not None}}
+    patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
+    limits = {"shortest_edge": 4 * 28**2, "longest_edge": 672**2, **_size(settings)}
+    least, most = limits["shortest_edge"], min(limits["longest_edge"], PATCHES_A_STEP * patch**2)
+    levels = as_type(levels_of(words), dtype)
+
+    def process(image: Image.Image) -> Patches:
+        picture = resized(image, within(image.size, patch * merge, least, most))
+        rows, columns = picture.shape[0] // patch, picture.shape[1] // patch
+        return Patches(cut(picture, levels, patch, merge, frames), (1, rows, columns), rows * columns // merge**2)
+
+    return process
+
+
 _QWEN = _merged("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
 _IMAGES: Mapping[str, _Make] = {
     "qwen3_vl": _QWEN,
@@ -177,6 +201,7 @@ _IMAGES: Mapping[str, _Make] = {
     "glm5_next": _on_a_canvas,
     "gemma4": _pooled,
     "kimi_k25": _native_size,
+    "minimax_m3": _within_a_budget,
 }
 FAMILIES = tuple(_IMAGES)
 

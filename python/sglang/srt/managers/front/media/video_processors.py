@@ -15,9 +15,11 @@ from PIL import Image
 
 from sglang.srt.managers.front.media.canvas import fitted
 from sglang.srt.managers.front.media.decoding import MediaError, Video
+from sglang.srt.managers.front.media.pixel_budget import MAX_SCALED_ASPECT, within
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.managers.front.media.processors import (
-    MAX_SCALED_ASPECT,
+    OF_CLIP,
+    OF_M3,
     Patches,
     Settings,
     edges,
@@ -43,7 +45,7 @@ class VideoPatches:
 Written = Callable[[Sequence[float], int], list[str | int]]
 """(times of the frames of the grid, placeholders of one, or of those that are pooled) -> what stands in the prompt."""
 _CLIP_FRAMES = 4
-"""Frames that Kimi K2.5 pools."""
+"""Frames that see one another in Kimi K2.5, which pools them, and in MiniMax-M3."""
 
 
 def _each_frame(before: str, after: str, time_format: Callable[[float], str]) -> Written:
@@ -108,6 +110,12 @@ def _by_rate(video: Video, settings: Settings) -> list[int]:
     """Kimi K2.5: `fps` frames a second, in published files `sample_fps`, in equal steps from the first on."""
     count = int(video.num_frames / video.fps * settings.get("fps", settings["sample_fps"]))
     return _steps(video.num_frames, min(max(count, 1), video.num_frames, settings["max_frames"]))
+
+
+def _by_rate_at_least(video: Video, settings: Settings) -> list[int]:
+    """MiniMax-M3: `fps` frames a second, but no fewer than `min_frames`, in equal steps from the first on."""
+    count = max(int(video.num_frames / video.fps * settings["fps"]), settings["min_frames"])
+    return _steps(video.num_frames, min(count, settings["max_frames"], video.num_frames))
 
 
 def _steps(total: int, count: int) -> list[int]:
@@ -203,6 +211,13 @@ def _merged_size(video: Video, count: int, settings: Settings) -> tuple[int, int
     return columns, rows
 
 
+def _size_of_each(video: Video, count: int, settings: Settings) -> tuple[int, int]:
+    """MiniMax-M3: `max_pixels` are of each frame, of which those that see one another fit an encoder step."""
+    patch = settings["patch_size"]
+    most = min(settings["max_pixels"], PATCHES_A_STEP // _CLIP_FRAMES * patch**2)
+    return within(video.size, patch * settings["merge_size"], settings["min_pixels"], most)
+
+
 def _merged_patches(frames: np.ndarray, settings: Settings) -> Patches:
     """frames [F, height, width, 3] uint8. Patches of a square of the merge follow one another, and have the values of
     the frames that are taken together."""
@@ -273,15 +288,10 @@ class _Form:
 
 
 _PAIRS = {"temporal_patch_size": 2, "merge_size": 2, "fps": 2.0, "max_frames": 768}
-_OF_CLIP = {
-    "image_mean": (0.48145466, 0.4578275, 0.40821073),
-    "image_std": (0.26862954, 0.26130258, 0.27577711),
-    "patch_size": 14,
-}
-_OF_GLM = {**_PAIRS, **_OF_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
+_OF_GLM = {**_PAIRS, **OF_CLIP, "min_pixels": 112**2, "max_pixels": 28 * 28 * 2 * 30000, "max_duration": 300}
 _OF_GLM5 = {
     **_PAIRS,
-    **_OF_CLIP,
+    **OF_CLIP,
     "max_frames": 2048,
     "max_duration": 0,
     "patch_expand_factor": 1,
@@ -320,6 +330,14 @@ _OF_KIMI = {
     "sample_fps": 2.0,
     "max_frames": 2048,
 }
+_OF_M3 = {
+    **OF_M3,
+    "fps": 1.0,
+    "min_frames": 4,
+    "max_frames": 768,
+    "min_pixels": 4 * 28**2,
+    "max_pixels": 768 * 28**2,
+}
 _GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>{}")
 _FORMS: Mapping[str, _Form] = {
     "qwen3_vl": _Form(
@@ -328,7 +346,7 @@ _FORMS: Mapping[str, _Form] = {
         {**_PAIRS, **_OF_QWEN3},
         middle=True,
     ),
-    "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **_OF_CLIP, **_OF_QWEN2_5}),
+    "qwen2_5_vl": _Form(_steps_by_rate, _all_frames, {**_PAIRS, **OF_CLIP, **_OF_QWEN2_5}),
     "glm4v": _Form(_rounded_up, _each_frame(*_GLM_MARKS, lambda time: str(int(time))), _OF_GLM),
     "glm46v": _Form(_by_length, _each_frame(*_GLM_MARKS, "{:.1f} seconds".format), _OF_GLM),
     "glm5_next": _Form(
@@ -337,6 +355,12 @@ _FORMS: Mapping[str, _Form] = {
     "kimi_k25": _Form(
         _by_rate, _clips_of_four, _OF_KIMI, pooled=_CLIP_FRAMES, size=_size_without_padding, patches=_padded_patches
     ),
+    "minimax_m3": _Form(
+        _by_rate_at_least,
+        _each_frame("]<]{} seconds[>[]<]start of image[>[", "]<]end of image[>[", "{:.1f}".format),
+        _OF_M3,
+        size=_size_of_each,
+    ),
     "gemma4": _Form(_fixed_number, _clocks, _OF_GEMMA, size=_pooled_size, patches=_row_by_row),
 }
 
@@ -344,6 +368,10 @@ _FORMS: Mapping[str, _Form] = {
 def video_processor(files: ProcessorFiles) -> VideoProcessor:
     """The processor of the model's videos."""
     return VideoProcessor(_FORMS[files.family], files.video)
+
+
+def reads_videos(files: ProcessorFiles) -> bool:
+    return files.family in _FORMS
 
 
 class VideoProcessor:

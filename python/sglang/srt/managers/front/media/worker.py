@@ -83,14 +83,16 @@ def _limit_memory(working_bytes: int) -> None:
 
 class _Worker:
     def __init__(self, settings: WorkerSettings) -> None:
-        from sglang.srt.managers.front.media import containers, decoding, processors, video_processors
+        from sglang.srt.managers.front.media import containers, decoding, image_views, video_processors
 
         self._decoding, self._containers = decoding, containers
         self._beside = ThreadPoolExecutor(1)  # hashes while numpy makes patches
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
-        self._image = processors.image_processor(settings.files, settings.pixel_dtype)
-        self._video = video_processors.video_processor(settings.files)
+        self._image = image_views.image_views(settings.files, settings.pixel_dtype)
+        self._video = None
+        if video_processors.reads_videos(settings.files):
+            self._video = video_processors.video_processor(settings.files)
 
     def answer(self, job: MediaJob) -> Reply:
         try:
@@ -107,11 +109,15 @@ class _Worker:
         data = self._decoding.file_bytes(job.data, job.is_base64, self._max_bytes)
         picture = self._decoding.decode_image(data, job.detail)
         content = self._beside.submit(lambda: hashlib.sha256(picture.tobytes()).digest())
-        patches = self._image(picture)
-        seen = (repr(self._files.image), picture.size, content.result())
-        return Decoded(items=[self._features(job, patches, seen)], parts=[patches.num_tokens])
+        views = self._image(picture)
+        items = []
+        for number, patches in enumerate(views.patches):
+            seen = (repr(self._files.image), (number, picture.size), content.result())
+            items.append(self._features(job, patches, seen, num_runs=patches.grid[0]))
+        return Decoded(items=items, parts=views.parts)
 
     def _video_reply(self, job: MediaJob) -> Decoded:
+        assert self._video is not None, "the front refuses videos that the model does not take"
         result = self._video(self._opened_video(job))
         num_runs = sum(isinstance(part, int) for part in result.parts)
         pixels = as_type(np.ascontiguousarray(result.patches.pixels, np.float32), self._pixel_dtype)

@@ -1,0 +1,108 @@
+"""What a checkpoint's tensors say of its quantization, where its config leaves it open or errs. No torch.
+
+Configs state which modules are left alone in as many spellings as there are exporters: by names of fused modules, of
+modules that the checkpoint splits, with or without the decoder's place, or not at all. A weight of 16 bits without
+scales stands for itself, whatever they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from sglang.srt.configs.checkpoint_header import stored_dtypes, stored_names
+from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component, without_decoder
+
+_WIDE = frozenset({"F64", "F32", "F16", "BF16"})
+_EXPERTS = ".experts."
+_STACKED = ("gate_up_proj", "down_proj")
+"""Names of tensors that hold all experts and are stored without `.weight`."""
+_STACKED_SCALES = f"{_EXPERTS}gate_up_proj_scale_inv"
+STACKED_FP8 = "fp8_stacked"
+"""Storage of experts in FP8 that are one tensor, as transformers writes them."""
+_SCALES = frozenset(
+    {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scale", "scales"}
+    | {"input_scale", "input_global_scale", "activation_scale"}
+)
+
+
+def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | None:
+    """Returns the quantization as the tensors of the checkpoint in `folder` have it; as it is where there are none.
+    Raises UserError for files that are damaged."""
+    if quantization is None or not any(stored_narrow(rule.quant) for rule in quantization.rules):
+        return quantization
+    stored = stored_names(folder)
+    unclear = _unclear(quantization, stored or {})
+    if stored is not None and unclear:
+        stored = {**stored, **(stored_dtypes(folder, unclear.__contains__) or {})}
+    return with_stacked_experts(stored_wide(quantization, stored), stored)
+
+
+def _unclear(quantization: QuantConfig, stored: Mapping[str, str]) -> frozenset[str]:
+    """Returns the tensors of unknown type ("") that the rules call quantized though they have no scales: few, as long
+    as these are right."""
+    scaled = _scaled(stored)
+    return frozenset(
+        name
+        for name, dtype in stored.items()
+        if not dtype and (module := _module(name)) and module not in scaled and _is_product(module)
+        if stored_narrow(quantization.of(module))
+    )
+
+
+def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
+    """Returns the rules without modules that the checkpoint has in 16 bits whatever the rules say: exports that
+    quantize a model leave its draft layers as they were, and do not always list them."""
+    if quantization is None or stored is None:
+        return quantization
+    scaled = _scaled(stored)
+    modules = {_module(name): dtype in _WIDE for name, dtype in stored.items()}
+    kept = {
+        name
+        for name, wide in modules.items()
+        if name and wide and name not in scaled and stored_narrow(quantization.of(name))
+    }
+    # Experts are asked for as one, with shared ones that may be held among them.
+    experts = {name[: name.index(_EXPERTS) + len(_EXPERTS) - 1] for name in kept if _EXPERTS in name}
+    narrow = scaled | {name for name, wide in modules.items() if not wide}
+    layers = {name.partition(_EXPERTS)[0] for name in narrow if _EXPERTS in name}
+    kept |= {group for group in experts if group.removesuffix(_EXPERTS[:-1]) not in layers}
+    return replace(quantization, wide=quantization.wide | set(map(without_decoder, kept))) if kept else quantization
+
+
+def with_stacked_experts(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
+    """Returns the rules with the storage STACKED_FP8 for experts in FP8, where their scales are one tensor."""
+    if quantization is None or not any(name.endswith(_STACKED_SCALES) for name in stored or ()):
+        return quantization
+    experts = component("experts", quantization.source)
+    rules: list[Rule] = []
+    for rule in quantization.rules:
+        if rule.quant is not None and rule.quant.storage == "fp8":
+            patterns = tuple(f"(?={experts}$)(?:{pattern})" for pattern in rule.patterns)
+            rules.append(replace(rule, patterns=patterns, quant=replace(rule.quant, storage=STACKED_FP8)))
+        rules.append(rule)
+    return replace(quantization, rules=tuple(rules))
+
+
+def _scaled(stored: Iterable[str]) -> set[str]:
+    """Returns the modules that have scales among the names."""
+    leaves = (name.rpartition(".") for name in stored)
+    return {module for module, _, leaf in leaves if leaf in _SCALES or (leaf.startswith(_STACKED) and "scale" in leaf)}
+
+
+def _is_product(module: str) -> bool:
+    """Norms and embeddings are never quantized, and rules for all modules do not mean them."""
+    name = module.rpartition(".")[2]
+    return "norm" not in name and "embed" not in name
+
+
+def stored_narrow(quant: ModuleQuant | None) -> bool:
+    """Returns whether the tensors of a checkpoint are quantized so, and not while they are loaded."""
+    return quant is not None and quant.storage != "online"
+
+
+def _module(name: str) -> str:
+    """Returns the module whose weight the tensor is; "" for tensors that no product takes."""
+    module, _, leaf = name.rpartition(".")
+    return module if leaf == "weight" or leaf in _STACKED else ""

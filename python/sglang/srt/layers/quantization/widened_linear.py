@@ -1,0 +1,84 @@
+"""Linear products whose weights are held in the model's type, however the checkpoint stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import pad
+
+from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.parameter import Param, Scope, Shard
+from sglang.srt.layers.quantization.layout import layout_of
+from sglang.srt.layers.quantization.linear_weight import LinearWeight
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+
+Create = Callable[[Scope, list[Shard], ModuleQuant], LinearWeight]
+"""Allocates the tensors in which a checkpoint stores shards."""
+
+
+class WidenedLinear:
+    """x [T, in] -> [T, out] (+ bias). Each shard is read as its own module is stored (None: in 16 bits), so that the
+    modules of a product may differ, and in whole groups of rows with one scale or word, of which a rank keeps its own.
+    What they were stored as is freed once they are loaded."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        shards: list[Shard],
+        quants: list[ModuleQuant | None],
+        create: Create,
+        bias: torch.Tensor | None,
+    ) -> None:
+        self.scope, self.bias = scope, bias
+        self.linear: LinearOp = scope.plan.entry("linear")
+        self.stored: list[str] = []
+        self.shards = [self._read(shard, quant, create) for shard, quant in zip(shards, quants, strict=True)]
+        scope.finish.append(self.finish)
+
+    def _read(self, shard: Shard, quant: ModuleQuant | None, create: Create) -> Callable[[], torch.Tensor]:
+        """Allocates what one shard is read into. Returns a function that gives its rows in the model's type."""
+        scope, share = replace(self.scope, params={}), shard.rows
+        if quant is None:
+            tensor = Unquantized().stacked(scope, [shard])
+            self._record(scope)
+            return lambda: tensor
+        groups = share.in_groups(max(1, quant.format.group[0], *_rows_of_words(quant)))
+        weight = create(scope, [replace(shard, rows=groups)], quant)
+        begin = share.run.start - groups.run.start
+        self._record(scope)
+
+        def rows() -> torch.Tensor:
+            read = weight.dequantized()[begin : begin + share.count].to(scope.dtype)
+            return pad(read, (0, 0, 0, share.padded_count - share.count))
+
+        return rows
+
+    def _record(self, scope: Scope) -> None:
+        """The tensors of several shards have the same names in the checkpoint's modules."""
+        for param in scope.params.values():
+            key = f"{param.name}.{len(self.stored)}"
+            self.scope.params[key] = param
+            self.stored.append(key)
+
+    def finish(self) -> None:
+        self.weight = torch.cat([rows() for rows in self.shards])
+        for name in self.stored:
+            del self.scope.params[name]
+        self.shards.clear()
+        name = f"{self.scope.path}.weight"
+        self.scope.params[name] = Param(name, self.weight, {})
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return self.linear(values_of(x), self.weight, self.bias)
+
+
+def _rows_of_words(quant: ModuleQuant) -> list[int]:
+    """Returns how many rows lie in one word of codes, and in one of zero points."""
+    if quant.storage == "online":
+        return []
+    layout = layout_of(quant)
+    return [leaf.rows for leaf in (layout.data, layout.zeros) if leaf is not None]

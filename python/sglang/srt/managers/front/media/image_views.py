@@ -1,0 +1,58 @@
+"""Pictures to what the encoder takes of them, and to what stands for them in the prompt: most models see a picture
+once, between marks that the template writes. Step-3.7 sees its tiles, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from PIL import Image
+
+from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.managers.front.media.processors import Patches, image_processor
+from sglang.srt.managers.front.media.tiles import TiledProcessor
+
+_MARKS: Mapping[str, tuple[str, str]] = {"minimax_m3": ("]<]start of image[>[", "]<]end of image[>[")}
+"""Tokens around a run of placeholders that the processor writes, not the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """`patches`: of each grid, in the order of their placeholders. `parts`: what stands in the prompt; a number is a
+    run of so many placeholders, one for each frame of a grid."""
+
+    patches: list[Patches]
+    parts: list[str | int]
+
+
+SeeImage = Callable[[Image.Image], Views]
+
+
+def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
+    """Returns what prepares the model's images, in the type of patches that `patch_types.as_type` names."""
+    if files.family == "step3p7":
+        return _in_tiles(TiledProcessor(files.image, dtype))
+    process, marks = image_processor(files, dtype), _MARKS.get(files.family)
+
+    def see(image: Image.Image) -> Views:
+        patches = process(image)
+        parts: list[str | int] = [patches.num_tokens]
+        return Views([patches], parts if marks is None else [marks[0], *parts, marks[1]])
+
+    return see
+
+
+def _in_tiles(process: TiledProcessor) -> SeeImage:
+    """Each tile and the whole have a run between marks; behind each row of tiles but the last one stands another."""
+
+    def see(image: Image.Image) -> Views:
+        tiles, patches = process(image)
+        parts: list[str | int] = []
+        for number in range(tiles.rows * tiles.columns):
+            parts += ["<patch_start>", patches[0].num_tokens // patches[0].grid[0], "<patch_end>"]
+            if (number + 1) % tiles.columns == 0 and number + 1 < tiles.rows * tiles.columns:
+                parts.append("<patch_newline>")
+        parts += ["<im_start>", patches[-1].num_tokens, "<im_end>"]
+        return Views(patches, parts)
+
+    return see

@@ -1,0 +1,80 @@
+"""The encoder of images and videos of MiniMax-M3: `plan.towers.minimax_m3` describes it.
+
+Source: the classes of transformers for MiniMax-M3 as the numeric reference. The frames of a clip see one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from sglang.srt.models.vision.encoder import (
+    Heads,
+    PatchPart,
+    Pieces,
+    Sight,
+    VisionEncoder,
+    cos_sin,
+    gelu_,
+    turn_pairs,
+)
+from sglang.srt.models.vision.patch_places import Grid, clip_starts, frame_indices, num_patches, rows_and_columns
+from sglang.srt.models.vision.pieces import Cuts
+from sglang.srt.plan.towers.minimax_m3 import MiniMaxM3Tower
+
+
+class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
+    """Patches come in squares of the merge, one after the other."""
+
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        pairs = self.tower.axis_pairs
+        frequencies = (1.0 / self.tower.theta ** (np.arange(pairs) / pairs)).astype(np.float32)
+        axes = (frame_indices(grids), *rows_and_columns(grids, self.tower.merge))
+        angles = np.concatenate([axis[:, None].astype(np.float32) * frequencies for axis in axes], axis=1)
+        return cos_sin(angles) | {"starts": clip_starts(grids)}
+
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
+        tower, (prefix, projector, merger), places = self.tower, self.tower.prefixes, part.places
+        x = self._linear(prefix + "embeddings.patch_embedding", part.pixels.to(self.dtype))
+        x = self._norm(prefix + "pre_layrnorm", x, tower.norm_eps)
+        turn = partial(_turn_front, cos=places["cos"], sin=places["sin"])
+        sight = Sight(turn, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
+        yield
+        for i in range(tower.num_layers):
+            x = yield from self._block(f"{prefix}encoder.layers.{i}.", x, sight)
+            yield
+        x = self._projected(projector, x)
+        return self._projected(merger, x.view(-1, tower.out_size * tower.merge**2))
+
+    def _projected(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(prefix + "linear_2", gelu_(self._linear(prefix + "linear_1", x)))
+
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        eps, heads = self.tower.norm_eps, (self.tower.rank_heads, self.tower.head_dim)
+
+        def project(rows: slice) -> Heads:
+            normed = self._norm(name + "layer_norm1", x[rows], eps)
+            q, k, v = (self._linear(f"{name}self_attn.{part}_proj", normed).unflatten(-1, heads) for part in "qkv")
+            sight.turn(q, rows)
+            sight.turn(k, rows)
+            return q, k, v
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "self_attn.out_proj", attended[rows])
+            wide = self._linear(name + "mlp.fc1", self._norm(name + "layer_norm2", patches, eps))
+            patches += self._linear(name + "mlp.fc2", gelu_(wide))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
+
+
+def _turn_front(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """x [N, heads, head_dim], of which the first dims turn in two halves; cos, sin [P, 1, pairs] float32: a third each
+    by time, row and column."""
+    first, second = x[..., : 2 * cos.shape[-1]].chunk(2, dim=-1)
+    turn_pairs(first, second, cos[rows], sin[rows])
