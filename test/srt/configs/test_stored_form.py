@@ -55,6 +55,21 @@ def test_weights_without_scales_are_in_16_bits() -> None:
     assert {name: config.of(name) is None for name in WIDE} == WIDE
 
 
+def test_a_checkpoint_in_16_bits_that_says_otherwise_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.zeros(2, 2)
+    tensors = {f"{LAYER}0.mlp.up_proj.weight": weight.bfloat16()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = as_stored(FP8, tmp_path)
+    assert config is not None and config.of("layers.0.mlp.up_proj") is None
+    assert "none has scales" in caplog.text
+    caplog.clear()
+    scaled = {f"{LAYER}0.mlp.up_proj.weight": weight.to(torch.float8_e4m3fn)}
+    save_file(scaled | {f"{LAYER}0.mlp.up_proj.weight_scale_inv": weight}, tmp_path / "model.safetensors")
+    assert as_stored(FP8, tmp_path) and not caplog.text
+
+
 def test_types_are_read_where_names_do_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two files only the one whose tensors are unclear is opened."""
     dtypes = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}

@@ -7,12 +7,15 @@ scales stands for itself, whatever they say.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from sglang.srt.configs.checkpoint_header import stored_dtypes, stored_names
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component, without_decoder
+
+logger = logging.getLogger(__name__)
 
 _WIDE = frozenset({"F64", "F32", "F16", "BF16"})
 _EXPERTS = ".experts."
@@ -36,6 +39,8 @@ def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | N
     unclear = _unclear(quantization, stored or {})
     if stored is not None and unclear:
         stored = {**stored, **(stored_dtypes(folder, unclear.__contains__) or {})}
+    if stored and not _scaled(stored):
+        logger.warning("%s states quantized weights, but none has scales: they are loaded as they are", folder)
     return with_stacked_experts(stored_wide(quantization, stored), stored)
 
 
