@@ -19,7 +19,8 @@ def prefix(windows: list[list[int]]) -> CachedPrefix:
         SimpleNamespace(depth=4 * i + 4, key=np.zeros(4), windows=[np.array(slots)], checkpoint=0)
         for i, slots in enumerate(windows)
     ]
-    tier: Any = SimpleNamespace(windows=(SimpleNamespace(index=0, window=WINDOW),), checkpoints=None)
+    window = SimpleNamespace(index=0, window=WINDOW, seen_before=lambda at: np.minimum(at, WINDOW - 1))
+    tier: Any = SimpleNamespace(windows=(window,), checkpoints=None)
     return CachedPrefix(tier, nodes)
 
 

@@ -29,7 +29,7 @@ VIDEO: list[Grid] = [(32, 28, 28)]
 LAYER = LayerTimes.fitted((4, 1024, 0.5), (1, 4096, 1.1), 0.2)
 PACE = MediaPace(LAYER, {1: 5.0, 64: 10.0}, {64: 9.0, 128: 9.5, 256: 10.0, 512: 16.0, 1024: 30.0})
 SIZES = {"num_layers": 27, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "out_size": 64, "merge": 2}
-TOWER = Qwen3VLTower(**SIZES, patch_shape=(3, 2, 16, 16), side=8)  # type: ignore[arg-type]
+TOWER = Qwen3VLTower(**SIZES, patch_shape=(3, 2, 16, 16), side=8, theta=1e4)  # type: ignore[arg-type]
 WINDOWS = Qwen2_5VLTower(**SIZES, patch_shape=(3, 2, 14, 14), window=4, full_layers=(7, 15, 23))  # type: ignore[arg-type]
 
 

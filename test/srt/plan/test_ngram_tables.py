@@ -51,7 +51,7 @@ def test_where_a_table_is(flags: dict[str, Any], hosted: bool, tmp_path: Path) -
 
 
 def test_a_table_that_must_not_leave_the_gpu(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the weights take 120.* GiB a GPU, and 92"):
+    with pytest.raises(UserError, match="the weights take 121.* GiB a GPU, and 92"):
         build(tmp_path, "rtx-pro-6000-server", 92.7, no_ple_offload_embedding=True)
     with pytest.raises(UserError, match="contradict each other"):
         build(tmp_path, "rtx-pro-6000-server", 92.7, no_ple_offload_embedding=True, ple_offload_embedding=True)
