@@ -87,6 +87,19 @@ def test_a_layout_that_answers_otherwise_is_wrong(
     assert [path.name for path in tmp_path.iterdir()] == ["wrong_a_layout.json"] * (not right)
 
 
+@pytest.mark.parametrize(
+    ("model", "num_wrong", "right"), [("embedded", 1, True), ("embedded", 2, False), ("dense", 1, False)]
+)
+def test_one_answer_of_the_embedded_model_may_be_another(
+    model: str, num_wrong: int, right: bool, tmp_path: Path
+) -> None:
+    bench = Layouts(layouts.Window(tmp_path, 60.0), True, "bfloat16")
+    wanted = [Answer([6, 7] * 20, [{6: -0.7, 8: -0.76}, {7: -0.2, 9: -3.0}] * 20)] * 30
+    other = Answer([8, 7] * 20, [{6: -2.7, 8: -0.1}, {7: -0.2, 9: -3.0}] * 20)
+    bench.compare(wanted, f"{model}, a layout", [other] * num_wrong + wanted[num_wrong:])
+    assert bench.rows[0].right is right
+
+
 def answers_by(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> list[Answer]:
     """What comes behind each token of each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
