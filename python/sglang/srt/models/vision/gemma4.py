@@ -9,20 +9,24 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, cos_sin, gelu_
-from sglang.srt.models.vision.patch_places import Grid, frame_starts, longest_frame, rows_and_columns, squares
+from sglang.srt.models.vision.patch_places import (
+    ROW_BY_ROW,
+    Grid,
+    frame_starts,
+    longest_frame,
+    rows_and_columns,
+    squares,
+)
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
-
-_ROW_BY_ROW = 1
-"""The merge of patches that come in the order of an image's pixels."""
 
 
 class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
     """Patches come row by row, with values from 0 to 1."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        rows, columns = rows_and_columns(grids, _ROW_BY_ROW)
-        by_row, by_column = self._angles(grids, _ROW_BY_ROW, self.tower.theta)
+        rows, columns = rows_and_columns(grids, ROW_BY_ROW)
+        by_row, by_column = self._angles(grids, ROW_BY_ROW, self.tower.theta)
         # The first half of a head turns by the column, the second by the row: [P, 2, head_dim / 4].
         turned = cos_sin(np.stack((by_column, by_row), axis=1))
         order = squares(grids, self.tower.merge)

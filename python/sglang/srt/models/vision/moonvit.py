@@ -23,20 +23,25 @@ from sglang.srt.models.vision.encoder import (
     interpolation,
     turn_neighbours,
 )
-from sglang.srt.models.vision.patch_places import Grid, clip_starts, cubic, frame_numbers, num_patches, squares
+from sglang.srt.models.vision.patch_places import (
+    ROW_BY_ROW,
+    Grid,
+    clip_starts,
+    cubic,
+    frame_numbers,
+    num_patches,
+    squares,
+)
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
-
-_ROW_BY_ROW = 1
-"""The merge of patches that come in the order of an image's pixels."""
 
 
 class MoonViTEncoder(VisionEncoder[MoonViTTower]):
     """Patches come row by row."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        positions = interpolation(cubic(grids, _ROW_BY_ROW, self.tower.side))
-        rows, columns = self._angles(grids, _ROW_BY_ROW, ROTARY_THETA)
+        positions = interpolation(cubic(grids, ROW_BY_ROW, self.tower.side))
+        rows, columns = self._angles(grids, ROW_BY_ROW, ROTARY_THETA)
         # Even pairs turn by the column, odd ones by the row.
         turned = cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
         order = {"squares": squares(grids, self.tower.merge), "starts": clip_starts(grids)}

@@ -9,6 +9,8 @@ import numpy as np
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches."""
+ROW_BY_ROW = 1
+"""The merge of patches that come in the order of an image's pixels."""
 
 
 def rows_and_columns(grids: Sequence[Grid], merge: int) -> tuple[np.ndarray, np.ndarray]:

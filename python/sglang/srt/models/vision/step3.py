@@ -22,21 +22,18 @@ from sglang.srt.models.vision.encoder import (
     interpolation,
     turn_neighbours,
 )
-from sglang.srt.models.vision.patch_places import Grid, bilinear, frame_starts, longest_frame, num_patches
+from sglang.srt.models.vision.patch_places import ROW_BY_ROW, Grid, bilinear, frame_starts, longest_frame, num_patches
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.step3 import Step3Tower
 from sglang.srt.plan.towers.tower import Cut
-
-_ROW_BY_ROW = 1
-"""The merge of patches that come in the order of an image's pixels."""
 
 
 class Step3Encoder(VisionEncoder[Step3Tower]):
     """Patches come row by row. The frames of a grid are views of one picture, which do not see one another."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        positions = interpolation(bilinear(grids, _ROW_BY_ROW, self.tower.side))
-        rows, columns = self._angles(grids, _ROW_BY_ROW, self.tower.theta)
+        positions = interpolation(bilinear(grids, ROW_BY_ROW, self.tower.side))
+        rows, columns = self._angles(grids, ROW_BY_ROW, self.tower.theta)
         turned = cos_sin(np.concatenate((columns, rows), axis=1))
         return positions | turned | {"starts": frame_starts(grids)}
 
