@@ -1,8 +1,8 @@
 """Launches whose counts are 1: Triton compiles such a number in, and it then is a Python int without tensors' methods.
 
-Neither the interpreter nor a ledger row with larger numbers shows it. Each kernel of the ledger is compiled as far as
-Triton's first stage, with each value of each flag that decides which of its lines exist. Each number is 1 that its rule
-counts and that Triton may compile in.
+Neither the interpreter nor a ledger row with larger numbers shows it. Each kernel of the ledger whose form rule counts
+numbers is compiled as far as Triton's first stage, with each value of each flag that decides which of its lines exist.
+Each number is 1 that its rule counts and that Triton may compile in.
 """
 
 from __future__ import annotations
