@@ -318,6 +318,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         ),
         KernelSpec("torch_native", f"{_NGRAMS}.native:NGRAM_EMBEDDING"),
     ),
+    "short_convolution": (KernelSpec("torch_native", "sglang.srt.layers.native_convolution:SHORT_CONVOLUTION"),),
     "hyper_connection": (
         KernelSpec(
             "triton",

@@ -15,9 +15,11 @@ import torch
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
+from sglang.srt.layers.moe.sink_routing import SinkTopK
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
@@ -55,7 +57,11 @@ class MoELayer:
             groups.ep.size,
         )
         self.first_expert = sizes.local.start
-        self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
+        self.route: TopK
+        if spec.router.sinks:
+            self.route = SinkTopK(scope, spec.router, sizes.local)
+        else:
+            self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.bands, self.features = scope.plan.tiles("fused_moe"), scope.plan.arch.features
@@ -69,7 +75,10 @@ class MoELayer:
                 ReplicatedLinear(scope.sub("latent_out")),
             )
         self.shared: SharedExpert | None = None
-        if spec.shared is not None and not fused:
+        self.sinks: AlternatingMLP | None = None
+        if spec.shared is not None and spec.shared.members:
+            self.sinks = AlternatingMLP(scope.sub("shared"), spec.shared.dense(spec.activation), reduce=False)
+        elif spec.shared is not None and not fused:
             self.shared = SharedExpert(scope, spec.shared, spec.activation)
 
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
@@ -82,10 +91,15 @@ class MoELayer:
         return replace(rows, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
 
     def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
-        weights, ids = self.route(values_of(x), batch)
+        if isinstance(self.route, SinkTopK):
+            weights, ids, of_shared = self.route.with_sinks(values_of(x), batch)
+        else:
+            (weights, ids), of_shared = self.route(values_of(x), batch), None
         out = self.routed(x, weights, ids)
         if self.shared is not None:
             out = out + self.shared(x)
+        if self.sinks is not None:
+            out = out + self.sinks(x, weights=of_shared)
         return self.group.all_reduce(out) if self.reduce else out
 
     def defer_all_reduce(self) -> Group | None:
