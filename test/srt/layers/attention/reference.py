@@ -15,13 +15,17 @@ def attend(
     scale: float,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [N, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv], visible [N, L] -> [N, Hq, Dv] fp32; nothing visible gives zero."""
+    """q [N, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv], visible [N, L], bias [Hq, N, L] -> [N, Hq, Dv] fp32; nothing visible
+    gives zero."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,lhd->hnl", q.float(), k) * scale
     if logit_cap > 0:
         scores = logit_cap * torch.tanh(scores / logit_cap)
+    if bias is not None:
+        scores = scores + bias.float()
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, q.shape[0], 1)], dim=2)

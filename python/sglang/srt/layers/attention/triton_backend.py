@@ -128,21 +128,34 @@ class TritonDecodeMetadata:
     builder: TritonDecode
     rows: DecodeRows
 
-    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out))
+    def attend(
+        self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, bias=bias))
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
         """As `shared_tokens.PartMetadata` says."""
         self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, lse))
 
     def _launch(
-        self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        tile: Tile,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         builder, rows = self.builder, self.rows
         if tile is not builder.tile:
             builder.step_down(tile, lambda: builder.plan(rows.seq_lens))
         sinks = layer.sinks if lse is None else None
-        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, sinks=sinks, lse=lse)
+        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, sinks=sinks, lse=lse, **_biased(bias))
+
+
+def _biased(bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Arguments of kernels beside the others: those for four-bit caches have no biases."""
+    return {} if bias is None else {"bias": bias}
 
 
 def _decode(
@@ -209,16 +222,24 @@ class TritonGuessMetadata:
     guesses: Guesses
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> None:
-        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out))
+        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, bias))
 
-    def _launch(self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+    def _launch(
+        self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         builder, rows, guesses = self.builder, self.rows, self.guesses
         if tile is not builder.tile:
             builder.step_down(tile, lambda: builder.plan(guesses))
         workspace, lens = builder.workspaces[guesses.width], rows.prefix_lens
-        _decode(tile, workspace, q, layer, out, rows, guesses.ends, sinks=layer.sinks, prefix_lens=lens)
+        _decode(tile, workspace, q, layer, out, rows, guesses.ends, sinks=layer.sinks, prefix_lens=lens, **_biased(bias))
 
 
 class TritonExtend:
@@ -267,7 +288,13 @@ class TritonExtendMetadata:
     parts: PrefixParts | None = None
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> None:
         rows, cache, scales = self.rows, layer.cache, layer.cache.group_scales()
         attend: Callable[..., None] = extend_fp4_fwd if scales else extend_attention_fwd
@@ -295,6 +322,7 @@ class TritonExtendMetadata:
                 v_scale=cache.v_scale,
                 has_prefix=self.has_prefix,
                 causal=self.causal,
+                **_biased(bias),
                 **scales,
             )
         )
