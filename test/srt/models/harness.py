@@ -1026,6 +1026,7 @@ class NativePlan:
     def entry(self, op: str) -> Callable[..., Any]:
         if op.startswith("linear/"):
             return native_ops.quantized_linear
+        op = op.partition("/")[0]  # variants have one function
         name = SEVERAL_FUNCTIONS.get(op, op)
         return getattr(next(module for module in NATIVE_OPS if hasattr(module, name)), name)
 

@@ -7,12 +7,13 @@ and records its tokens. The convolution is linear, so that ranks may convolve th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
+from sglang.srt.layers.convolution_kernels import ConvolutionKernels
 from sglang.srt.layers.parameter import Part, Scope
 from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.mem_cache.memory_pool import CacheStore
@@ -22,31 +23,6 @@ from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-
-
-class Convolve(Protocol):
-    """`native_convolution.convolve` says what the arguments are."""
-
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        kept: torch.Tensor,
-        requests: TokenRequests,
-        out: torch.Tensor,
-    ) -> None: ...
-
-
-class KeepLast(Protocol):
-    """`ngrams.native.keep_last` says what the arguments are."""
-
-    def __call__(self, new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionKernels:
-    convolve: Convolve
-    keep: KeepLast
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class ModelDescription:
 
     @property
     def expert_quant(self) -> ModuleQuant | None:
-        """Storage of the routed experts; None: 16 bits. Raises UserError where there are several."""
+        """Storage of the routed experts, but for layers that have them in 16 bits (`wide_experts`); None: all have.
+        Raises UserError where there are several."""
         quants = {
             self.quant_of(i, matrix)
             for i, layer in enumerate(self.layers)
@@ -104,6 +105,7 @@ class ModelDescription:
             for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
             if isinstance(matrix, Matrix) and matrix.experts
         }
+        quants -= {None}
         if len(quants) > 1:
             assert self.quantization is not None
             schemes = ", ".join(sorted(quant.scheme if quant else "16 bits" for quant in quants))
@@ -111,6 +113,17 @@ class ModelDescription:
                 f"{self.quantization.source}: experts that are quantized in several ways are not supported: {schemes}."
             )
         return next(iter(quants), None)
+
+    @property
+    def wide_experts(self) -> bool:
+        """Returns whether some layers have experts in 16 bits beside others that are quantized."""
+        return self.expert_quant is not None and any(
+            self.quant_of(i, matrix) is None
+            for i, layer in enumerate(self.layers)
+            if isinstance(layer.ffn, MoE)
+            for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
+            if isinstance(matrix, Matrix) and matrix.experts
+        )
 
     @property
     def head_quant(self) -> ModuleQuant | None:

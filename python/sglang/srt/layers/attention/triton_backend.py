@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,10 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     keep_all_pieces,
     plan_decode,
 )
+from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+from sglang.srt.layers.attention.triton_ops.extend_biased import extend_biased_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE, PrefixParts, count_parts
 
@@ -150,12 +152,7 @@ class TritonDecodeMetadata:
         if tile is not builder.tile:
             builder.step_down(tile, lambda: builder.plan(rows.seq_lens))
         sinks = layer.sinks if lse is None else None
-        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, sinks=sinks, lse=lse, **_biased(bias))
-
-
-def _biased(bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Arguments of kernels beside the others: those for four-bit caches have no biases."""
-    return {} if bias is None else {"bias": bias}
+        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, bias, sinks=sinks, lse=lse)
 
 
 def _decode(
@@ -166,10 +163,14 @@ def _decode(
     out: torch.Tensor,
     rows: DecodeRows | ExtendRows,
     seq_lens: torch.Tensor,
+    bias: torch.Tensor | None,
     **options: torch.Tensor | None,
 ) -> None:
     cache, scales = layer.cache, layer.cache.group_scales()
     attend: Callable[..., None] = decode_fp4_fwd if scales else decode_attention_fwd
+    features: dict[str, Any] = {"chunked": layer.chunked, "logit_cap": layer.logit_cap, **options, **scales}
+    if bias is not None:  # where there is none of the others
+        attend, features = decode_biased_fwd, {"bias": bias, "prefix_lens": options.get("prefix_lens")}
     attend(
         q,
         out,
@@ -182,12 +183,9 @@ def _decode(
         scale=layer.scale,
         tile=tile,
         sliding_window=layer.sliding_window,
-        chunked=layer.chunked,
-        logit_cap=layer.logit_cap,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
-        **options,
-        **scales,
+        **features,
     )
 
 
@@ -238,8 +236,8 @@ class TritonGuessMetadata:
         builder, rows, guesses = self.builder, self.rows, self.guesses
         if tile is not builder.tile:
             builder.step_down(tile, lambda: builder.plan(guesses))
-        workspace, lens = builder.workspaces[guesses.width], rows.prefix_lens
-        _decode(tile, workspace, q, layer, out, rows, guesses.ends, sinks=layer.sinks, prefix_lens=lens, **_biased(bias))
+        options = {"sinks": layer.sinks, "prefix_lens": rows.prefix_lens}
+        _decode(tile, builder.workspaces[guesses.width], q, layer, out, rows, guesses.ends, bias, **options)
 
 
 class TritonExtend:
@@ -298,6 +296,10 @@ class TritonExtendMetadata:
     ) -> None:
         rows, cache, scales = self.rows, layer.cache, layer.cache.group_scales()
         attend: Callable[..., None] = extend_fp4_fwd if scales else extend_attention_fwd
+        features: dict[str, Any] = {"chunked": layer.chunked, "logit_cap": layer.logit_cap, "sinks": layer.sinks}
+        features |= {"causal": self.causal, **scales}
+        if bias is not None:  # where there is none of the others
+            attend, features = extend_biased_fwd, {"bias": bias}
         if self.parts is not None and not layer.sliding_window:
             attend = partial(attend, parts=self.parts)
         self.ladder.run(
@@ -315,14 +317,9 @@ class TritonExtendMetadata:
                 scale=layer.scale,
                 tile=tile,
                 sliding_window=layer.sliding_window,
-                chunked=layer.chunked,
-                logit_cap=layer.logit_cap,
-                sinks=layer.sinks,
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
                 has_prefix=self.has_prefix,
-                causal=self.causal,
-                **_biased(bias),
-                **scales,
+                **features,
             )
         )

@@ -27,6 +27,7 @@ from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
 from sglang.srt.layers.quantization.quantized_rows import LEAST_ROWS, RowFormat, Rows, row_format, values_of
 from sglang.srt.plan.feed_forward import MoE, Shared
+from sglang.srt.plan.needs import WIDE_EXPERTS
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -63,8 +64,10 @@ class MoELayer:
         else:
             self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
-        self.products: FusedMoEOp = scope.plan.entry("fused_moe")
-        self.bands, self.features = scope.plan.tiles("fused_moe"), scope.plan.arch.features
+        wide = f"fused_moe/{WIDE_EXPERTS}"
+        self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
+        self.products: FusedMoEOp = scope.plan.entry(self.op)
+        self.bands, self.features = scope.plan.tiles(self.op), scope.plan.arch.features
         self.scales_inputs = spec.router.scales_inputs
         apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router
         self.row_format = None if apart else self._row_format(scope, spec)
@@ -84,7 +87,7 @@ class MoELayer:
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
         """Rows whose experts are computed pair by pair stay in 16 bits."""
         quant, extra = self.experts.quant, spec.fused_shared
-        rows = quant and row_format(scope.plan.choices["fused_moe"], quant.format, scope.plan.arch)
+        rows = quant and row_format(scope.plan.choices[self.op], quant.format, scope.plan.arch)
         if not rows:
             return None
         pairs, experts = spec.top_k + extra, spec.num_experts + extra

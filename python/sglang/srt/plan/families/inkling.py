@@ -13,6 +13,13 @@ _ON: dict[str, tuple[object, ...]] = dict.fromkeys(
     (True,),
 )
 
+
+def _numbers(stored: str, ours: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of name endings of the numbers beside NVFP4 codes."""
+    names = {"scale": "weight_scale", "scale2": "weight_scale_2", "input_amax": "input_scale"}
+    return tuple((f".mlp.experts.{stored}.{leaf}", f".mlp.experts.{ours}_{name}") for leaf, name in names.items())
+
+
 INKLING = Family(
     model_types=("inkling", "inkling_model", "inkling_mm_model"),
     architectures=("InklingForConditionalGeneration",),
@@ -47,11 +54,14 @@ INKLING = Family(
         },
         layer_prefix="model.llm.layers.{layer}.",
         aliases=(
+            *_numbers("w13_weight", "gate_up_proj"),
+            *_numbers("w2_weight", "down_proj"),
             (".mlp.experts.w13_weight", ".mlp.experts.gate_up_proj"),
             (".mlp.experts.w2_weight", ".mlp.experts.down_proj"),
             (".shared_experts.shared_w13_weight", ".shared_experts.w13.weight"),
             (".shared_experts.shared_w2_weight", ".shared_experts.w2.weight"),
         ),
+        ignore=(".original_shape",),
         decoder="model.llm.",
         parts={"q": "wq_du", "k": "wk_dv", "v": "wv_dv"},
         unread=("model.audio.", "model.visual.", "model.mtp."),

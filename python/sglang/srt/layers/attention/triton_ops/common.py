@@ -99,16 +99,6 @@ def cap_scores(scores, scale, cap):
 
 
 @triton.jit
-def add_biases(scores, scale, bias_rows, q_pos, kv_pos, extent):
-    """scores [M, N] times `scale`, plus the bias of each distance q_pos [M] - kv_pos [N] from 0 to extent - 1, in the
-    base-2 domain. bias_rows [M]: where the biases of a row begin."""
-    distance = q_pos[:, None] - kv_pos[None, :]
-    inside = (distance >= 0) & (distance < extent)
-    bias = tl.load(bias_rows[:, None] + distance, mask=inside, other=0.0).to(tl.float32)
-    return scores * scale + bias * 1.4426950408889634
-
-
-@triton.jit
 def accumulate(acc, row_max, row_sum, scores, scale, keep, v, DTYPE: tl.constexpr, MASKED: tl.constexpr):
     """One online-softmax step with scores [M, N] (times `scale`: base-2 domain) and v [N, Dv]."""
     if MASKED:

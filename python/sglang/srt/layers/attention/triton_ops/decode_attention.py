@@ -27,7 +27,6 @@ import triton.language as tl
 from sglang.srt.layers.attention.triton_ops.common import (
     LOG2E,
     accumulate,
-    add_biases,
     cap_scores,
     first_seen,
     load_rows,
@@ -111,10 +110,9 @@ def plan_kernel(
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, pos, begin, end, row_end, window, scale,
-    cap, bias_rows, extent, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GUESSES: tl.constexpr,
-    V_IN_K: tl.constexpr,
+    cap, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_GUESSES: tl.constexpr, V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys at cache slots `slots` [N], admissible where begin <= pos < end; with HAS_GUESSES and MASKED
     only to the rows that see them, as `visible` says."""
@@ -127,9 +125,6 @@ def _attend(
         scores = tl.dot(q_pe, tl.trans(k_pe.to(q.dtype)), scores)
     if HAS_CAP:
         scores = cap_scores(scores, scale, cap)
-        scale = 1.0
-    if HAS_BIAS:
-        scores = add_biases(scores, scale, bias_rows, row_end - 1, pos, extent)
         scale = 1.0
     if V_IN_K:
         v = k
@@ -145,13 +140,12 @@ def _attend(
             do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr", "prefix_lens_ptr"])  # fmt: skip
 def decode_kernel(
     q_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, prefix_lens_ptr,
-    sinks_ptr, bias_ptr, work_ptr, part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, num_tokens, scale, v_scale, cap,
-    window, extent,
+    sinks_ptr, work_ptr, part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, num_tokens, scale, v_scale, cap, window,
     stride_qb, stride_qh, stride_ob, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_GUESSES: tl.constexpr, V_IN_K: tl.constexpr, PDL: tl.constexpr,
+    HAS_GUESSES: tl.constexpr, V_IN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], caches [S, Hkv, D/Dv] -> o [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized
     output [pieces, Hq, Dv] and base-2 log-sum-exp [pieces, Hq], both fp32. HAS_GUESSES: B is num_tokens rows of each
@@ -167,7 +161,7 @@ def decode_kernel(
     row = tl.load(req_pool_indices_ptr + tl.maximum(seq, 0))
     prefix = 0
     length = 0
-    if HAS_GUESSES or HAS_WINDOW or HAS_BIAS:
+    if HAS_GUESSES or HAS_WINDOW:
         length = tl.load(seq_lens_ptr + tl.maximum(seq, 0))
     if HAS_GUESSES:
         prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
@@ -187,13 +181,6 @@ def decode_kernel(
     if BLOCK_DPE > 0:
         q_pe = load_rows(q_ptr, q_rows, head_ok, BLOCK_D, BLOCK_DPE, HEAD_DIM, True)
 
-    bias_rows = bias_ptr
-    if HAS_BIAS:
-        if not HAS_GUESSES:
-            row_end = tl.full([BLOCK_H], 0, dtype=tl.int32) + length
-        # Rows that there are not read what is the first one's.
-        bias_rows = bias_ptr + tl.where(head_ok, (q_row * num_heads + head) * extent, 0)
-
     k_base = k_cache_ptr + kv_head * stride_kch
     v_base = v_cache_ptr + kv_head * stride_vch
     slot_ptr = req_to_token_ptr + row * stride_rt
@@ -212,15 +199,14 @@ def decode_kernel(
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs, pos,
-                begin, end, row_end, window, scale, cap, bias_rows, extent, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE,
-                BLOCK_DV, False, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_BIAS, HAS_GUESSES, V_IN_K)  # fmt: skip
+                begin, end, row_end, window, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False,
+                HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < end, other=0),
-            stride_kcs, stride_vcs, pos, begin, end, row_end, window, scale, cap, bias_rows, extent, HEAD_DIM,
-            V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_BIAS, HAS_GUESSES,
-            V_IN_K)  # fmt: skip
+            stride_kcs, stride_vcs, pos, begin, end, row_end, window, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
+            BLOCK_DPE, BLOCK_DV, True, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_GUESSES, V_IN_K)  # fmt: skip
 
     cols = tl.arange(0, BLOCK_DV)
     mask = head_ok[:, None] & (cols < V_HEAD_DIM)[None, :]
@@ -348,7 +334,6 @@ def decode_attention_fwd(
     chunked: bool = False,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     lse: torch.Tensor | None = None,
@@ -362,8 +347,7 @@ def decode_attention_fwd(
     [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have
     run before on the same stream, but not directly before; layers with and without a sliding window (which counts the
     query itself) share one plan. With `chunked` a query sees the tokens up to itself from the last multiple of
-    sliding_window on. bias [rows of q, Hq, E] contiguous: what is added to the scaled product of a query and the key at
-    each distance from 0 to E - 1 before it. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
+    sliding_window on. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
     exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
 
     With `prefix_lens` [B] int32 there are guesses: q [B * R, Hq, D] and o (contiguous) have R rows of each sequence, of
@@ -379,8 +363,8 @@ def decode_attention_fwd(
     block_d, block_dpe = split_head_dim(head_dim)
     sinks_arg = seq_lens if sinks is None else sinks
     if num_kv_heads == 1 and v_head_dim < head_dim and v_cache.data_ptr() == k_cache.data_ptr():
-        if sliding_window > 0 or logit_cap > 0 or sinks is not None or bias is not None:
-            raise ValueError("attention over latents has no sliding window, logit cap, sinks or biases")
+        if sliding_window > 0 or logit_cap > 0 or sinks is not None:
+            raise ValueError("attention over latents has neither a sliding window nor a logit cap nor sinks")
         launch_latent_decode(
             q, o, k_cache, req_to_token, req_pool_indices, workspace, tiles, prefix_lens, num_seqs, scale=scale,
             k_scale=k_scale, v_scale=v_scale, tile=tile,
@@ -388,14 +372,14 @@ def decode_attention_fwd(
     else:
         decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
             q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-            seq_lens if prefix_lens is None else prefix_lens, sinks_arg, q if bias is None else bias,
-            workspace.work, workspace.part_o, workspace.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LOG2E, float(v_scale),
-            logit_cap * LOG2E, sliding_window, 0 if bias is None else bias.shape[2], q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0),
+            seq_lens if prefix_lens is None else prefix_lens, sinks_arg, workspace.work, workspace.part_o,
+            workspace.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LOG2E, float(v_scale),
+            logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0),
             k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
             BLOCK_DPE=block_dpe, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_H=tile["BLOCK_H"],
             BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0,
-            HAS_SINKS=sinks is not None, HAS_BIAS=bias is not None, HAS_GUESSES=prefix_lens is not None, V_IN_K=False, num_warps=tile["num_warps"],
+            HAS_SINKS=sinks is not None, HAS_GUESSES=prefix_lens is not None, V_IN_K=False, num_warps=tile["num_warps"],
             num_stages=tile["num_stages"], **pdl.options(),
         )  # fmt: skip
     if prefix_lens is not None:  # of a piece, the guesses are further heads

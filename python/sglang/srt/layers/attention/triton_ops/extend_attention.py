@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, add_biases, cap_scores, load_rows, split_head_dim
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
 from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 
@@ -30,10 +30,10 @@ from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_begin, kv_end, q_pos, scale,
-    cap, window, mask_base, mask_rows, bias_rows, extent, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    cap, window, mask_base, mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, V_IN_K: tl.constexpr,
+    V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]. Those
     from kv_end on, and with a window those before kv_begin, which no row sees, are not read."""
@@ -49,9 +49,6 @@ def _attend(
         scores = tl.dot(q_pe, tl.trans(k_pe.to(q.dtype)), scores)
     if HAS_CAP:
         scores = cap_scores(scores, scale, cap)
-        scale = 1.0
-    if HAS_BIAS:
-        scores = add_biases(scores, scale, bias_rows, q_pos, kv_pos, extent)
         scale = 1.0
     keep = in_range[None, :]
     if MASKED:
@@ -78,14 +75,13 @@ def _attend(
 )
 def extend_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, prefix_lens_ptr,
-    start_loc_ptr, sinks_ptr, mask_ptr, mask_offsets_ptr, bias_ptr, part_o_ptr, part_lse_ptr, num_seqs, num_blocks, num_kv_heads,
-    num_parts, scale, k_scale, v_scale, cap, window, extent, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    start_loc_ptr, sinks_ptr, mask_ptr, mask_offsets_ptr, part_o_ptr, part_lse_ptr, num_seqs, num_blocks, num_kv_heads,
+    num_parts, scale, k_scale, v_scale, cap, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_ot, stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_PREFIX: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, V_IN_K: tl.constexpr,
-    HAS_PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
     carry log2(e). Grid: (num_blocks * Hkv,). HAS_PARTS: num_parts programs share a block, and the results are part_o
@@ -137,12 +133,6 @@ def extend_kernel(
         mask_base = mask_ptr + tl.load(mask_offsets_ptr + seq)
         mask_rows = tl.minimum(token, seq_len - 1) * (prefix_len + seq_len)
 
-    bias_rows = bias_ptr
-    if HAS_BIAS:
-        # Rows behind the last token read what is the last one's.
-        of_token = (seq_start + tl.minimum(token, seq_len - 1)).to(tl.int64) * (num_kv_heads * GROUP) + head
-        bias_rows = bias_ptr + of_token * extent
-
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -175,17 +165,16 @@ def extend_kernel(
                 pos = n + offs_n
                 acc, row_max, row_sum = _attend(
                     acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs,
-                    pos, 0, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, bias_rows, extent,
-                    HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, False, HAS_CAP, False,
-                    HAS_BIAS, V_IN_K,
+                    pos, 0, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM,
+                    BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, False, HAS_CAP, False, V_IN_K,
                 )  # fmt: skip
         for n in range(start, end, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len,
                 other=0), stride_kcs, stride_vcs, pos, first_visible, prefix_len, q_pos, prefix_scale, cap, window,
-                mask_base, mask_rows, bias_rows, extent, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False,
-                HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_MASK, HAS_BIAS, V_IN_K,
+                mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW,
+                HAS_CHUNKS, HAS_CAP, HAS_MASK, V_IN_K,
             )  # fmt: skip
         acc = acc * v_scale
 
@@ -209,15 +198,15 @@ def extend_kernel(
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, 0, kv_end,
-                q_pos, scale, cap, window, mask_base, mask_rows, bias_rows, extent, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
-                BLOCK_DPE, BLOCK_DV, False, False, False, False, HAS_CAP, False, HAS_BIAS, V_IN_K,
+                q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
+                False, False, False, False, HAS_CAP, False, V_IN_K,
             )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, first_visible,
-            kv_end, q_pos, scale, cap, window, mask_base, mask_rows, bias_rows, extent, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
-            BLOCK_DPE, BLOCK_DV, True, CAUSAL, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_MASK, HAS_BIAS, V_IN_K,
+            kv_end, q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
+            True, CAUSAL, HAS_WINDOW, HAS_CHUNKS, HAS_CAP, HAS_MASK, V_IN_K,
         )  # fmt: skip
 
     if ALWAYS_MASK:
@@ -261,7 +250,6 @@ def extend_attention_fwd(
     chunked: bool = False,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     custom_mask: torch.Tensor | None = None,
     mask_offsets: torch.Tensor | None = None,
     k_scale: float = 1.0,
@@ -282,8 +270,7 @@ def extend_attention_fwd(
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
     sliding_window counts the query itself; 0 means none; with `chunked` a query sees the tokens up to itself from the
-    last multiple of it on. bias [T, Hq, E] contiguous: what is added to the scaled product of a query and the key at each
-    distance from 0 to E - 1 before it. has_prefix False: the caller knows that all prefixes are
+    last multiple of it on. has_prefix False: the caller knows that all prefixes are
     empty. parts: of a step whose prefixes several programs share, without a window and a mask. share (i, n), without
     parts: launches the i-th of n runs of blocks only, those before `num_blocks`; together they fill o as one launch
     does, bit by bit. Never synchronizes; CUDA-graph safe.
@@ -314,17 +301,15 @@ def extend_attention_fwd(
         q if sinks is None else sinks,
         q if custom_mask is None else custom_mask,
         start_loc if mask_offsets is None else mask_offsets,
-        q if bias is None else bias,
         q if parts is None else parts.part_o,
         q if parts is None else parts.part_lse,
         num_seqs, num_blocks, num_kv_heads, num_parts, scale * LOG2E, float(k_scale), float(v_scale), logit_cap * LOG2E,
-        sliding_window, 0 if bias is None else bias.shape[2], q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), o.stride(0),
+        sliding_window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), o.stride(0),
         o.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
         GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
         HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CHUNKS=chunked, HAS_CAP=logit_cap > 0,
-        HAS_SINKS=sinks is not None and parts is None, HAS_MASK=custom_mask is not None,
-        HAS_BIAS=bias is not None, V_IN_K=v_in_k,
+        HAS_SINKS=sinks is not None and parts is None, HAS_MASK=custom_mask is not None, V_IN_K=v_in_k,
         HAS_PARTS=parts is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
     )  # fmt: skip
     if parts is not None:
