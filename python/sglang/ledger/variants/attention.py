@@ -256,7 +256,9 @@ def _of_tile(
     elif not default and op != "latent_prompt_attention":  # what a launch carries over changes shared memory
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
         # e4m3 costs. This halves the time to compile the ledger.
-        flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
+        # A kernel of its own counts for itself.
+        others = [(name, names) for name, names in flags if name == _BIASED[0]]
+        flags = [] if kv_dtype == "fp8_e5m2" else [*flags[:1], *others]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
         if name == "custom_mask" and kv_dtype != "bfloat16":

@@ -32,19 +32,19 @@ from sglang.srt.layers.triton_ops import pdl
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k_base, v_base, slots, k_stride, v_stride, pos, begin, end, row_end, window, scale,
-    bias_rows, extent, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    bias_base, bias_rows, extent, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_GUESSES: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys at cache slots `slots` [N], admissible where begin <= pos < end; with HAS_GUESSES and MASKED
     only to the rows that see them, as `visible` says."""
     keep = (pos >= begin) & (pos < end)
     k = load_rows(k_base, slots.to(tl.int64) * k_stride, keep, 0, HEAD_DIM, HEAD_DIM, MASKED).to(q.dtype)
-    scores = biased_scores(tl.dot(q, tl.trans(k)), scale, bias_rows, row_end - 1, pos, extent)
+    scores = biased_scores(q, k, scale, bias_base, bias_rows, row_end - 1, pos, extent)
     v = load_rows(v_base, slots.to(tl.int64) * v_stride, keep, 0, HEAD_DIM, HEAD_DIM, MASKED)
     seen = keep[None, :]
     if HAS_GUESSES and MASKED:
         seen = visible(seen, pos, row_end, window, HAS_WINDOW, False)
-    return accumulate(acc, row_max, row_sum, scores, 1.0, seen, v, q.dtype, MASKED)
+    return accumulate(acc, row_max, row_sum, scores, scale, seen, v, q.dtype, MASKED)
 
 
 @triton.jit(do_not_specialize=["num_tokens"],
@@ -85,7 +85,11 @@ def decode_biased_kernel(
     q_rows = q_row * stride_qb + head * stride_qh
     q = load_rows(q_ptr, q_rows, head_ok, 0, HEAD_DIM, HEAD_DIM, True)
     # Rows of no head read what is the first one's.
-    bias_rows = bias_ptr + tl.where(head_ok, (q_row * num_heads + head) * extent, 0)
+    first_row = seq.to(tl.int64)
+    if HAS_GUESSES:
+        first_row *= num_tokens
+    bias_base = bias_ptr + first_row * num_heads * extent
+    bias_rows = tl.where(head_ok, ((q_row - first_row).to(tl.int32) * num_heads + head) * extent, 0)
 
     k_base = k_cache_ptr + kv_head * stride_kch
     v_base = v_cache_ptr + kv_head * stride_vch
@@ -105,13 +109,14 @@ def decode_biased_kernel(
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs, pos, begin,
-                end, row_end, window, scale, bias_rows, extent, HEAD_DIM, False, HAS_WINDOW, HAS_GUESSES)  # fmt: skip
+                end, row_end, window, scale, bias_base, bias_rows, extent, HEAD_DIM, False, HAS_WINDOW,
+                HAS_GUESSES)  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < end, other=0), stride_kcs,
-            stride_vcs, pos, begin, end, row_end, window, scale, bias_rows, extent, HEAD_DIM, True, HAS_WINDOW,
-            HAS_GUESSES)  # fmt: skip
+            stride_vcs, pos, begin, end, row_end, window, scale, bias_base, bias_rows, extent, HEAD_DIM, True,
+            HAS_WINDOW, HAS_GUESSES)  # fmt: skip
 
     cols = tl.arange(0, HEAD_DIM)
     out = acc * (v_scale / row_sum)[:, None]

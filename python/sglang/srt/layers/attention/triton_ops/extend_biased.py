@@ -23,7 +23,8 @@ from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_begin, kv_end, q_pos, scale, window,
-    bias_rows, extent, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    bias_base, bias_rows, extent, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]. Those
     from kv_end on, and with a window those before kv_begin, which no row sees, are not read."""
@@ -32,7 +33,7 @@ def _attend(
         # A weight of 0 would not do: slots behind a window may be another request's by now, whose NaN would spread.
         in_range = in_range & (kv_pos >= kv_begin)
     k = load_rows(k_base, slots.to(tl.int64) * k_stride, in_range, 0, HEAD_DIM, HEAD_DIM, MASKED).to(q.dtype)
-    scores = biased_scores(tl.dot(q, tl.trans(k)), scale, bias_rows, q_pos, kv_pos, extent)
+    scores = biased_scores(q, k, scale, bias_base, bias_rows, q_pos, kv_pos, extent)
     keep = in_range[None, :]
     if MASKED:
         if CAUSAL:
@@ -40,7 +41,7 @@ def _attend(
         if HAS_WINDOW:
             keep = keep & (kv_pos[None, :] > q_pos[:, None] - window)
     v = load_rows(v_base, slots.to(tl.int64) * v_stride, in_range, 0, HEAD_DIM, HEAD_DIM, MASKED)
-    return accumulate(acc, row_max, row_sum, scores, 1.0, keep, v, q.dtype, MASKED)
+    return accumulate(acc, row_max, row_sum, scores, scale, keep, v, q.dtype, MASKED)
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
@@ -92,13 +93,14 @@ def extend_biased_kernel(
     q_rows = (seq_start + token).to(tl.int64) * stride_qt + head * stride_qh
     q = load_rows(q_ptr, q_rows, row_ok, 0, HEAD_DIM, HEAD_DIM, True)
     # Rows behind the last token read what is the last one's.
-    of_token = (seq_start + tl.minimum(token, seq_len - 1)).to(tl.int64) * num_heads + head
-    bias_rows = bias_ptr + of_token * extent
+    last = tl.minimum(token, seq_len - 1)
+    bias_base = bias_ptr + (seq_start + first_token).to(tl.int64) * num_heads * extent
+    bias_rows = ((last - first_token) * num_heads + head) * extent
 
     prefix_len = 0
     if HAS_PREFIX:
         prefix_len = tl.load(prefix_lens_ptr + seq)
-    q_pos = prefix_len + tl.minimum(token, seq_len - 1)
+    q_pos = prefix_len + last
 
     acc = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -126,14 +128,15 @@ def extend_biased_kernel(
                 pos = n + offs_n
                 acc, row_max, row_sum = _attend(
                     acc, row_max, row_sum, q, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs, pos, 0,
-                    prefix_len, q_pos, prefix_scale, window, bias_rows, extent, HEAD_DIM, False, False, False,
+                    prefix_len, q_pos, prefix_scale, window, bias_base, bias_rows, extent, HEAD_DIM, False, False,
+                    False,
                 )  # fmt: skip
         for n in range(start, end, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0),
-                stride_kcs, stride_vcs, pos, first_visible, prefix_len, q_pos, prefix_scale, window, bias_rows, extent,
-                HEAD_DIM, True, False, HAS_WINDOW,
+                stride_kcs, stride_vcs, pos, first_visible, prefix_len, q_pos, prefix_scale, window, bias_base,
+                bias_rows, extent, HEAD_DIM, True, False, HAS_WINDOW,
             )  # fmt: skip
         acc = acc * v_scale
 
@@ -153,13 +156,13 @@ def extend_biased_kernel(
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, 0, kv_end, q_pos,
-                scale, window, bias_rows, extent, HEAD_DIM, False, False, False,
+                scale, window, bias_base, bias_rows, extent, HEAD_DIM, False, False, False,
             )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, first_visible,
-            kv_end, q_pos, scale, window, bias_rows, extent, HEAD_DIM, True, True, HAS_WINDOW,
+            kv_end, q_pos, scale, window, bias_base, bias_rows, extent, HEAD_DIM, True, True, HAS_WINDOW,
         )  # fmt: skip
 
     cols = tl.arange(0, HEAD_DIM)
