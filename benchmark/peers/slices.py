@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes slices of published models that one GPU holds: their configurations with the first layers alone, and a tokenizer.
+"""Writes slices of published models that one GPU holds: configurations with the first layers alone, and a tokenizer.
 
     python benchmark/peers/slices.py --out DIR [--only NAME,NAME]
 
