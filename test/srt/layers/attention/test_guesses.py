@@ -100,7 +100,7 @@ def test_groupings(rows: int, heads: tuple[int, int]) -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("extent", "window"), [(5, 0), (40, 33), (200, 0)])
+@pytest.mark.parametrize(("extent", "window"), [(5, 0), (40, 33)])
 def test_biases_by_distance(extent: int, window: int) -> None:
     p = problem(3, (6, 2), (64, 64))
     bias = 3 * torch.randn(len(p.q), 6, extent, device=p.device).to(torch.bfloat16)
