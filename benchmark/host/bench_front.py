@@ -13,9 +13,7 @@ Lengths are uniform up to the longest, as in `bench_serving`; the default ones a
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -152,7 +150,8 @@ def main() -> int:
             rows, events = measure(server, load)
             seconds = time.monotonic() - started
             print(f"{backend}, {args.replicas} replicas, {args.at_once} at a time, outputs up to {args.output_len}")
-            print(f"{rows[0].num_tokens:,} tokens, {rows[0].num_tokens / seconds:,.0f} tok/s here, {events:.3f} events a token", flush=True)
+            speed = rows[0].num_tokens / seconds
+            print(f"{rows[0].num_tokens:,} tokens, {speed:,.0f} tok/s here, {events:.3f} events a token", flush=True)
             print("\n".join(row.line() for row in rows), flush=True)
     finally:
         server.end()

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints import http_middleware, http_server
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
-from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, until_disconnect
+from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
 from sglang.srt.managers.front.generate_request import RequestError
 
 
@@ -236,7 +236,7 @@ class Source:
 
 def test_stream_to_its_end() -> None:
     source, exchange = Source([b"b", b"c"]), Exchange()
-    response = EventStream(b"a", source.events(), bytes.upper, "/generate", end=lambda: b"!")
+    response = EventStream(b"a", Generated(source.events()), bytes.upper, "/generate", end=lambda: b"!")
     asyncio.run(response(scope(), exchange.receive, exchange.send))
     assert [message.get("body") for message in exchange.sent[1:]] == [b"a", b"B", b"C", b"!data: [DONE]\n\n"]
     assert exchange.sent[-1]["more_body"] is False and source.closed
@@ -255,7 +255,9 @@ def test_failure_in_mid_stream_is_an_event(error: Exception, event: bytes) -> No
         raise error
 
     exchange = Exchange()
-    asyncio.run(EventStream(b"a", events(), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send))
+    asyncio.run(
+        EventStream(b"a", Generated(events()), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send)
+    )
     assert exchange.body == b"aB" + event + b"\n\ndata: [DONE]\n\n"
     assert exchange.sent[-1]["more_body"] is False
 
@@ -265,7 +267,9 @@ def test_disconnect_closes_the_source() -> None:
 
     async def run() -> None:
         response = asyncio.ensure_future(
-            EventStream(b"a", source.events(), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send)
+            EventStream(b"a", Generated(source.events()), bytes.upper, "/generate")(
+                scope(), exchange.receive, exchange.send
+            )
         )
         await asyncio.sleep(0.01)
         assert not source.closed

@@ -18,9 +18,9 @@ from sglang.srt.entrypoints.openai.serving import (
     ResponseHead,
     collect,
     new_head,
-    stream_events,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
@@ -33,7 +33,9 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
     call, formats = await chat_call(service, body, len(await request.body()), rid)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
-        return await stream_events(service, request, call, lambda _: _ChatWriter(service, body, formats, head, usage))
+        return await stream_events(
+            service.manager, request, call, lambda _: _ChatWriter(service, body, formats, head, usage)
+        )
     _, outputs = await collect(service, request, call)
     choices = []
     for output in outputs:
