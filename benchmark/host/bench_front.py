@@ -134,6 +134,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--num-prompts", type=int, default=1024)
     parser.add_argument("--step-ms", type=float, default=60.0, help="between the tokens of a request")
+    parser.add_argument("--stream-interval", type=int, default=1, help="the server's flag")
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--backend", nargs="+", choices=("sglang", "sglang-oai", "sglang-oai-chat"), default=["sglang"])
@@ -141,7 +142,8 @@ def main() -> int:
     os.environ[STEP_MS] = str(args.step_ms)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     command = (str(HERE / "bench_front.py"), SERVE)
-    server = LiveServer("--dp-size", str(args.replicas), "--max-total-tokens", "8192", launch=command)
+    flags = ("--dp-size", args.replicas, "--stream-interval", args.stream_interval, "--max-total-tokens", 8192)
+    server = LiveServer(*map(str, flags), launch=command)
     try:
         server.wait_up()
         for backend in args.backend:

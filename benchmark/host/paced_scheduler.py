@@ -32,26 +32,29 @@ IDLE_POLL_S = 60.0
 class Running:
     """One request, and how many tokens it has."""
 
-    __slots__ = ("num_tokens", "req", "started_time")
+    __slots__ = ("num_sent", "num_tokens", "req", "started_time")
 
     def __init__(self, req: TokenizedGenerateReq) -> None:
-        self.req, self.num_tokens, self.started_time = req, 0, time.monotonic()
+        self.req, self.num_tokens, self.num_sent, self.started_time = req, 0, 0, time.monotonic()
 
 
-def step(running: dict[str, Running]) -> BatchTokenIDOut:
-    """One more token for each, as `scheduler.output` writes them; requests that have all leave."""
+def step(running: dict[str, Running], interval: int) -> BatchTokenIDOut:
+    """One more token for each, sent as `scheduler.output` does; requests that have all leave. interval: tokens between
+    two messages of a request."""
     out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[])
     for rid, each in list(running.items()):
-        req, first = each.req, each.num_tokens == 0
-        ids = req.input_ids
-        out.rids.append(rid)
-        out.new_ids.append([ids[each.num_tokens % len(ids)]])
         each.num_tokens += 1
-        done = each.num_tokens == req.sampling_params.max_new_tokens
+        done = each.num_tokens == each.req.sampling_params.max_new_tokens
+        if not done and each.num_tokens - each.num_sent < interval:
+            continue
+        ids = each.req.input_ids
+        out.rids.append(rid)
+        out.new_ids.append([ids[at % len(ids)] for at in range(each.num_sent, each.num_tokens)])
         out.finish.append(FinishReason("length", length=each.num_tokens) if done else None)
         out.meta.append(TokenMeta(len(ids), each.num_tokens, started_time=each.started_time))
-        out.options.append(DecodeOptions() if first else None)
+        out.options.append(DecodeOptions() if each.num_sent == 0 else None)
         out.logprobs.append(None)
+        each.num_sent = each.num_tokens
         if done:
             del running[rid]
     return out
@@ -76,5 +79,5 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
                 raise RuntimeError("this stand-in ends no request early")
         end = max(end + step_s, time.monotonic())
         time.sleep(max(0.0, end - time.monotonic()))
-        if running:
-            outbox.send(step(running))
+        if running and (out := step(running, args.stream_interval)).rids:
+            outbox.send(out)
