@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import uvloop
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +28,7 @@ from live_server import LiveServer  # noqa: E402
 from paced_scheduler import NAME, STEP_MS  # noqa: E402
 
 from sglang.bench.backends import BACKENDS, CallOptions  # noqa: E402
-from sglang.bench.datasets import DatasetArgs, make_prompts  # noqa: E402
+from sglang.bench.datasets import DatasetArgs, Prompt, make_prompts  # noqa: E402
 from sglang.bench.http_client import Endpoint  # noqa: E402
 from sglang.bench.load import run_load  # noqa: E402
 from sglang.bench.tokenizer import load_prompt_tokenizer  # noqa: E402
@@ -49,18 +49,19 @@ class Load:
     num_prompts: int
     lengths: tuple[int, int]
 
-    async def run(self, url: str) -> tuple[int, float]:
-        """Returns the number of output tokens, and of events a token: below 1 where the server wrote several tokens
-        into one, since it was late. Raises RuntimeError where a request failed."""
-        backend = BACKENDS[self.backend]
+    def prompts(self) -> list[Prompt]:
         dataset = DatasetArgs(
             name="random-ids", num_prompts=self.num_prompts, random_input_len=self.lengths[0],
-            random_output_len=self.lengths[1], as_ids=backend.takes_ids,
+            random_output_len=self.lengths[1], as_ids=BACKENDS[self.backend].takes_ids,
         )  # fmt: skip
-        prompts = make_prompts(dataset, load_prompt_tokenizer(DEFAULT_MODEL_PATH))
-        options = CallOptions("default")
+        return make_prompts(dataset, load_prompt_tokenizer(DEFAULT_MODEL_PATH))
+
+    async def run(self, url: str, prompts: list[Prompt]) -> tuple[int, float]:
+        """Returns the number of output tokens, and of events a token: below 1 where the server wrote several tokens
+        into one, since it was late or they are parts of a character. Raises RuntimeError where a request failed."""
+        backend, arrivals = BACKENDS[self.backend], [0.0] * len(prompts)
         results, _ = await run_load(
-            backend, Endpoint.parse(url, {}), prompts, options, [0.0] * len(prompts), self.at_once, progress=False
+            backend, Endpoint.parse(url, {}), prompts, CallOptions("default"), arrivals, self.at_once, progress=False
         )
         if failed := [result.error for result in results if result.error]:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
@@ -91,10 +92,10 @@ def of_server(pid: int) -> dict[int, str]:
     return {pid: API, **{child: kind for child, kind in kinds.items() if kind is not None}}
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads so far."""
+def cpu_seconds(pid: int | str) -> np.ndarray:
+    """Time of all threads so far: of the program, and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    return np.array([int(fields[11]), int(fields[12])]) / TICKS
 
 
 @dataclass(frozen=True)
@@ -103,26 +104,28 @@ class Used:
 
     kind: str
     count: int
-    seconds: float
+    seconds: np.ndarray
+    """As `cpu_seconds`, of all of them."""
     num_tokens: int
     """Of all of them together."""
 
     def line(self) -> str:
-        a_token = self.seconds / self.num_tokens
-        return f"{self.count} x {self.kind:<16} {a_token * 1e6:>8.1f} us {self.count / a_token:>10,.0f} tok/s"
+        kernel, whole = self.seconds[1] / self.num_tokens, self.seconds.sum() / self.num_tokens
+        times = f"{whole * 1e6:>6.1f} us, {kernel * 1e6:>4.1f} of them in the kernel"
+        return f"{self.count} x {self.kind:<16}{times}{self.count / whole:>10,.0f} tok/s"
 
 
 def measure(server: LiveServer, load: Load) -> tuple[list[Used], float]:
     """CPU time of each kind of process for the load, and events a token."""
-    kinds = of_server(server.process.pid)
-    before, own = {pid: cpu_seconds(pid) for pid in kinds}, time.process_time()
-    num_tokens, events = uvloop.run(load.run(server.url))
+    prompts = load.prompts()
+    kinds: dict[int | str, str] = {"self": GENERATOR, **of_server(server.process.pid)}
+    before = {pid: cpu_seconds(pid) for pid in kinds}
+    num_tokens, events = uvloop.run(load.run(server.url, prompts))
     used = {pid: cpu_seconds(pid) - before[pid] for pid in kinds}
-    own = time.process_time() - own
-    rows = [Used(GENERATOR, 1, own, num_tokens)]
-    for kind in (API, DETOKENIZER):
+    rows = []
+    for kind in (GENERATOR, API, DETOKENIZER):
         seconds = [used[pid] for pid in kinds if kinds[pid] == kind]
-        rows.append(Used(kind, len(seconds), sum(seconds), num_tokens))
+        rows.append(Used(kind, len(seconds), np.sum(seconds, axis=0), num_tokens))
     return rows, events
 
 
@@ -148,12 +151,9 @@ def main() -> int:
         server.wait_up()
         for backend in args.backend:
             load = Load(backend, args.at_once, args.num_prompts, (args.input_len, args.output_len))
-            started = time.monotonic()
             rows, events = measure(server, load)
-            seconds = time.monotonic() - started
             print(f"{backend}, {args.replicas} replicas, {args.at_once} at a time, outputs up to {args.output_len}")
-            speed = rows[0].num_tokens / seconds
-            print(f"{rows[0].num_tokens:,} tokens, {speed:,.0f} tok/s here, {events:.3f} events a token", flush=True)
+            print(f"{rows[0].num_tokens:,} tokens, {events:.3f} events a token", flush=True)
             print("\n".join(row.line() for row in rows), flush=True)
     finally:
         server.end()
