@@ -81,7 +81,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._unanswered.popleft()
         if self.cycle is not None:
             self._unanswered.append(self.cycle)
-            self.cycle.scope[BODY_WRITER] = ChunkWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
+            self.cycle.scope[BODY_WRITER] = ChunkWriter(self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         self._in_head = True

@@ -24,6 +24,7 @@ from sglang.srt.managers.front.generate_request import RequestError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 BODY_WRITER = "sglang.body_writer"
 """Scope key of the connection's own BodyWriter: chunks of a stream need not pass every middleware, nor be awaited."""
@@ -99,10 +100,10 @@ class _AsgiWriter:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-class Outputs(Protocol[T]):
+class Outputs(Protocol[T_co]):
     """Outputs that must be closed, such as those of a GenerationStream."""
 
-    async def forward(self, take: Callable[[T], bool]) -> bool:
+    async def forward(self, take: Callable[[T_co], bool]) -> bool:
         """Calls `take` with each until the end, then returns True, or until `take` returns False, and returns that."""
 
     async def aclose(self) -> None: ...
