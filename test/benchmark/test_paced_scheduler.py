@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "host"))
-
 from paced_scheduler import Running, step
 
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
