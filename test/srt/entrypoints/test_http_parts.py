@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.entrypoints import http_middleware, http_server
+from sglang.srt.entrypoints.http_app import OFTEN, create_api
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
+from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.server_args import ServerArgs
 
 
 def scope(path: str = "/v1/models", method: str = "GET", **headers: str) -> dict[str, Any]:
@@ -312,3 +316,12 @@ def test_work_result_and_error_pass_through() -> None:
     assert asyncio.run(run(succeed())) == 3
     with pytest.raises(ApiError):
         asyncio.run(run(fail()))
+
+
+def test_paths_that_are_asked_often_are_looked_for_first() -> None:
+    routes = create_api(ServerState(ServerArgs(model_path=DEFAULT_MODEL_PATH, device="cpu"))).router.routes
+    paths = [getattr(route, "path", None) for route in routes]
+    first = [path for path in paths if path in OFTEN]
+    assert set(first) == OFTEN
+    openapi = [path for path in paths if path == "/openapi.json"]  # FastAPI's own comes before all
+    assert [path for path in paths if path not in openapi][: len(first)] == first
