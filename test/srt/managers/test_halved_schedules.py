@@ -46,6 +46,8 @@ LAYOUTS = {
     "TP4 x DP2, own heads": RankLayout(4, attn_dp_size=2, dp_lm_head=True),
 }
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
+BY_BLOCK = ("dense", "states", "experts")
+"""Models all of whose blocks leave their sums, and ask for nothing else."""
 CHUNK = 56
 """Of several prompts, some of which end near its middle."""
 CELLS = {
@@ -57,22 +59,29 @@ CELLS = {
 
 
 class Halved(Counter[str]):
-    """Counts steps that ran as two halves, those of them that decode as well, that cut a prompt, and what travelled."""
+    """Counts steps that ran as two halves, those of them that decode as well, that cut a prompt, that took turns block
+    by block, what travelled, and what was waited for in the middle of a block."""
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        compute, travel = StepHalves.compute, Turns.travel
+        compute, start, travel = StepHalves.compute, Turns.start, Turns.travel
 
         def counted_compute(halves: Any, batch: Any, both: Any, loads: Any) -> Any:
             first, second = both
             inside = bool(first.slots[-1] == second.slots[0])
             self.update(steps=1, mixed=first.num_decodes > 0, inside=inside, between=not inside)
+            self["by block"] += halves.state.model.leaves_sums
             return compute(halves, batch, both, loads)
 
-        def counted_travel(turns: Any, what: Any, collective: Any) -> Any:
+        def counted_start(turns: Any, what: Any, collective: Any) -> Any:
             self["travelled"] += 1
+            return start(turns, what, collective)
+
+        def counted_travel(turns: Any, what: Any, collective: Any) -> Any:
+            self["waited for"] += turns.by_block
             return travel(turns, what, collective)
 
         monkeypatch.setattr(StepHalves, "compute", counted_compute)
+        monkeypatch.setattr(Turns, "start", counted_start)
         monkeypatch.setattr(Turns, "travel", counted_travel)
 
 
@@ -126,6 +135,8 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
             assert counts["steps"] >= 2 * ranks.world_size and counts["inside"], where
             assert (counts["mixed"] and (counts["between"] or name != "dense")) or ranks.attn_dp_size > 1, where
             assert counts["travelled"] >= 4 * counts["steps"], where
+            assert counts["by block"] == (counts["steps"] if name in BY_BLOCK and ranks.attn_dp_size == 1 else 0), where
+            assert counts["waited for"] <= 2 * counts["by block"], f"{where}: not only the embedding's sum"
             assert got == results[mode.partition("halves")[0] + "whole"][0], where
 
 
