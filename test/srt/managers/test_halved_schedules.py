@@ -46,8 +46,18 @@ LAYOUTS = {
     "TP4 x DP2, own heads": RankLayout(4, attn_dp_size=2, dp_lm_head=True),
 }
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
-BY_BLOCK = ("dense", "states", "experts")
-"""Models all of whose blocks leave their sums, and ask for nothing else."""
+IN_THREADS = (
+    "biases",
+    "biases, KV head",
+    "scans",
+    "branches",
+    "compressed",
+    "inputs of layers",
+    "n-grams",
+    "pooled latents",
+)
+"""Models with blocks that add up themselves, or that exchange something else. Others take turns block by block, where
+no attention groups exchange rows."""
 CHUNK = 56
 """Of several prompts, some of which end near its middle."""
 CELLS = {
@@ -135,7 +145,8 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
             assert counts["steps"] >= 2 * ranks.world_size and counts["inside"], where
             assert (counts["mixed"] and (counts["between"] or name != "dense")) or ranks.attn_dp_size > 1, where
             assert counts["travelled"] >= 4 * counts["steps"], where
-            assert counts["by block"] == (counts["steps"] if name in BY_BLOCK and ranks.attn_dp_size == 1 else 0), where
+            by_block = name not in IN_THREADS and ranks.attn_dp_size == 1
+            assert counts["by block"] == by_block * counts["steps"], where
             assert counts["waited for"] <= 2 * counts["by block"], f"{where}: not only the embedding's sum"
             assert got == results[mode.partition("halves")[0] + "whole"][0], where
 
