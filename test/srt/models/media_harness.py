@@ -167,6 +167,13 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     ),
     "step3p7": ("Step3p7Config", TINY["step3p7"][1], {}, True),
     "minimax_m3_vl": ("MiniMaxM3VLConfig", BLOCKS, {"num_hidden_layers": 2, "hidden_size": 36}, True),
+    "muse_glimmer": (
+        "MuseGlimmerConfig",
+        TINY["muse_glimmer"][1],
+        {"layer_types": ["window_attention", "full_attention", "window_attention"], "num_hidden_layers": 3}
+        | {"pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "layer_norm_eps": 1e-3},
+        True,
+    ),
 }
 POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
@@ -218,6 +225,10 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
         sizes = ("hidden_size", "intermediate_size", "patch_size", "temporal_patch_size", "spatial_merge_size")
         settings["vision_config"] = {key: TOWER[key] for key in sizes} | {"num_attention_heads": 2} | vision
         settings["projector_hidden_size"] = 40
+    if name == "muse_glimmer":
+        sizes = ("hidden_size", "intermediate_size", "patch_size")
+        settings["vision_config"] = {key: TOWER[key] for key in sizes} | vision
+        settings |= {"out_hidden_size": TOWER["hidden_size"] * MERGE**2, "projector_hidden_size": 40}
     if name == "step3p7":
         settings["vision_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | vision
         settings["vision_config"] |= {"image_size": 32, "patch_size": 4, "mlp_ratio": 1.5}

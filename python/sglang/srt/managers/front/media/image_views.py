@@ -12,7 +12,10 @@ from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.managers.front.media.processors import Patches, image_processor
 from sglang.srt.managers.front.media.tiles import TiledProcessor
 
-_MARKS: Mapping[str, tuple[str, str]] = {"minimax_m3": ("]<]start of image[>[", "]<]end of image[>[")}
+_MARKS: Mapping[str, tuple[str, str]] = {
+    "minimax_m3": ("]<]start of image[>[", "]<]end of image[>["),
+    "muse_glimmer": ("<|image_start|>", "<|image_end|>"),
+}
 """Tokens around a run of placeholders that the processor writes, not the template."""
 
 

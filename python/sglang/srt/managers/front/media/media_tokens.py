@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.managers.front.media.media_source import KINDS, Kind, MediaSource
+from sglang.srt.plan.media import placeholders
 
 _FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl": "qwen2_5_vl",
@@ -25,10 +26,9 @@ _FAMILIES: Mapping[str, str] = {
     "kimi_k25": "kimi_k25",
     "minimax_m3_vl": "minimax_m3",
     "step3p7": "step3p7",
+    "muse_glimmer": "muse_glimmer",
 }
 """model_type of config.json -> the processors of `media.processors`."""
-_IMAGE_KEYS = ("image_token_id", "media_placeholder_token_id", "image_token_index")
-"""Keys of config.json that name the placeholder of images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,11 @@ class MediaTokens:
 def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
     """Reads a whole config.json; None for a model that only reads, or whose pictures are not prepared here."""
     family = _FAMILIES.get(str(config.get("model_type")))
-    image = next((config[key] for key in _IMAGE_KEYS if key in config), None)
-    if family is None or not isinstance(config.get("vision_config"), Mapping) or not isinstance(image, int):
+    if family is None or not isinstance(config.get("vision_config"), Mapping):
         return None
-    video = config.get("video_token_id", config.get("video_token_index"))
+    image, video = placeholders(config)
+    if image is None:
+        return None
     if family == "kimi_k25":
         video_text = "<|kimi_k25_video_placeholder|>"
         return MediaTokens(family, image, image, video_text=video_text, image_text="<|media_pad|>")
@@ -86,7 +87,7 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
     if family in ("glm4v", "glm5_next"):
         return MediaTokens(family, image, video, frame=image)
-    if family in ("qwen2_5_vl", "minimax_m3", "step3p7"):
+    if family in ("qwen2_5_vl", "minimax_m3", "step3p7", "muse_glimmer"):
         return MediaTokens(family, image, video)
     marks = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
     return MediaTokens(family, image, video, start=marks[0], end=marks[1])
