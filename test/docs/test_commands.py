@@ -225,7 +225,7 @@ RECIPE_CONFIGS = {
     "DeepSeek-V4.1-Flash (text)": "DeepSeek-V4.1-Flash",
     "Hy3-FP8": "Hy3-FP8",
     "Hy3-NVFP4": "Hy3-NVFP4",
-    "Muse-Glimmer-30B (text)": "Muse-Glimmer-30B",
+    "Muse-Glimmer-30B": "Muse-Glimmer-30B",
     "Step-3.5-Flash-FP8": "Step-3.5-Flash-FP8",
     "Step-3.7-Flash-NVFP4": "Step-3.7-Flash-NVFP4",
     "GLM-5-NVFP4": "GLM-5-NVFP4",

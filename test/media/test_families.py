@@ -1,6 +1,6 @@
 """Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V,
-Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3 and Step-3.7: pictures and MP4 files over HTTP get the tokens of transformers'
-models, and real clients their answers."""
+Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3, Step-3.7 and Muse-Glimmer: pictures and MP4 files over HTTP get the
+tokens of transformers' models, and real clients their answers."""
 
 from __future__ import annotations
 
@@ -178,7 +178,21 @@ PUBLISHED["step3p7"] = Published(
     {},
 )
 """It takes no video; of the picture it sees 12 tiles and the whole."""
+MUSE_MARKS = ("<|patch|>", "<|video|>", "<|image_start|>", "<|image_end|>", "<|vid_start|>", "<|vid_frame_separator|>")
+PUBLISHED["muse_glimmer"] = Published(
+    "muse_glimmer",
+    (*MUSE_MARKS, "<|vid_end|>"),
+    *MUSE_MARKS[:2],
+    {"image_token_id": "<|patch|>", "video_token_id": "<|video|>"},
+    {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 14}
+    | {"pos_emb_height": 3, "pos_emb_width": 3},
+    {},
+    {"image_processor_type": "MuseGlimmerImageProcessor", "patch_size": 14, "merge_size": 2, **HALF}
+    | {"temporal_patch_size": 2, "max_image_tokens": 4096},
+    {"fps": 2.0, "num_frames": 6, "max_video_frame_tokens": 9},
+)
 PLACES = {
+    "muse_glimmer": {"image": 0, "video": 1},
     "step3p7": {"image": 0},
     "qwen4_exp": {"image": 2, "video": 3},
     "minimax_m3_vl": {"image": 0, "video": 1},
@@ -218,7 +232,8 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     settings = copy.deepcopy({"text_config": text, "vision_config": form.vision, **named})
     settings |= {"audio_config": None, "audio_token_id": FIRST_ID + 63} if form.name == "gemma4" else {}
     settings |= {"projection_hidden_size": form.vision["hidden_size"]} if form.name == "kimi_k25" else {}
-    settings |= {"projector_hidden_size": 40} if form.name == "minimax_m3_vl" else {}
+    settings |= {"projector_hidden_size": 40} if form.name in ("minimax_m3_vl", "muse_glimmer") else {}
+    settings |= {"out_hidden_size": 4 * form.vision["hidden_size"]} if form.name == "muse_glimmer" else {}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -315,6 +330,9 @@ class Served:
         elif self.form.name == "minimax_m3_vl":
             frame = f"]<]start of image[>[{']<]video[>[' * count}]<]end of image[>["
             text = "".join(f"]<]{time:.1f} seconds[>[{frame}" for time in result.times)
+        elif self.form.name == "muse_glimmer":
+            frames = [f"Time: {time:.1f}s{'<|video|>' * count}" for time in result.times]
+            text = f"<|vid_start|>{'<|vid_frame_separator|>'.join(frames)}<|vid_end|>"
         elif self.form.name in ("qwen3_vl", "qwen4_exp"):
             frame = f"<|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
             text = "".join(f"<{time:.1f} seconds>{frame}" for time in result.times)

@@ -97,6 +97,7 @@ def test_frames_of_gemma_have_marks() -> None:
         ({"model_type": "qwen4_exp", "image_token_id": 5, "vision_config": {}}, "qwen3_vl"),
         ({"model_type": "minimax_m3_vl", "image_token_index": 5, "vision_config": {}}, "minimax_m3"),
         ({"model_type": "step3p7", "image_token_id": 5, "vision_config": {}}, "step3p7"),
+        ({"model_type": "muse_glimmer", "vision_config": {}}, "muse_glimmer"),
         ({"model_type": "gemma4", "image_token_id": 5}, None),
         ({"model_type": "llama", "vision_config": {}}, None),
     ],
@@ -104,6 +105,15 @@ def test_frames_of_gemma_have_marks() -> None:
 def test_which_models_see(config: dict[str, Any], family: str | None) -> None:
     tokens = media_tokens(config)
     assert (None if tokens is None else tokens.family) == family
+
+
+def test_placeholders_that_a_config_may_leave_out() -> None:
+    """Those of every published model, which transformers' config has without being told."""
+    tokens = media_tokens({"model_type": "muse_glimmer", "vision_config": {}})
+    assert tokens is not None and (tokens.image, tokens.video) == (200092, 200091)
+    tokens = media_tokens({"model_type": "muse_glimmer", "vision_config": {}, "image_token_id": 7, "video_token_id": 8})
+    assert tokens is not None and (tokens.image, tokens.video) == (7, 8)
+    assert media_tokens({"model_type": "step3p7", "vision_config": {}}) is None
 
 
 def test_language_model_only_leaves_images_out(seeing_model: Path) -> None:

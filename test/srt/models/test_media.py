@@ -72,6 +72,7 @@ class Seeing:
 
 
 _FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next", "qwen4_exp", "minimax_m3_vl", "step3p7")
+_FURTHER += ("muse_glimmer",)
 """Those of which `test_towers` has what is their own."""
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
 

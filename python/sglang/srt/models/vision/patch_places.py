@@ -69,9 +69,7 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
     return _pairs(neighbours, weights, side)
 
 
-def bilinear(
-    grids: Sequence[Grid], merge: int, side: int, beyond: float = 1.0
-) -> tuple[np.ndarray, np.ndarray]:
+def bilinear(grids: Sequence[Grid], merge: int, side: int, beyond: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """As `interpolated`, of a table that is stretched middle of cells to middle of cells. Neighbours outside of the
     table are those at its edge, with weights that are multiplied by `beyond`."""
     places = rows_and_columns(grids, merge)

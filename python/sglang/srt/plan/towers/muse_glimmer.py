@@ -28,9 +28,9 @@ _LAYER_TYPES = ("full_attention", "window_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuseGlimmerTower(Tower):
-    """`side`: learned positions a side, which are interpolated to an image's, and patches a side of the windows in which
-    patches see one another, but for the `full_layers`, in which all of a frame do. `adapter_size`: of the two layers
-    behind the merge. `norm_eps`: of the norms around the layers; `text_eps`: of the norm of the features."""
+    """`side`: learned positions a side, which are interpolated to an image's, and patches a side of the windows in
+    which patches see one another, but for the `full_layers`, in which all of a frame do. `adapter_size`: of the two
+    layers behind the merge. `norm_eps`: of the norms around the layers; `text_eps`: of the norm of the features."""
 
     side: int
     full_layers: tuple[int, ...]

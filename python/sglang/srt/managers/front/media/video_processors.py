@@ -132,19 +132,12 @@ def _by_rate_at_least(video: Video, settings: Settings) -> list[int]:
 
 
 def _pairs_by_rate(video: Video, settings: Settings) -> list[int]:
-    """Muse-Glimmer: `fps` frames a second, at most `num_frames`, in whole pairs from the first to the last."""
+    """Muse-Glimmer: `fps` frames a second, at most `num_frames`, in whole pairs from the first to the last. The class
+    rounds in float32, by which one frame in a thousand is the one before."""
     together, total = settings["temporal_patch_size"], video.num_frames
     count = min(int(total * settings["fps"] / video.fps), settings["num_frames"], total)
     count = min(max(together, count // together * together), total)
-    return _as_torch_spreads(total - 1, count)
-
-
-def _as_torch_spreads(last: int, count: int) -> list[int]:
-    """The whole parts of so many numbers from 0 to `last` in equal steps, from both ends in float32."""
-    step = np.float32(last) / np.float32(max(count - 1, 1))
-    number = np.arange(count, dtype=np.float32)
-    from_end = np.float32(last) - step * (np.float32(count - 1) - number)
-    return [int(index) for index in np.where(number < count // 2, step * number, from_end)]
+    return [number * (total - 1) // max(count - 1, 1) for number in range(count)]
 
 
 def _steps(total: int, count: int) -> list[int]:
