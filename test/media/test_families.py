@@ -1,5 +1,5 @@
 """Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V,
-Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3, Step-3.7 and Muse-Glimmer: pictures and MP4 files over HTTP get the
+Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3, Step-3.7, Muse-Glimmer and Llama 4: pictures and MP4 files over HTTP get the
 tokens of transformers' models, and real clients their answers."""
 
 from __future__ import annotations
@@ -191,7 +191,21 @@ PUBLISHED["muse_glimmer"] = Published(
     | {"temporal_patch_size": 2, "max_image_tokens": 4096},
     {"fps": 2.0, "num_frames": 6, "max_video_frame_tokens": 9},
 )
+PUBLISHED["llama4"] = Published(
+    "llama4",
+    ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    "<|image|>",
+    "",
+    {"image_token_index": "<|patch|>"},
+    {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    | {"image_size": 56, "vision_output_dim": 40, "projector_input_dim": 40, "projector_output_dim": 40},
+    {},
+    {"image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 56, "width": 56}, "max_patches": 6, **HALF},
+    {},
+)
+"""It takes no video; of the picture it sees 4 tiles and the whole."""
 PLACES = {
+    "llama4": {"image": 1},
     "muse_glimmer": {"image": 0, "video": 1},
     "step3p7": {"image": 0},
     "qwen4_exp": {"image": 2, "video": 3},
@@ -247,7 +261,7 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
         if "vision_tower.std_" in key:
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
     with torch.no_grad():
-        model.lm_head.weight[FIRST_ID:] = 0.0  # nobody says a placeholder
+        model.get_output_embeddings().weight[FIRST_ID:] = 0.0  # nobody says a placeholder
     model.save_pretrained(folder)
     if form.name in LAYOUTS:
         LAYOUTS[form.name](folder)
@@ -351,7 +365,7 @@ class Served:
         prompt = [*before, *media, *after]
         whole = torch.tensor([[*prompt, *output]])
         arguments = self.inputs_of_views(views) if self.form.name == "step3p7" else self.inputs(kind, views[0])
-        if self.form.name not in ("kimi_k25", "minimax_m3_vl", "step3p7"):
+        if self.form.name not in ("kimi_k25", "minimax_m3_vl", "step3p7", "llama4"):
             arguments["mm_token_type_ids"] = (whole == self.ids(self.placeholder(kind))[0]).int()
             arguments["mm_token_type_ids"] *= 1 if kind == "image" else 2
         logits = self.model(whole, **arguments).logits[0]
@@ -371,6 +385,10 @@ class Served:
 
     def inputs(self, kind: str, patches: Patches) -> dict[str, torch.Tensor]:
         pixels, (frames, rows, columns) = torch.from_numpy(patches.pixels), patches.grid
+        if self.form.name == "llama4":
+            tiles = pixels.view(frames, rows, columns, 3, 14, 14).permute(0, 3, 1, 4, 2, 5)
+            assert len(tiles) == 5
+            return {"pixel_values": tiles.flatten(2, 3).flatten(3, 4)}
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
         if self.form.name == "kimi_k25":
             return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of("kimi_k25", [patches.grid])}

@@ -84,6 +84,17 @@ def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(item, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def test_tiles_of_several_tokens(tmp_path: Path) -> None:
+    """Of Llama 4, each with a token that all of its patches see, of which no other tile has one."""
+    vision = {"image_size": 24}
+    reference, tower = ReferenceEncoder(save_seeing("llama4", tmp_path, vision)), tower_of(tmp_path)
+    for grids in ([(1, 6, 6)], [(5, 6, 6), (1, 6, 6), (3, 6, 6)]):
+        pixels = torch.randn(num_patches(grids), 48, generator=torch.Generator().manual_seed(len(grids)))
+        got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
+        assert [len(item) for item in got] == [9 * grid[0] for grid in grids]
+        torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", list(SEEING))
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """From pixels to tokens, a video among images where the model takes one."""
@@ -316,6 +327,9 @@ def test_other_tensors_are_named(
 
 
 STEP_VISION = {"width": 32, "layers": 2, "heads": 2}
+LLAMA4_VISION = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 40)
+LLAMA4_VISION |= {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA4_VISION |= {"image_size": 64}
 MUSE_VISION = {"hidden_size": 1536, "num_attention_heads": 16, "num_hidden_layers": 3}
 M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -328,6 +342,11 @@ M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
         ("step3p7", {"width": 32, "heads": 2}, "the key 'layers' is missing"),
         ("minimax_m3_vl", M3_VISION | {"rope_mode": "2d"}, "rope_mode = '2d' is not supported"),
         ("minimax_m3_vl", M3_VISION | {"hidden_size": 10}, "does not divide into 2 heads of pairs"),
+        ("llama4", LLAMA4_VISION | {"image_size": 48}, "makes no squares of 3 x 3 patches"),
+        ("llama4", LLAMA4_VISION | {"pixel_shuffle_ratio": 0.4}, "pixel_shuffle_ratio 0.4 makes no squares"),
+        ("llama4", LLAMA4_VISION | {"intermediate_size": 64}, "intermediate_size is not 4 times the 32 of a patch"),
+        ("llama4", LLAMA4_VISION | {"vision_output_dim": 41}, "vision_output_dim are .40, 40, 41.; only equal ones"),
+        ("llama4", LLAMA4_VISION | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
         ("muse_glimmer", MUSE_VISION | {"hidden_size": 64}, "out_hidden_size is not 4 times the 64 of a patch"),
         ("muse_glimmer", MUSE_VISION | {"pos_emb_width": 16}, "the learned positions are not a square"),
         ("muse_glimmer", MUSE_VISION | {"layer_types": ["full_attention"]}, "layer_types must be 3 of full_attention"),
