@@ -266,7 +266,7 @@ def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(features, "advance", lambda whole: (events.append("slice"), advance(whole)))
     monkeypatch.setattr(scheduler, "launch", lambda batch: (events.append("step"), launch(batch)))
     for number in range(2):
-        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 100, temperature=0.0, ignore_eos=True))
+        add(scheduler, request(f"t{number}", Prompt().text(6, 1).ids, 140, temperature=0.0, ignore_eos=True))
     for _ in range(3):
         scheduler.step()
     events.clear()

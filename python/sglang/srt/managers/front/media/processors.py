@@ -3,7 +3,8 @@
 Sizes and values are those of the classes of transformers that work on numpy arrays, without torch and torchvision. A
 channel of a pixel has 256 levels, so what a class makes of these is looked up: the same values, in the type in which
 the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5,
-MiniMax-M3 and Muse-Glimmer, which are computed here from the same settings; videos are in `video_processors`.
+MiniMax-M3 and Muse-Glimmer, which are computed here from the same settings; tiles are in `tiles` and `canvas_tiles`,
+videos in `video_processors`.
 """
 
 from __future__ import annotations
