@@ -61,7 +61,7 @@ PEER_GRAPHS = (1, 8, 64, 256)
 PEER = (*PEER, "--mem-fraction-static", "0.85", "--trust-remote-code", "--cuda-graph-bs", *map(str, PEER_GRAPHS))
 COMMAND = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
 PEER_CPU = ("--attention-backend", "torch_native", "--trust-remote-code")
-PEER_LIMIT_S, LEAST_S = 300.0, 45.0
+PEER_LIMIT_S, LEAST_S = 420.0, 45.0
 """Seconds for a start, and that a part needs to begin."""
 LONG = 65536
 LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256

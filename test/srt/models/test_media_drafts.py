@@ -17,6 +17,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.forward_batch import ExtendRows, ForwardBatch
 from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.draft_parts import DraftParts
 from sglang.srt.speculative.draft_chain import following_rows
 from srt.managers.fake_runner import Collector, add, assert_clean, run_to_end
@@ -236,3 +237,44 @@ def test_a_draft_of_another_width_reads_the_placeholder() -> None:
     parts = object.__new__(DraftParts)
     parts.embedding = lambda ids: embedding[ids]  # type: ignore[assignment]
     assert torch.equal(parts.embedded(replace(batch, embedding_rows=following_rows(batch))), embedding[10:17])
+
+
+def test_each_depth_reads_the_features_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row i of depth d stands for the token at its position + 1 + d: in prompts whole and in chunks, what the target
+    embedded of that token, as far as it lies in the same step."""
+    folder = tmp_path / "target"
+    save_seeing("step3p7", folder)
+    options = options_of("step3p7", "nextn", folder, tmp_path / "draft")
+    of_target: dict[int, torch.Tensor] = {}
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    embed_target, embed_draft = CausalLM._embedded, DraftParts.embedded
+
+    def target(self: CausalLM, batch: ForwardBatch) -> torch.Tensor:
+        embedded = embed_target(self, batch)
+        of_target.clear()
+        of_target.update(zip(batch.positions.tolist(), embedded.clone(), strict=True))
+        calls.clear()
+        return embedded
+
+    compared = [0, 0]
+
+    def draft(self: DraftParts, batch: ForwardBatch) -> torch.Tensor:
+        embedded = embed_draft(self, batch)
+        if batch.extend is not None:
+            depth = len(calls)
+            calls.append((batch.positions, embedded))
+            for position, row in zip(batch.positions.tolist(), embedded, strict=True):
+                token = position + 1 + depth
+                if token in of_target:
+                    assert torch.equal(row, of_target[token]), (depth, position)
+                    compared[depth > 0] += 1
+        return embedded
+
+    monkeypatch.setattr(CausalLM, "_embedded", target)
+    monkeypatch.setattr(DraftParts, "embedded", draft)
+    for chunk in (64, 24):
+        scheduler = seeing_scheduler(folder, chunked_prefill_size=chunk, disable_cuda_graph=True, **options)
+        prompt = prompts_of("step3p7")["video" if chunk == 24 else "image"]
+        add(scheduler, media_request("a", prompt, folder, 1))
+        run_to_end(scheduler, Collector())
+    assert min(compared) >= 50

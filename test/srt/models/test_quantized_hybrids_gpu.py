@@ -26,11 +26,14 @@ ALLOWED: Mapping[str, float] = {
     "Qwen3.6-27B-NVFP4": EIGHT_BITS,
     "Qwen3.6-35B-A3B-NVFP4": EIGHT_BITS,
     "Nemotron-3.5-Lightning": EIGHT_BITS,
+    "Qwen3.8-2.4T-A95B-NVFP4": EIGHT_BITS,
+    "Qwen3.5-35B-A3B-GPTQ-Int4": WEIGHT_ONLY,
     "Qwen3.5-122B-A10B-NVFP4": FOUR_BITS,
     "Nemotron-3-Nano-NVFP4": FOUR_BITS,
     "Qwen3.5-35B-A3B-FP8": EIGHT_BITS,
     "Qwen3-Next-80B-A3B-FP8": EIGHT_BITS,
 }
+assert ALLOWED.keys() == PUBLISHED.keys(), "each published form has a bound, also where there is no GPU to see it"
 WIDE: Mapping[str, str] = {
     "qwen3_5": "qwen3_5_wide",
     "qwen3_5_moe": "qwen3_5_moe_wide",

@@ -105,6 +105,10 @@ class MaskedRows(_Sizes):
         is_first = _chosen(first_tokens, num_tokens + 1)
         return MaskedRows((self.mask & ~is_first[:-1]).roll(-1), self.rows.roll(-1, 0))
 
+    def at(self, tokens: torch.Tensor) -> MaskedRows:
+        """Returns the rows of these tokens, [N] of T. Nothing is added behind layers."""
+        return MaskedRows(self.mask[tokens], self.rows[tokens])
+
 
 def _chosen(index: torch.Tensor, count: int) -> torch.Tensor:
     """Returns [count] bool, true at `index` [N]."""

@@ -52,7 +52,7 @@ class Depth:
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         embedding_norm, hidden_norm = self.norms
-        embedded = embedding_norm(self.parts.embedding(batch.input_ids), None)[0]
+        embedded = embedding_norm(self.parts.embedded(batch), None)[0]
         joined = torch.cat((embedded, hidden_norm(features, None)[0]), dim=-1)
         stream = self.parts.residual.begin(self.fc(joined))
         self.layer(stream, batch)

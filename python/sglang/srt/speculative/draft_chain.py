@@ -17,12 +17,12 @@ import torch
 
 from sglang.srt.layers.attention.shared_selection import SharedSelection
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.input_rows import InputRows
+from sglang.srt.layers.input_rows import MaskedRows
 from sglang.srt.models.draft_model import DraftModel
 from sglang.srt.speculative.drafter import DraftStep
 
 
-def following_rows(batch: ForwardBatch) -> InputRows | None:
+def following_rows(batch: ForwardBatch) -> MaskedRows | None:
     """Returns the features of images that stand for the tokens behind those of a step's prompts. A prompt's first token
     is behind none of its rows. Behind the last row of a chunk only the token id is known."""
     rows, extend = batch.embedding_rows, batch.extend

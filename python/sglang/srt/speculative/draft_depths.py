@@ -23,6 +23,7 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import requests_of_tokens
 from sglang.srt.models.depth_draft import DepthDraft
+from sglang.srt.speculative.draft_chain import following_rows
 from sglang.srt.speculative.drafter import DraftStep
 
 
@@ -85,7 +86,7 @@ class DraftDepths:
         known = (before - self.first).clamp(min=0)
         begins = step.batch.positions == before[runs.row_slots]
         row = torch.arange(len(begins), device=begins.device)
-        features = self.model.features(step.hidden, step.captured)
+        features, images = self.model.features(step.hidden, step.captured), following_rows(step.batch)
         first_state, tails = features, []
         for depth in range(self.num_depths):
             lag = known.clamp(max=depth)
@@ -93,8 +94,10 @@ class DraftDepths:
                 earlier = torch.where(begins[:, None], self.tails[depth - 1][runs.row_slots], features.roll(1, dims=0))
                 features = torch.where((known >= depth)[runs.row_slots][:, None], earlier, features)
             missing = depth - lag  # rows at the end of a run, whose tokens are unknown
-            ids = step.next_ids[(row + missing[runs.row_slots]).clamp(max=len(row) - 1)]
-            state = self.model.compute(depth, step.build_lagging(ids, runs.row_slots, lag), features)
+            behind = (row + missing[runs.row_slots]).clamp(max=len(row) - 1)
+            batch = step.build_lagging(step.next_ids[behind], runs.row_slots, lag)
+            batch.embedding_rows = None if images is None else images.at(behind)
+            state = self.model.compute(depth, batch, features)
             first_state = first_state if depth else state
             features = state if self.model.chained else features
             tails.append(features[(last - missing)[runs.slots].clamp(min=0)])
