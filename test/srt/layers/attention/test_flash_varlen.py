@@ -74,7 +74,7 @@ def test_what_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 96, 128])
 def test_who_attends(head_dim: int) -> None:
-    """With wgmma Triton's kernel is faster with heads of 64, 80, 96 and 128 elements, on SM120 with those of 64 alone."""
+    """With wgmma Triton's kernel is faster with heads of 64, 80, 96 and 128 elements, on SM120 with 64 alone."""
     need = Need("prefill_attention", head_dim, head_dim)
     (row,) = (spec for spec in TABLES["prefill_attention"] if spec.name == "torch_flash")
     flash = [not row.why_not(need, arch_by_name(name), frozenset()) for name in ("sm_90", "sm_120")]
