@@ -50,7 +50,7 @@ def best_canvas(size: tuple[int, int], tile: int, shapes: Sequence[Shape], large
     scales = np.minimum(sides[:, 1] / width, sides[:, 0] / height)
     fitting = scales[scales >= 1]
     chosen = scales.max() if largest or not len(fitting) else fitting.min()
-    return min((shapes[number] for number in np.flatnonzero(scales == chosen)), key=math.prod)
+    return min((shape for shape, scale in zip(shapes, scales, strict=True) if scale == chosen), key=math.prod)
 
 
 def size_on(size: tuple[int, int], tile: int, shape: Shape, largest: bool) -> tuple[int, int]:
@@ -95,9 +95,10 @@ class CanvasProcessor:
         words = {**_DEFAULTS, **given(settings)}
         size = words.get("size")
         height, width = (size.get("height"), size.get("width")) if isinstance(size, Mapping) else (_SIDE, _SIDE)
-        self._tile, self._patch, self._largest = height, int(words["patch_size"]), bool(words["resize_to_max_canvas"])
+        self._patch, self._largest = int(words["patch_size"]), bool(words["resize_to_max_canvas"])
         if height != width or not isinstance(height, int) or height % (_MERGE * self._patch):
             raise MediaError(f"tiles of {height} x {width} pixels are no squares of whole tokens")
+        self._tile: int = height
         most = PATCHES_A_STEP // (height // self._patch) ** 2 - 1
         if most < 1:
             raise MediaError(f"tiles of {height} pixels a side have more patches than an encoder step")

@@ -73,7 +73,8 @@ def _on_a_canvas(process: CanvasProcessor) -> SeeImage:
         tokens = patches.num_tokens // patches.grid[0]
         parts: list[str | int] = ["<|image_start|>"]
         for _ in range(rows if patches.grid[0] > 1 else 0):
-            parts += [tokens, *(["<|tile_x_separator|>", tokens] * (columns - 1)), "<|tile_y_separator|>"]
+            between: list[str | int] = ["<|tile_x_separator|>", tokens]
+            parts += [tokens, *between * (columns - 1), "<|tile_y_separator|>"]
         return Views([patches], [*parts, "<|image|>", tokens, "<|image_end|>"])
 
     return see
