@@ -7,7 +7,7 @@
     python benchmark/parallel/parts.py stages  --out DIR --model EXPERTS       2 GPUs, 300 s
     python benchmark/parallel/parts.py three   --out DIR --model EXPERTS       3 or 4 GPUs, 150 s
     python benchmark/parallel/parts.py sums    --out DIR --model DENSE         2 GPUs, 540 s
-    python benchmark/parallel/parts.py halves  --out DIR --model DENSE         2 GPUs, 300 s
+    python benchmark/parallel/parts.py halves  --out DIR --model DENSE         2 GPUs, 200 s
     python benchmark/parallel/parts.py load    --out DIR --model EXPERTS --peer-site DIR   2 GPUs, 600 s
 
 `--ranks 4` or `8` (default: 2) tries slice, sums, halves and load on so many GPUs, in place of two. With `--turn FILE`
@@ -46,10 +46,15 @@ SAME_TEXTS = 0.9
 """Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
 EMBEDDED_HEADS = 4
 RATIO = 1.2
-HALVED_LOADS, LONG_PROMPTS = ((64, 256), (64, 192)), (2048, 16)
-"""Requests at a time and in all: of short prompts, and of these long ones, at most, with short answers."""
-LEAST_GAIN = 1.3
-"""Of halves with sums in eight bits, where sums travel through memory of the host."""
+LONG_PROMPTS, LONG_LOAD, SHORTEST = (2048, 16), ((64, 128),), 0.5
+"""Of prompts from half of these tokens on, so many that steps are as large as they may be, with short answers: what
+halves and sums in eight bits are for."""
+SHORT_LOAD = ((64, 128),)
+"""Of short prompts with long answers, whose steps are too small for either: to lose nothing."""
+LEAST_GAIN, LEAST_KEPT = 1.3, 0.95
+"""Of both beside neither under these loads, where sums travel through memory of the host."""
+WHOLE_CHUNK = (8192, 2)
+HALVED_SERVER = ("--max-running-requests", "64", "--cuda-graph-max-bs", "64")
 ALONE, ALONE_LENGTHS = 16, (1024, 128)
 """Requests one after the other, and their tokens: how long a prompt takes, and a step of one request."""
 PEER = ("--load-format", "dummy", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
@@ -68,6 +73,21 @@ class Row:
     value: str
     wanted: str = ""
     right: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What a server has counted of its steps with prompts since its start."""
+
+    prompt_steps: int
+    prompt_launch_seconds: float
+    halved_steps: int
+    halved_tokens: int
+
+    @staticmethod
+    def of(server: Server) -> Prompts:
+        (state,) = server.info()["internal_states"]
+        return Prompts(**{name: state[name] for name in Prompts.__dataclass_fields__})
 
 
 @dataclass
@@ -146,14 +166,20 @@ class Bench:
         server: Server,
         loads: Sequence[tuple[int, int]] | None = None,
         lengths: tuple[int, int] = two_gpus.SERVER_LENGTHS,
+        shortest: float = 0.0,
+        counted: bool = False,
     ) -> list[float]:
         """Output tokens a second under each load, behind a warm-up of each. loads: as `loads`, which are taken without.
-        lengths: of prompts and answers, at most."""
+        lengths: of prompts and answers, at most; shortest: as a part of these. counted: also a row of what the
+        server, which is ours, counts."""
         found = []
         lengths = (48, 8) if self.cpu else lengths
         for concurrency, prompts in self.loads() if loads is None or self.cpu else loads:
-            load(self.window, server, concurrency, concurrency, lengths)
-            row = load(self.window, server, concurrency, prompts, lengths)
+            load(self.window, server, concurrency, concurrency, lengths, shortest)
+            before = Prompts.of(server) if counted else None
+            row = load(self.window, server, concurrency, prompts, lengths, shortest)
+            if before is not None:
+                self.say_prompts(f"{name}, {concurrency} at a time", before, Prompts.of(server))
             tokens, first, between = (row[key] for key in ("output_throughput", "mean_ttft_ms", "median_itl_ms"))
             text = f"{tokens:.0f} tok/s, first {first:.0f} ms, between {between:.2f} ms"
             self.window.say(f"{name}, {concurrency} at a time: {text}")
@@ -161,9 +187,20 @@ class Bench:
             found.append(tokens)
         return found
 
-    def alone(self, name: str, server: Server, count: int = ALONE) -> tuple[float, float]:
+    def say_prompts(self, name: str, before: Prompts, after: Prompts) -> None:
+        """What the server says of its steps with prompts between two times."""
+        steps = max(1, after.prompt_steps - before.prompt_steps)
+        halves = after.halved_steps - before.halved_steps
+        launch_ms = 1e3 * (after.prompt_launch_seconds - before.prompt_launch_seconds) / steps
+        text = f"{halves} as halves, {launch_ms:.0f} ms of the host to launch each"
+        self.row(f"{name}: {steps} steps with prompts", text)
+        self.window.say(f"{name}: {steps} steps with prompts, {text}")
+
+    def alone(
+        self, name: str, server: Server, count: int = ALONE, lengths: tuple[int, int] = ALONE_LENGTHS
+    ) -> tuple[float, float]:
         """Milliseconds until the first token and from token to token, of a request that has the server for itself."""
-        count, lengths = (2, (48, 8)) if self.cpu else (count, ALONE_LENGTHS)
+        count, lengths = (2, (48, 8)) if self.cpu else (count, lengths)
         load(self.window, server, 1, 2, lengths, 1.0)
         row = load(self.window, server, 1, count, lengths, 1.0)
         first, between = row["median_ttft_ms"], row["median_tpot_ms"]
@@ -349,11 +386,32 @@ def sums(bench: Bench) -> None:
 
 
 def halves(bench: Bench) -> None:
-    """Prompts as two halves and sums in eight bits beside neither: answers, and loads through memory of the host, of
-    short prompts and of long ones. Which steps are halves the server decides."""
+    """Prompts as two halves and sums in eight bits beside neither, through memory of the host: a prompt of a whole
+    chunk, a load of long prompts and one of short ones; then answers. Which steps are halves the server decides."""
     apart = ("--two-batch-overlap-min-tokens", "2") if bench.cpu else ("--attention-backend", "triton")
     both = (*QUANTIZED, "prefill", "--enable-two-batch-overlap", *apart)
-    settings: dict[str, tuple[str, ...]] = {"neither": ("--disable-two-batch-overlap",), "both": both}
+    neither = ("--disable-two-batch-overlap", *(() if bench.cpu else apart))
+    settings: dict[str, tuple[str, ...]] = {"neither": neither, "both": both}
+    smaller = () if bench.cpu else HALVED_SERVER
+    found: dict[str, tuple[float, ...]] = {}
+    for name, flags in settings.items():
+        with ExitStack() as stack, bench.window.part(f"{name}, through the host"):
+            label = f"{name}_through_the_host"
+            future = Servers(bench.window, stack).start(
+                label, bench.model, *bench.large(*bench.tp, *flags, *smaller, *THROUGH_HOST), **NO_PEERS
+            )
+            server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
+            long = bench.served(f"{name}, long prompts", server, LONG_LOAD, LONG_PROMPTS, SHORTEST, counted=True)
+            first_ms, _ = bench.alone(name, server, 4, WHOLE_CHUNK)
+            short = bench.served(f"{name}, short prompts", server, SHORT_LOAD, counted=True)
+            found[name] = (long[0], 1e3 / first_ms, short[0])
+            compiled = two_gpus.log_lines(bench.window.out / f"server_{label}.log", "was compiled while requests")
+            bench.row(f"{name}: kernels compiled under load", str(len(compiled)), "0 behind the first run")
+    if len(found) == 2:
+        wanted = {"long prompts": LEAST_GAIN, "a prompt alone": LEAST_GAIN, "short prompts": LEAST_KEPT}
+        for (what, least), neither_s, both_s in zip(wanted.items(), *found.values(), strict=True):
+            enough = None if bench.cpu else both_s >= least * neither_s
+            bench.row(f"both beside neither, {what}", f"{both_s / neither_s:.2f}x", f"{least}x", enough)
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
         started = {
@@ -363,21 +421,6 @@ def halves(bench: Bench) -> None:
         for name, future in started.items():
             score, _ = answers_of(future.result(bench.window.left(two_gpus.SERVER_LIMIT_S)), 1 if bench.cpu else 6)
             bench.row(f"{name}: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
-    speeds: dict[str, list[float]] = {}
-    for name, flags in settings.items():
-        with ExitStack() as stack, bench.window.part(f"{name}, through the host"):
-            future = Servers(bench.window, stack).start(
-                f"{name}_through_the_host", bench.model, *bench.large(*bench.tp, *flags, *THROUGH_HOST), **NO_PEERS
-            )
-            server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
-            bench.alone(name, server, 6)
-            speeds[name] = bench.served(name, server, HALVED_LOADS[:1])
-            long = f"{name}, prompts of up to {LONG_PROMPTS[0]:,}"
-            speeds[name] += bench.served(long, server, HALVED_LOADS[1:], LONG_PROMPTS)
-    if len(speeds) == 2:
-        ratios = [both / neither for neither, both in zip(*speeds.values(), strict=True)]
-        enough = None if bench.cpu else max(ratios) >= LEAST_GAIN
-        bench.row("both beside neither", "/".join(f"{ratio:.2f}x" for ratio in ratios), f"{LEAST_GAIN}x", enough)
 
 
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
@@ -387,7 +430,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "stages": (stages, 540),
     "three": (three, 300),
     "sums": (sums, 580),
-    "halves": (halves, 560),
+    "halves": (halves, 235),
     "load": (served_load, 780),
 }
 """What each does, and the seconds behind which nothing waits."""
@@ -422,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     window = Window(args.out.resolve(), args.limit or limit)
     cpu, models = args.device == "cpu", args.model
     bench = Bench(window, models[0], cpu, args.peer_site, args.ranks, models, args.turn)
-    if not bench.cpu:
+    if not bench.cpu and run is not halves:  # its sums pass through main memory, by NCCL
         with window.part("sgl-kernel"):
             two_gpus.install_kernels(window)
     run(bench)

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from sglang import bench_serving
-from sglang.bench.backends import BACKENDS, RequestResult
+from sglang.bench.backends import BACKENDS, GenerateReader, RequestResult
 from sglang.bench.datasets import DatasetArgs, DatasetError, make_prompts
 from sglang.bench.load import arrival_times
 from sglang.bench.summary import Spread, Summary, report
@@ -391,3 +391,16 @@ def test_no_torch_is_imported() -> None:
         "b.load_prompt_tokenizer(p); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("first", ["text", "meta_info"])
+def test_counts_are_read_wherever_they_are(first: str) -> None:
+    """Also where the text looks like them."""
+    event = {"text": 'a "meta_info":{"completion_tokens":9} and "meta_info":', "meta_info": {"completion_tokens": 4}}
+    result = RequestResult(3)
+    reader = GenerateReader(result, keep_text=True)
+    for separators in ((",", ":"), (", ", ": ")):
+        data = json.dumps(dict(sorted(event.items(), key=lambda item: item[0] != first)), separators=separators)
+        reader.on_event(data.encode(), 1.0)
+    reader.finish(b"", 2.0)
+    assert (result.output_len, result.text, reader.clock.chunks) == (4, event["text"], 1)

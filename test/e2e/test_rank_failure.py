@@ -182,16 +182,16 @@ def patch():
     while not hasattr(sys.modules.get("sglang.srt.distributed.turns"), "Turns"):
         time.sleep(0.05)
     turns, count = sys.modules["sglang.srt.distributed.turns"].Turns, 0
-    travel = turns.travel
+    start = turns.start
 
     def dies(self, what, collective):
         nonlocal count
         count += os.path.exists({armed!r})
         if count == {collective} and sys.modules["torch"].distributed.get_rank() == {rank}:
             os.kill(os.getpid(), signal.SIGKILL)
-        return travel(self, what, collective)
+        return start(self, what, collective)
 
-    turns.travel = dies
+    turns.start = dies
 
 threading.Thread(target=patch, daemon=True).start()
 """

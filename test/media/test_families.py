@@ -1,6 +1,6 @@
 """Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V,
-Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3 and Step-3.7: pictures and MP4 files over HTTP get the tokens of transformers'
-models, and real clients their answers."""
+Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3, Step-3.7, Muse-Glimmer and Llama 4: pictures and MP4 files over HTTP get the
+tokens of transformers' models, and real clients their answers."""
 
 from __future__ import annotations
 
@@ -178,7 +178,35 @@ PUBLISHED["step3p7"] = Published(
     {},
 )
 """It takes no video; of the picture it sees 12 tiles and the whole."""
+MUSE_MARKS = ("<|patch|>", "<|video|>", "<|image_start|>", "<|image_end|>", "<|vid_start|>", "<|vid_frame_separator|>")
+PUBLISHED["muse_glimmer"] = Published(
+    "muse_glimmer",
+    (*MUSE_MARKS, "<|vid_end|>"),
+    *MUSE_MARKS[:2],
+    {"image_token_id": "<|patch|>", "video_token_id": "<|video|>"},
+    {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 14}
+    | {"pos_emb_height": 3, "pos_emb_width": 3},
+    {},
+    {"image_processor_type": "MuseGlimmerImageProcessor", "patch_size": 14, "merge_size": 2, **HALF}
+    | {"temporal_patch_size": 2, "max_image_tokens": 4096},
+    {"fps": 2.0, "num_frames": 6, "max_video_frame_tokens": 9},
+)
+PUBLISHED["llama4"] = Published(
+    "llama4",
+    ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    "<|image|>",
+    "",
+    {"image_token_index": "<|patch|>"},
+    {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    | {"image_size": 56, "vision_output_dim": 40, "projector_input_dim": 40, "projector_output_dim": 40},
+    {},
+    {"image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 56, "width": 56}, "max_patches": 6, **HALF},
+    {},
+)
+"""It takes no video; of the picture it sees 4 tiles and the whole."""
 PLACES = {
+    "llama4": {"image": 1},
+    "muse_glimmer": {"image": 0, "video": 1},
     "step3p7": {"image": 0},
     "qwen4_exp": {"image": 2, "video": 3},
     "minimax_m3_vl": {"image": 0, "video": 1},
@@ -218,7 +246,8 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     settings = copy.deepcopy({"text_config": text, "vision_config": form.vision, **named})
     settings |= {"audio_config": None, "audio_token_id": FIRST_ID + 63} if form.name == "gemma4" else {}
     settings |= {"projection_hidden_size": form.vision["hidden_size"]} if form.name == "kimi_k25" else {}
-    settings |= {"projector_hidden_size": 40} if form.name == "minimax_m3_vl" else {}
+    settings |= {"projector_hidden_size": 40} if form.name in ("minimax_m3_vl", "muse_glimmer") else {}
+    settings |= {"out_hidden_size": 4 * form.vision["hidden_size"]} if form.name == "muse_glimmer" else {}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -232,7 +261,7 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
         if "vision_tower.std_" in key:
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
     with torch.no_grad():
-        model.lm_head.weight[FIRST_ID:] = 0.0  # nobody says a placeholder
+        model.get_output_embeddings().weight[FIRST_ID:] = 0.0  # nobody says a placeholder
     model.save_pretrained(folder)
     if form.name in LAYOUTS:
         LAYOUTS[form.name](folder)
@@ -315,6 +344,9 @@ class Served:
         elif self.form.name == "minimax_m3_vl":
             frame = f"]<]start of image[>[{']<]video[>[' * count}]<]end of image[>["
             text = "".join(f"]<]{time:.1f} seconds[>[{frame}" for time in result.times)
+        elif self.form.name == "muse_glimmer":
+            frames = [f"Time: {time:.1f}s{'<|video|>' * count}" for time in result.times]
+            text = f"<|vid_start|>{'<|vid_frame_separator|>'.join(frames)}<|vid_end|>"
         elif self.form.name in ("qwen3_vl", "qwen4_exp"):
             frame = f"<|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
             text = "".join(f"<{time:.1f} seconds>{frame}" for time in result.times)
@@ -333,7 +365,7 @@ class Served:
         prompt = [*before, *media, *after]
         whole = torch.tensor([[*prompt, *output]])
         arguments = self.inputs_of_views(views) if self.form.name == "step3p7" else self.inputs(kind, views[0])
-        if self.form.name not in ("kimi_k25", "minimax_m3_vl", "step3p7"):
+        if self.form.name not in ("kimi_k25", "minimax_m3_vl", "step3p7", "llama4"):
             arguments["mm_token_type_ids"] = (whole == self.ids(self.placeholder(kind))[0]).int()
             arguments["mm_token_type_ids"] *= 1 if kind == "image" else 2
         logits = self.model(whole, **arguments).logits[0]
@@ -353,6 +385,10 @@ class Served:
 
     def inputs(self, kind: str, patches: Patches) -> dict[str, torch.Tensor]:
         pixels, (frames, rows, columns) = torch.from_numpy(patches.pixels), patches.grid
+        if self.form.name == "llama4":
+            tiles = pixels.view(frames, rows, columns, 3, 14, 14).permute(0, 3, 1, 4, 2, 5)
+            assert len(tiles) == 5
+            return {"pixel_values": tiles.flatten(2, 3).flatten(3, 4)}
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
         if self.form.name == "kimi_k25":
             return {name: pixels.unflatten(1, (3, 14, 14)), f"{kind}_grid_thw": clips_of("kimi_k25", [patches.grid])}

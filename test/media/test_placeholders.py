@@ -77,6 +77,17 @@ def test_kimi_has_one_placeholder_for_images_and_videos() -> None:
         expand([5, 5], entries[:1], tokens)
 
 
+def test_templates_of_llama4_write_another_token_than_its_placeholder() -> None:
+    """`<|image|>`, which also stands before the whole of a picture, and is a mark there."""
+    tokens = media_tokens({"model_type": "llama4", "vision_config": {}})
+    assert tokens is not None and (tokens.image, tokens.video) == (200092, None)
+    text, media = tokens.with_placeholders("a<|image|>b", [MediaSource("image", "i")])
+    assert text == "a<|patch|>b" and len(media) == 1
+    ids, items = expand([1, 200092, 3], [placed("image", [7], 2, [8], 2, [9, 90], 2, [10])], tokens)
+    assert ids == [1, 7, *[200092] * 2, 8, *[200092] * 2, 9, 90, *[200092] * 2, 10, 3]
+    assert items[0].spans == [(2, 4), (5, 7), (9, 11)]
+
+
 def test_frames_of_gemma_have_marks() -> None:
     tokens = media_tokens(
         {"model_type": "gemma4", "image_token_id": 5, "video_token_id": 6, "vision_config": {}}
@@ -97,6 +108,8 @@ def test_frames_of_gemma_have_marks() -> None:
         ({"model_type": "qwen4_exp", "image_token_id": 5, "vision_config": {}}, "qwen3_vl"),
         ({"model_type": "minimax_m3_vl", "image_token_index": 5, "vision_config": {}}, "minimax_m3"),
         ({"model_type": "step3p7", "image_token_id": 5, "vision_config": {}}, "step3p7"),
+        ({"model_type": "muse_glimmer", "vision_config": {}}, "muse_glimmer"),
+        ({"model_type": "llama4", "image_token_index": 5, "vision_config": {}}, "llama4"),
         ({"model_type": "gemma4", "image_token_id": 5}, None),
         ({"model_type": "llama", "vision_config": {}}, None),
     ],
@@ -104,6 +117,15 @@ def test_frames_of_gemma_have_marks() -> None:
 def test_which_models_see(config: dict[str, Any], family: str | None) -> None:
     tokens = media_tokens(config)
     assert (None if tokens is None else tokens.family) == family
+
+
+def test_placeholders_that_a_config_may_leave_out() -> None:
+    """Those of every published model, which transformers' config has without being told."""
+    tokens = media_tokens({"model_type": "muse_glimmer", "vision_config": {}})
+    assert tokens is not None and (tokens.image, tokens.video) == (200092, 200091)
+    tokens = media_tokens({"model_type": "muse_glimmer", "vision_config": {}, "image_token_id": 7, "video_token_id": 8})
+    assert tokens is not None and (tokens.image, tokens.video) == (7, 8)
+    assert media_tokens({"model_type": "step3p7", "vision_config": {}}) is None
 
 
 def test_language_model_only_leaves_images_out(seeing_model: Path) -> None:

@@ -15,6 +15,7 @@ from media.seeing_model import write_seeing_model
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.media import decoding, processors
 from sglang.srt.managers.front.media.patch_types import as_type
+from sglang.srt.managers.front.media.pixel_budget import nearest_shape
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
 from sglang.srt.managers.front.media.processors import image_processor
 from sglang.srt.plan.media import PATCHES_A_STEP
@@ -36,6 +37,7 @@ def make(family: str, **settings: Any) -> processors.ImageProcessor:
         ("glm5_next", {}, 14, 2),
         ("kimi_k25", {}, 14, 2),
         ("minimax_m3", {}, 14, 2),
+        ("muse_glimmer", {}, 14, 2),
     ],
 )
 def test_tokens_follow_from_the_grid(family: str, settings: dict[str, Any], patch: int, merge: int) -> None:
@@ -70,6 +72,34 @@ def test_kimi_keeps_the_size_and_adds_black() -> None:
 def test_sizes_of_minimax_m3(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
     """As the class of transformers 5.23 has them; the `size` of published files is not used."""
     assert make("minimax_m3", size=[672, 672])(picture(*size)).grid == grid
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [((200, 120), (1, 10, 16)), ((1280, 720), (1, 52, 92)), ((30, 20), (1, 2, 4)), ((50, 700), (1, 50, 4))]
+    + [((1000, 9), (1, 2, 72)), ((3100, 900), (1, 64, 220)), ((100, 100), (1, 8, 8)), ((4000, 4000), (1, 128, 128))]
+    + [((60000, 40), (1, 2, 4284))],
+)
+def test_sizes_of_muse_glimmer(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
+    """As the class of transformers 5.17 has them, with torchvision 0.28."""
+    width, height = nearest_shape(size, 28, 4096)
+    assert (1, height // 14, width // 14) == grid
+
+
+def test_patches_of_muse_glimmer_have_frame_behind_frame() -> None:
+    """Each with its colours together, row by row."""
+    image = picture(56, 28)
+    process = make("muse_glimmer", patch_size=14)
+    patches = process(image).pixels.reshape(2, 4, 2, 3, 14, 14)
+    want = (np.asarray(image, np.float32) / 127.5 - 1).reshape(2, 14, 4, 14, 3).transpose(0, 2, 4, 1, 3)
+    for frame in range(2):
+        np.testing.assert_allclose(patches[:, :, frame], want, atol=1e-6)
+
+
+def test_an_image_of_muse_glimmer_fits_an_encoder_step() -> None:
+    patches = make("muse_glimmer", max_image_tokens=100000)(Image.new("RGB", (2000, 1900)))
+    assert PATCHES_A_STEP * 3 // 4 < len(patches.pixels) <= PATCHES_A_STEP
+    assert make("muse_glimmer", max_image_tokens=9)(picture(300, 290)).num_tokens == 9
 
 
 def test_a_strip_is_refused() -> None:

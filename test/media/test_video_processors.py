@@ -40,6 +40,7 @@ class Numbered(Video):
 # (frames, frames a second, size) -> by family: the grid and the first times of its frames
 EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, int, int], list[float]]]] = {
     (40, 10.0, (200, 120)): {
+        "muse_glimmer": ((4, 10, 16), [0.0, 1.1, 2.2]),
         "qwen3_vl": ((4, 8, 12), [0.3, 1.4, 2.5]),
         "qwen2_5_vl": ((4, 18, 30), [0.0, 1.0, 2.0]),
         "glm4v": ((4, 8, 14), [0.0, 1.0, 2.0]),
@@ -50,6 +51,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "minimax_m3": ((2, 8, 14), [0.0, 2.0]),
     },
     (33, 24.0, (1280, 720)): {
+        "muse_glimmer": ((1, 18, 32), [0.0]),
         "qwen3_vl": ((2, 20, 36), [0.23, 1.1]),
         "qwen2_5_vl": ((2, 40, 72), [0.0, 0.67]),
         "glm4v": ((1, 52, 92), [0.0]),
@@ -60,6 +62,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "minimax_m3": ((2, 40, 72), [0.0, 0.67]),
     },
     (100, 29.97, (640, 480)): {
+        "muse_glimmer": ((3, 20, 26), [0.0, 1.3, 2.64]),
         "qwen3_vl": ((3, 18, 26), [0.33, 1.65, 2.97]),
         "qwen2_5_vl": ((3, 34, 46), [0.0, 1.1, 2.2]),
         "glm4v": ((3, 34, 46), [0.0, 1.0, 2.0]),
@@ -70,6 +73,7 @@ EXPECTED: dict[tuple[int, float, tuple[int, int]], dict[str, tuple[tuple[int, in
         "minimax_m3": ((2, 34, 46), [0.0, 1.67]),
     },
     (9000, 25.0, (40, 40)): {
+        "muse_glimmer": ((48, 2, 2), [0.0, 7.56, 15.12]),
         "qwen3_vl": ((360, 2, 2), [0.26, 1.26, 2.26]),
         "qwen2_5_vl": ((360, 24, 24), [0.0, 1.0, 2.0]),
         "glm4v": ((300, 2, 2), [0.0, 1.24, 2.44]),
@@ -103,6 +107,7 @@ def test_frames_and_sizes(video: tuple[int, float, tuple[int, int]], family: str
         ("glm5_next", ["<|begin_of_image|>", 40, "<|end_of_image|>0.0 seconds", "<|begin_of_image|>"]),
         ("gemma4", ["00:00 ", 60, " 00:00 ", 60]),
         ("minimax_m3", ["]<]0.0 seconds[>[]<]start of image[>[", 28, "]<]end of image[>["]),
+        ("muse_glimmer", ["<|vid_start|>Time: 0.0s", 40, "<|vid_frame_separator|>Time: 1.1s", 40]),
         ("kimi_k25", ["00:00:00.000<|media_begin|>video<|media_content|>", 40, "<|media_end|>", *KIMI_AT_2]),
     ],
 )
@@ -136,6 +141,15 @@ def test_frames_of_gemma_have_the_patches_of_the_image() -> None:
     assert result.patches.grid == (2, *image.grid[1:])
     for frame in np.split(result.patches.pixels, 2):
         np.testing.assert_allclose(frame, image.pixels, atol=1e-6)
+
+
+def test_frames_of_muse_glimmer_have_the_patches_of_the_image() -> None:
+    still = picture(96, 64)
+    result = make("muse_glimmer")(decoding.Pictures([encoded(still)] * 3))
+    image = image_processor(ProcessorFiles("muse_glimmer", {}, {}))(still)
+    assert result.patches.grid == (2, *image.grid[1:]) and result.parts[-1] == "<|vid_end|>"
+    for frame in np.split(result.patches.pixels, 2):
+        np.testing.assert_array_equal(frame, image.pixels)
 
 
 def test_frames_of_kimi_have_the_patches_of_the_image() -> None:

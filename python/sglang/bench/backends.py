@@ -80,13 +80,22 @@ class _GenerateMeta(msgspec.Struct):
 
 
 class _GenerateEvent(msgspec.Struct):
-    """An event of /generate. The text is left out: it is cumulative, and reading it once, at the end, is enough."""
+    """An event of /generate. Text and ids are left out: they are cumulative, and reading them once, at the end, is
+    enough."""
 
     meta_info: _GenerateMeta | None = None
     error: Any = None
 
 
 _generate_event = msgspec.json.Decoder(_GenerateEvent)
+_META = b'"meta_info":'
+
+
+def _read_generate_event(data: bytes) -> _GenerateEvent:
+    """Reads the event from its meta_info on: what is before grows with each token. In a string of JSON, quotes are
+    escaped, so the name is not looked for in vain."""
+    start = data.rfind(_META)
+    return _generate_event.decode(data if start < 0 else b"{" + data[start:])
 
 
 def generate_body(prompt: Prompt, options: CallOptions) -> dict[str, Any]:
@@ -111,7 +120,7 @@ class GenerateReader:
     def on_event(self, data: bytes, now: float) -> None:
         if data.startswith(b"[DONE]"):
             return
-        event = _generate_event.decode(data)
+        event = _read_generate_event(data)
         if event.meta_info is None:
             raise_on_error(event.error)
             return
@@ -126,7 +135,7 @@ class GenerateReader:
             self.on_event(body, now)
         if not self._last:
             raise HttpError("the server sent no output")
-        meta = _generate_event.decode(self._last).meta_info
+        meta = _read_generate_event(self._last).meta_info
         assert meta is not None
         reason = meta.finish_reason
         if isinstance(reason, dict) and reason.get("type") == "abort":

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.distributed.quantized_sums import QuantizedSums
-from sglang.srt.distributed.turns import HalvesDiffer, LateLane, Turns
+from sglang.srt.distributed.turns import Blocks, HalvesDiffer, LateLane, Turns
 
 
 def half(turns: Turns, log: list[str], name: str, count: int = 3) -> Callable[[], float]:
@@ -45,6 +45,70 @@ def test_a_half_without_collectives_runs_before_the_other_goes_on() -> None:
     turns, log = Turns(LateLane()), list[str]()
     assert turns.run(half(turns, log, "a", 0), half(turns, log, "b", 0)) == (0.0, 0.0)
     assert turns.run(half(turns, log, "a", 2), half(turns, log, "b", 0)) == (2.0, 0.0)
+
+
+def blocks(turns: Turns, log: list[str], name: str, count: int = 3, inside: int = -1) -> Blocks[float]:
+    """As `half`, a block at a time, whose sums travel until the next block. inside: the block that waits for a
+    collective of its own."""
+    x, receive = torch.zeros(1), None
+    for i in range(count):
+        x = x if receive is None else receive()
+        log.append(f"{name}{i}")
+
+        def collective(x: torch.Tensor = x, i: int = i) -> torch.Tensor:
+            log.append(f"~{name}{i}")
+            return x.add_(1)
+
+        if i == inside:
+            turns.travel(("norm", i), lambda i=i: log.append(f"!{name}{i}") or torch.zeros(1))
+        receive = turns.start(("sum", i), collective)
+        yield
+    return float(x if receive is None else receive())
+
+
+def test_blocks_alternate_and_their_sums_arrive_before_the_next_block() -> None:
+    turns, log = Turns(LateLane()), list[str]()
+    for _ in range(2):  # nothing is left of the first run
+        log.clear()
+        assert turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b")) == (3.0, 3.0)
+        assert not turns.under_way and not turns.by_block
+        assert log == ["a0", "b0", "~a0", "a1", "~b0", "b1", "~a1", "a2", "~b1", "b2", "~a2", "~b2"]
+
+
+def test_what_a_block_asks_for_itself_arrives_behind_what_was_sent_before() -> None:
+    turns, log = Turns(LateLane()), list[str]()
+    assert turns.run_blocks(blocks(turns, log, "a", 2, 1), blocks(turns, log, "b", 2, 1)) == (2.0, 2.0)
+    assert log == ["a0", "b0", "~a0", "a1", "~b0", "!a1", "b1", "~a1", "!b1", "~b1"]
+
+
+def test_blocks_that_exchange_other_things_are_refused() -> None:
+    turns, log = Turns(LateLane()), list[str]()
+    with pytest.raises(HalvesDiffer, match="second"):
+        turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b", inside=0))
+    assert turns.run(half(turns, log, "a"), half(turns, log, "b")) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_block_that_fails_ends_both_halves(failing: int) -> None:
+    turns, log, closed = Turns(LateLane()), list[str](), list[bool]()
+
+    def fails() -> Blocks[float]:
+        turns.start(("sum", 0), lambda: torch.zeros(1))
+        yield
+        raise ConnectionError("a rank is gone")
+
+    def goes_on() -> Blocks[float]:
+        try:
+            return (yield from blocks(turns, log, "x", 5))
+        finally:
+            closed.append(True)
+
+    halves = [goes_on(), goes_on()]
+    halves[failing] = fails()
+    with pytest.raises(ConnectionError, match="a rank is gone"):
+        turns.run_blocks(*halves)
+    assert closed and not turns.under_way and not turns.by_block
+    assert turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b")) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(("counts", "what"), [((1, 2), "second"), ((0, 1), "second")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.distributed.turns import StreamLane, Turns
+from sglang.srt.distributed.turns import Blocks, Collective, StreamLane, Turns
 
 pytestmark = pytest.mark.gpu
 ROUNDS, BLOCKS, ROWS, COLUMNS = 20, 12, 512, 4096
@@ -30,6 +30,26 @@ def _half(turns: Turns, seed: float, in_place: bool) -> torch.Tensor:
     return x
 
 
+def _blocks(turns: Turns, seed: float, in_place: bool) -> Blocks[torch.Tensor]:
+    """As `_half`, a block at a time: its sum travels until the next one."""
+    x = torch.full((ROWS, COLUMNS), seed, device="cuda")
+    receive: Collective | None = None
+    for block in range(BLOCKS):
+        x = x if receive is None else x + receive()
+        out = x * 0.5 + block
+
+        def collective(out: torch.Tensor = out) -> torch.Tensor:
+            torch.cuda._sleep(CYCLES)
+            return out.mul_(2.0) if in_place else out * 2.0
+
+        receive = turns.start(("sum", block), collective)
+        del out, collective
+        torch.full_like(x, float("nan"))  # into memory that is free by now
+        yield
+    assert receive is not None
+    return x + receive()
+
+
 def _wanted(seed: float) -> float:
     x = seed
     for block in range(BLOCKS):
@@ -37,13 +57,17 @@ def _wanted(seed: float) -> float:
     return x
 
 
+@pytest.mark.parametrize("by_block", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_results_of_both_halves_are_whole(in_place: bool) -> None:
+def test_results_of_both_halves_are_whole(in_place: bool, by_block: bool) -> None:
     turns = Turns(StreamLane("cuda"))
     with torch.inference_mode():
         for number in range(ROUNDS):
             seeds = float(number), float(number) + 0.5
-            halves = turns.run(*(lambda seed=seed: _half(turns, seed, in_place) for seed in seeds))  # type: ignore[misc]
+            if by_block:
+                halves = turns.run_blocks(*(_blocks(turns, seed, in_place) for seed in seeds))
+            else:
+                halves = turns.run(*(lambda seed=seed: _half(turns, seed, in_place) for seed in seeds))  # type: ignore[misc]
             for seed, half in zip(seeds, halves, strict=True):
                 assert bool((half == _wanted(seed)).all()), (number, seed)
 

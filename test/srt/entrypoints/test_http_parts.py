@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.entrypoints import http_middleware, http_server
+from sglang.srt.entrypoints.http_app import OFTEN, create_api
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
-from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, until_disconnect
+from sglang.srt.entrypoints.http_state import ServerState
+from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.server_args import ServerArgs
 
 
 def scope(path: str = "/v1/models", method: str = "GET", **headers: str) -> dict[str, Any]:
@@ -236,7 +240,7 @@ class Source:
 
 def test_stream_to_its_end() -> None:
     source, exchange = Source([b"b", b"c"]), Exchange()
-    response = EventStream(b"a", source.events(), bytes.upper, "/generate", end=lambda: b"!")
+    response = EventStream(b"a", Generated(source.events()), bytes.upper, "/generate", end=lambda: b"!")
     asyncio.run(response(scope(), exchange.receive, exchange.send))
     assert [message.get("body") for message in exchange.sent[1:]] == [b"a", b"B", b"C", b"!data: [DONE]\n\n"]
     assert exchange.sent[-1]["more_body"] is False and source.closed
@@ -255,7 +259,9 @@ def test_failure_in_mid_stream_is_an_event(error: Exception, event: bytes) -> No
         raise error
 
     exchange = Exchange()
-    asyncio.run(EventStream(b"a", events(), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send))
+    asyncio.run(
+        EventStream(b"a", Generated(events()), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send)
+    )
     assert exchange.body == b"aB" + event + b"\n\ndata: [DONE]\n\n"
     assert exchange.sent[-1]["more_body"] is False
 
@@ -265,7 +271,9 @@ def test_disconnect_closes_the_source() -> None:
 
     async def run() -> None:
         response = asyncio.ensure_future(
-            EventStream(b"a", source.events(), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send)
+            EventStream(b"a", Generated(source.events()), bytes.upper, "/generate")(
+                scope(), exchange.receive, exchange.send
+            )
         )
         await asyncio.sleep(0.01)
         assert not source.closed
@@ -308,3 +316,12 @@ def test_work_result_and_error_pass_through() -> None:
     assert asyncio.run(run(succeed())) == 3
     with pytest.raises(ApiError):
         asyncio.run(run(fail()))
+
+
+def test_paths_that_are_asked_often_are_looked_for_first() -> None:
+    routes = create_api(ServerState(ServerArgs(model_path=DEFAULT_MODEL_PATH, device="cpu"))).router.routes
+    paths = [getattr(route, "path", None) for route in routes]
+    first = [path for path in paths if path in OFTEN]
+    assert set(first) == OFTEN
+    openapi = [path for path in paths if path == "/openapi.json"]  # FastAPI's own comes before all
+    assert [path for path in paths if path not in openapi][: len(first)] == first

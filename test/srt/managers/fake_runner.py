@@ -17,7 +17,7 @@ import torch
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from sglang.srt.model_executor.step import StepInput
+from sglang.srt.model_executor.step import PromptLaunches, StepInput
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 
@@ -91,6 +91,7 @@ class FakeRunner:
             chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip
+        self.launches = PromptLaunches()
         self.sampling_table = FakeSamplingTable()
         self.tables = np.zeros((1 + len(windows), max_reqs + 1, context), np.int64)
         self.table = self.tables[0]

@@ -46,6 +46,18 @@ LAYOUTS = {
     "TP4 x DP2, own heads": RankLayout(4, attn_dp_size=2, dp_lm_head=True),
 }
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
+IN_THREADS = (
+    "biases",
+    "biases, KV head",
+    "scans",
+    "branches",
+    "compressed",
+    "inputs of layers",
+    "n-grams",
+    "pooled latents",
+)
+"""Models with blocks that add up themselves, or that exchange something else. Others take turns block by block, where
+no attention groups exchange rows."""
 CHUNK = 56
 """Of several prompts, some of which end near its middle."""
 CELLS = {
@@ -57,22 +69,29 @@ CELLS = {
 
 
 class Halved(Counter[str]):
-    """Counts steps that ran as two halves, those of them that decode as well, that cut a prompt, and what travelled."""
+    """Counts steps that ran as two halves, those of them that decode as well, that cut a prompt, that took turns block
+    by block, what travelled, and what was waited for in the middle of a block."""
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        compute, travel = StepHalves.compute, Turns.travel
+        compute, start, travel = StepHalves.compute, Turns.start, Turns.travel
 
         def counted_compute(halves: Any, batch: Any, both: Any, loads: Any) -> Any:
             first, second = both
             inside = bool(first.slots[-1] == second.slots[0])
             self.update(steps=1, mixed=first.num_decodes > 0, inside=inside, between=not inside)
+            self["by block"] += halves.state.model.leaves_sums
             return compute(halves, batch, both, loads)
 
-        def counted_travel(turns: Any, what: Any, collective: Any) -> Any:
+        def counted_start(turns: Any, what: Any, collective: Any) -> Any:
             self["travelled"] += 1
+            return start(turns, what, collective)
+
+        def counted_travel(turns: Any, what: Any, collective: Any) -> Any:
+            self["waited for"] += turns.by_block
             return travel(turns, what, collective)
 
         monkeypatch.setattr(StepHalves, "compute", counted_compute)
+        monkeypatch.setattr(Turns, "start", counted_start)
         monkeypatch.setattr(Turns, "travel", counted_travel)
 
 
@@ -115,7 +134,10 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
         for mode in modes:
             files = [folder / f"{name}.{mode}.{rank}.json" for rank in range(ranks.world_size)]
             every = [json.loads(file.read_text()) for file in files]
+            logprobs = next((got["logprobs"] for got, _ in every if got["logprobs"]), [])
             for rank, (got, _) in enumerate(every):
+                assert got["logprobs"] == logprobs or ranks.pp_size > 1, f"{name}, {mode}, rank {rank}"
+                got["logprobs"] = logprobs  # of a pipeline the last stage alone has them
                 assert got == every[0][0], f"{name}, {mode}, rank {rank}"
             results[mode] = Outcome(**every[0][0]), sum((Counter(counts) for _, counts in every), Counter())
         for mode, (got, counts) in results.items():
@@ -126,6 +148,9 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
             assert counts["steps"] >= 2 * ranks.world_size and counts["inside"], where
             assert (counts["mixed"] and (counts["between"] or name != "dense")) or ranks.attn_dp_size > 1, where
             assert counts["travelled"] >= 4 * counts["steps"], where
+            by_block = name not in IN_THREADS and ranks.attn_dp_size == 1
+            assert counts["by block"] == by_block * counts["steps"], where
+            assert counts["waited for"] <= 2 * counts["by block"], f"{where}: not only the embedding's sum"
             assert got == results[mode.partition("halves")[0] + "whole"][0], where
 
 

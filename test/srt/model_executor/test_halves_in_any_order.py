@@ -126,14 +126,18 @@ class Compared:
         num_tokens = len(step.out_cache_loc)
         hidden = launched.output.hidden[:num_tokens].clone()
         after = {name: tensor.clone() for name, tensor in kept.items()}
-        for _ in range(self.orders):
+        by_block = self.runner.model.leaves_sums
+        for order in range(self.orders + by_block):
             for name, tensor in kept.items():
                 tensor.copy_(before[name])
+            self.runner.model.leaves_sums = order == self.orders  # the last one; before it threads, in drawn orders
+            self.seen["by block"] += order == self.orders
             halved = self.whole(step).output.hidden
             assert halved is not None
             self._compare("hidden states", halved[:num_tokens], hidden, before=None)
             for name, tensor in kept.items():
                 self._compare(name, tensor, after[name], before[name])
+        self.runner.model.leaves_sums = by_block
         for name, tensor in kept.items():
             tensor.copy_(after[name])
         return launched

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -167,18 +167,32 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     ),
     "step3p7": ("Step3p7Config", TINY["step3p7"][1], {}, True),
     "minimax_m3_vl": ("MiniMaxM3VLConfig", BLOCKS, {"num_hidden_layers": 2, "hidden_size": 36}, True),
+    "muse_glimmer": (
+        "MuseGlimmerConfig",
+        TINY["muse_glimmer"][1],
+        {"layer_types": ["window_attention", "full_attention", "window_attention"], "num_hidden_layers": 3}
+        | {"pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "layer_norm_eps": 1e-3},
+        True,
+    ),
+    "llama4": (
+        "Llama4Config",
+        TINY["llama4"][1],
+        {"image_size": 8, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"vision_output_dim": 40, "projector_input_dim": 40, "projector_output_dim": 40},
+        False,
+    ),
 }
 POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
 SEEN_FRAMES = POOLED_FRAMES | {"minimax_m3_vl": 4}
 """So many frames of a video see one another; of others each sees itself."""
-ONE_FRAME = ("kimi_k25", "gemma4", "step3p7")
+ONE_FRAME = ("kimi_k25", "gemma4", "step3p7", "llama4")
 """`model_type` of those whose patches have one frame."""
 PAGES = {"glm5_next": 4, "qwen4_exp": 4, "minimax_m3_vl": 4}
 """Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
-IMAGES_ALONE = ("step3p7",)
+IMAGES_ALONE = ("step3p7", "llama4")
 """`model_type` of those that take no video: what is one for others is an image of several views for them."""
 SIDES = {"step3p7": 2}
 """A token of these has so many times as many patches a side."""
@@ -198,16 +212,22 @@ def patch_values(folder: Path) -> int:
 
 
 def grid_for(kind: str, grid: Grid) -> Grid:
-    """The grid that has as many tokens for models of this `model_type` as `grid` has for most."""
+    """The grid that has as many tokens for models of this `model_type` as `grid` has for most. Tiles of Llama 4 have
+    one token each."""
+    if kind == "llama4":
+        return (math.prod(grid) // MERGE**2, MERGE, MERGE)
     side = SIDES.get(kind, 1)
     return (grid[0], side * grid[1], side * grid[2])
 
 
-def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrainedModel:
-    """A tiny fp32 model in which every parameter is random. more: keys of the text's config."""
+def save_seeing(
+    name: str, folder: Path, of_vision: Mapping[str, Any] | None = None, **more: Any
+) -> transformers.PreTrainedModel:
+    """A tiny fp32 model in which every parameter is random. of_vision, more: keys of the configs of vision and text."""
     import transformers  # slow, and ranks do not need it
 
     class_name, text, vision, zero_centred = SEEING[name]
+    vision = vision | (of_vision or {})
     settings = copy.deepcopy({"text_config": SIZES | text | more, "vision_config": TOWER | vision} | TOKENS)
     if name == "kimi_k25":
         settings["vision_config"] = {
@@ -218,6 +238,12 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
         sizes = ("hidden_size", "intermediate_size", "patch_size", "temporal_patch_size", "spatial_merge_size")
         settings["vision_config"] = {key: TOWER[key] for key in sizes} | {"num_attention_heads": 2} | vision
         settings["projector_hidden_size"] = 40
+    if name == "llama4":
+        settings["vision_config"] = {key: TOWER[key] for key in ("hidden_size", "patch_size")} | vision
+    if name == "muse_glimmer":
+        sizes = ("hidden_size", "intermediate_size", "patch_size")
+        settings["vision_config"] = {key: TOWER[key] for key in sizes} | vision
+        settings |= {"out_hidden_size": TOWER["hidden_size"] * MERGE**2, "projector_hidden_size": 40}
     if name == "step3p7":
         settings["vision_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | vision
         settings["vision_config"] |= {"image_size": 32, "patch_size": 4, "mlp_ratio": 1.5}
@@ -237,7 +263,7 @@ def save_seeing(name: str, folder: Path, **more: Any) -> transformers.PreTrained
         elif "vision_tower.std_" in key:
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
     with torch.no_grad():
-        model.lm_head.weight[IMAGE:] = 0.0  # nobody says a placeholder
+        model.get_output_embeddings().weight[IMAGE:] = 0.0  # nobody says a placeholder
     if name.startswith("glm"):
         model.model.get_placeholder_mask = _masks_by_token
     if name in CORRECTIONS:
@@ -484,8 +510,9 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
     """[n, V] of the prompt and what was said behind it."""
     ids = [*prompt.ids_for(model.config.model_type), *output]
     arguments = prompt.of_transformers()
-    if model.config.model_type == "step3p7":
-        return model(inputs_embeds=_embedded_for_step(model, prompt, ids)).logits[0]
+    if model.config.model_type in IMAGES_ALONE:
+        speaker = model if model.config.model_type == "step3p7" else model.language_model
+        return speaker(inputs_embeds=_embedded_views(model, prompt, ids)).logits[0]
     if model.config.model_type == "gemma4":
         arguments = _of_gemma(prompt) | {"mm_token_type_ids": _types(ids)}
     elif model.config.model_type == "kimi_k25":
@@ -504,21 +531,23 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
     return model(torch.tensor([ids]), **arguments).logits[0]
 
 
-def _embedded_for_step(model: Any, prompt: Prompt, ids: Sequence[int]) -> torch.Tensor:
+def _embedded_views(model: Any, prompt: Prompt, ids: Sequence[int]) -> torch.Tensor:
     """The features of each view in place of the embeddings of its placeholders, [1, length, H]."""
     embedded = model.get_input_embeddings()(torch.tensor([ids]))
     for image, runs in prompt.spans:
-        features = of_views(model.model, image.patches("step3p7"), grid_for("step3p7", image.grid))
+        kind = model.config.model_type
+        features = of_views(model, image.patches(kind), grid_for(kind, image.grid))
         for part, (start, end) in zip(features.chunk(len(runs)), runs, strict=True):
             embedded[0, start:end] = part
     return embedded
 
 
 def of_views(model: Any, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """What Step-3.7 makes of patches that stand row by row, [tokens, H]."""
+    """What Step-3.7 and Llama 4 make of patches that stand row by row, [tokens, H]."""
+    inner = model.model if model.config.model_type == "step3p7" else model
     views = pixels[:, : PATCH_VALUES // 2].reshape(*grid, 3, 4, 4).permute(0, 3, 1, 4, 2, 5)
-    seen = model.vision_model(views.flatten(2, 3).flatten(3, 4)).last_hidden_state
-    return model.multi_modal_projector(seen).flatten(0, 1)
+    seen = inner.vision_model(views.flatten(2, 3).flatten(3, 4)).last_hidden_state
+    return inner.multi_modal_projector(seen).flatten(0, 1)
 
 
 def _positions(prompt: Prompt, length: int, positions_a_second: int) -> torch.Tensor:
@@ -551,7 +580,7 @@ class ReferenceEncoder:
     """The tower of a transformers model. Implements MediaEncoder."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
-        self.model = model.model
+        self.whole, self.model = model, getattr(model, "model", model)
 
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
@@ -561,9 +590,9 @@ class ReferenceEncoder:
             made = self.model.get_image_features(_of_kimi(pixels), clips_of("kimi_k25", grids)).pooler_output
             counts = [len(clips_of("kimi_k25", [grid])) * grid[1] * grid[2] // MERGE**2 for grid in grids]
             return list(torch.cat(list(made)).flatten(0, -2).split(counts))
-        if self.model.config.model_type == "step3p7":
+        if self.model.config.model_type in IMAGES_ALONE:
             parts = zip(_split(pixels, grids), grids, strict=True)
-            return [of_views(self.model, part, grid) for part, grid in parts]
+            return [of_views(self.whole, part, grid) for part, grid in parts]
         frames = torch.tensor([(1, *grid[1:]) for grid in grids for _ in range(grid[0])])
         if self.model.config.model_type in SEEN_FRAMES:
             frames = clips_of(self.model.config.model_type, grids)

@@ -11,7 +11,9 @@ import torch
 
 from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.errors import UserError
+from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.towers.muse_glimmer import MuseGlimmerTower
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
@@ -36,6 +38,17 @@ def test_layers_of_the_published_config() -> None:
     first = mixers[0]
     assert isinstance(first, GQA) and first.scale == pytest.approx(3.87 * 128**-0.5)
     assert (model.logit_cap, model.logit_scale) == (20.0, pytest.approx((6656 / 256) ** -0.5))
+
+
+def test_the_encoder_of_the_published_config() -> None:
+    """Most keys are left to those of every published model."""
+    media = describe_media(json.loads((PUBLISHED / "config.json").read_text()))
+    assert media is not None and (media.image_token, media.video_token) == (200092, 200091)
+    tower = media.tower
+    assert isinstance(tower, MuseGlimmerTower) and tower.patch_shape == (3, 2, 14, 14)
+    assert tower.full_layers == (*range(3, 50, 4), 49) and (tower.side, tower.adapter_size) == (32, 4096)
+    assert tower.num_weights() == pytest.approx(1.922e9, rel=1e-3)
+    assert tower.shared_by(8).ranks == 8
 
 
 def test_what_a_config_may_leave_out(tmp_path: Path) -> None:

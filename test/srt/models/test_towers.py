@@ -65,6 +65,10 @@ def tower_of(folder: Path) -> VisionEncoder[Any]:
 
 _TOWERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name == "qwen4_exp")) for name in SEEING]
 """Qwen3.8-Flash-Next has the encoder of Qwen3.5."""
+_PIECES = [
+    pytest.param(name, marks=[pytest.mark.thorough] * (name in ("qwen4_exp", "step3p7", "minimax_m3_vl")))
+    for name in SEEING
+]
 
 
 @pytest.mark.parametrize("name", _TOWERS)
@@ -78,6 +82,17 @@ def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert len(got) == len(want) == len(grids)
         for item, wanted in zip(got, want, strict=True):
             torch.testing.assert_close(item, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_tiles_of_several_tokens(tmp_path: Path) -> None:
+    """Of Llama 4, each with a token that all of its patches see, of which no other tile has one."""
+    vision = {"image_size": 24}
+    reference, tower = ReferenceEncoder(save_seeing("llama4", tmp_path, vision)), tower_of(tmp_path)
+    for grids in ([(1, 6, 6)], [(5, 6, 6), (1, 6, 6), (3, 6, 6)]):
+        pixels = torch.randn(num_patches(grids), 48, generator=torch.Generator().manual_seed(len(grids)))
+        got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
+        assert [len(item) for item in got] == [9 * grid[0] for grid in grids]
+        torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", list(SEEING))
@@ -155,7 +170,7 @@ def row_by_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tenso
         o[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen])
 
 
-@pytest.mark.parametrize("name", _TOWERS)
+@pytest.mark.parametrize("name", _PIECES)
 def test_an_encoder_that_stops_behind_every_piece(name: str, tmp_path: Path) -> None:
     """It has the pieces that are counted beforehand, and the bits of one that does not, however attention is cut."""
     save_seeing(name, tmp_path)
@@ -312,6 +327,10 @@ def test_other_tensors_are_named(
 
 
 STEP_VISION = {"width": 32, "layers": 2, "heads": 2}
+LLAMA4_VISION = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 40)
+LLAMA4_VISION |= {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA4_VISION |= {"image_size": 64}
+MUSE_VISION = {"hidden_size": 1536, "num_attention_heads": 16, "num_hidden_layers": 3}
 M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -323,6 +342,15 @@ M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
         ("step3p7", {"width": 32, "heads": 2}, "the key 'layers' is missing"),
         ("minimax_m3_vl", M3_VISION | {"rope_mode": "2d"}, "rope_mode = '2d' is not supported"),
         ("minimax_m3_vl", M3_VISION | {"hidden_size": 10}, "does not divide into 2 heads of pairs"),
+        ("llama4", LLAMA4_VISION | {"image_size": 48}, "makes no squares of 3 x 3 patches"),
+        ("llama4", LLAMA4_VISION | {"pixel_shuffle_ratio": 0.4}, "pixel_shuffle_ratio 0.4 makes no squares"),
+        ("llama4", LLAMA4_VISION | {"intermediate_size": 64}, "intermediate_size is not 4 times the 32 of a patch"),
+        ("llama4", LLAMA4_VISION | {"vision_output_dim": 41}, "vision_output_dim are .40, 40, 41.; only equal ones"),
+        ("llama4", LLAMA4_VISION | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
+        ("muse_glimmer", MUSE_VISION | {"hidden_size": 64}, "out_hidden_size is not 4 times the 64 of a patch"),
+        ("muse_glimmer", MUSE_VISION | {"pos_emb_width": 16}, "the learned positions are not a square"),
+        ("muse_glimmer", MUSE_VISION | {"layer_types": ["full_attention"]}, "layer_types must be 3 of full_attention"),
+        ("muse_glimmer", MUSE_VISION | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
         ("qwen4_exp", {"hidden_size": 32, "num_heads": 2} | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
     ],
 )

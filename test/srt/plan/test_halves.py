@@ -11,7 +11,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.all_reduce_table import MIB
 from sglang.srt.kernels.spec import PeerLinks
+from sglang.srt.managers.scheduler import scheduler_setup
 from sglang.srt.plan.plan import Plan, make_plan, serving_of
 from sglang.srt.server_args import ServerArgs
 from srt.models.harness import save_tiny
@@ -71,6 +73,23 @@ def test_the_plan_decides(
     assert least is None or (plan.halves is not None and plan.halves.exact), "two ranks hide sums as they are"
     assert ("two_halves" in plan.describe()) == (least is not None)
     assert least is None or f"{least:,} tokens" in plan.describe()["two_halves"]
+
+
+@pytest.mark.parametrize("forbidden", ["1", "0"])
+def test_gpus_with_nvlink_compute_halves_where_sums_pass_main_memory(
+    forbidden: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", forbidden)
+    monkeypatch.setattr(scheduler_setup, "pci_address", lambda device: None)
+    monkeypatch.setattr(scheduler_setup, "gpus_reach_one_another", lambda devices: True)
+    seen = scheduler_setup.with_way_of_library(PeerLinks(Topology.NVLINK, "--disable-custom-all-reduce"), (0, 1))
+    assert seen.topology is Topology.NVLINK
+    args = ServerArgs.from_kwargs(
+        model_path=str(folders["dense"]), tp_size=2, enable_quantized_all_reduce="prefill", disable_cuda_graph=True
+    )
+    plan = make_plan(args, ModelConfig.from_server_args(args), ARCH, 40 << 30, links=seen)
+    assert plan.quantized_sums is not None and (plan.halves is None) == (forbidden == "0")
+    assert plan.quantized_sums.least_bytes == (32 if forbidden == "0" else 16) * MIB
 
 
 @pytest.mark.parametrize(

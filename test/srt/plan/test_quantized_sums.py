@@ -13,6 +13,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import LIBRARY_PIECE_BYTES, MIB, PIECE_BYTES, QUANTIZED, quantized_from
+from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.quantized_sums import GROUP, QuantizedSumRule, quantized_sum_rule
 from sglang.srt.server_args import ServerArgs
@@ -21,9 +22,12 @@ from srt.models.harness import save_tiny
 ARCH = arch_by_name("rtx-pro-6000-server")
 
 
-def rule(topology: Topology | None = Topology.HOST_BRIDGE, hidden: int = 5120, **flags: Any) -> QuantizedSumRule | None:
+def rule(
+    topology: Topology | None = Topology.HOST_BRIDGE, hidden: int = 5120, problem: str = "", **flags: Any
+) -> QuantizedSumRule | None:
     args = ServerArgs.from_kwargs(model_path="x", **{"tp_size": 2, **flags})
-    return quantized_sum_rule(args, ARCH, topology, hidden, 256)
+    links = None if topology is None else PeerLinks(topology, problem)
+    return quantized_sum_rule(args, ARCH, links, hidden, 256)
 
 
 def test_nothing_is_quantized_unless_asked() -> None:
@@ -37,6 +41,17 @@ def test_modes(mode: str, rows: int) -> None:
     assert "predicted" in str(found)
     found = rule(enable_quantized_all_reduce=mode, quantized_all_reduce_min_bytes=4096)
     assert found is not None and (found.least_bytes, found.least_rows) == (4096, rows)
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks", "least"),
+    [(Topology.HOST_BRIDGE, 2, 16), (Topology.CROSS_NUMA, 8, 8), (Topology.NVLINK, 2, 32)],
+)
+def test_what_nccl_sends_is_worth_its_launches_from_a_larger_size_on(
+    topology: Topology, ranks: int, least: int
+) -> None:
+    found = rule(topology, problem="no peers", tp_size=ranks, enable_quantized_all_reduce="prefill")
+    assert found is not None and found.least_bytes == least * MIB
 
 
 @pytest.mark.parametrize(
@@ -55,14 +70,15 @@ def test_what_cannot_be_followed_is_refused(flags: dict[str, Any], hidden: int, 
 def test_gpus_without_e4m3_are_refused() -> None:
     args = ServerArgs.from_kwargs(model_path="x", tp_size=2, enable_quantized_all_reduce="all")
     with pytest.raises(UserError, match="no instructions for e4m3"):
-        quantized_sum_rule(args, arch_by_name("sm_80"), Topology.HOST_BRIDGE, 5120, 256)
+        quantized_sum_rule(args, arch_by_name("sm_80"), PeerLinks(Topology.HOST_BRIDGE), 5120, 256)
 
 
 def test_every_group_has_a_least_size() -> None:
     for topology in Topology:
         for ranks in range(2, 17):
             least, reason = quantized_from(topology, ranks)
-            assert MIB <= least <= 32 * MIB and reason
+            later, why = quantized_from(topology, ranks, by_library=True)
+            assert MIB <= least <= later <= 32 * MIB and reason and why
     assert quantized_from(None, 4) == (0, "ranks on CPUs")
     assert all(band.reason for band in QUANTIZED)
 

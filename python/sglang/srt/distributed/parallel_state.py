@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.quantized_sums import DTYPES, PeerSums, QuantizedSums
+from sglang.srt.distributed.summands import Summands, SumOnItsWay
 from sglang.srt.distributed.turns import Turns
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
@@ -101,8 +102,18 @@ class Group:
         """The collective's result. what, x: tell it from others; the halves of a step differ in rows alone."""
         if self._turns is None or not self._turns.under_way:
             return collective()
-        width = x.shape[-1] if x.dim() > 1 else 1
-        return self._turns.travel((what, self.size, x.dtype, width), collective)
+        return self._turns.travel(self._named(what, x), collective)
+
+    def _named(self, what: str, x: torch.Tensor) -> object:
+        return what, self.size, x.dtype, x.shape[-1] if x.dim() > 1 else 1
+
+    def begin_sum(self, x: torch.Tensor) -> Summands:
+        """What adds up `x`, of which each rank has a summand, where the sum is needed: this group, or where halves of a
+        step take turns block by block a sum that travels from now on. `x` stays as it is until then."""
+        turns = self._turns
+        if turns is None or not turns.by_block:
+            return self
+        return SumOnItsWay(turns.start(self._named("sum", x), lambda: self._summed(x, exact=False)))
 
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
         sums, turns = self._quantized, self._turns

@@ -3,17 +3,23 @@
     first    A1 ~~sum~~ A2 ~~sum~~ A3 ...        Ai: what the half computes up to its i-th collective
     second      B1 ~~sum~~ B2 ~~sum~~ B3 ...     launched in the order A1, B1, A2, B2, ...
 
-Each half is a call that runs in a thread of its own, of which only one runs at a time: a collective is where it gives
-way to the other. So layers need not know of it, whatever they exchange and wherever. Everything that is computed goes
-to one stream in the order of the turns, so that what the first half stores (keys, states) is there when the second half
-comes to the same place. Collectives go to a lane of their own, one behind the other, on all ranks in the same order.
+Everything that is computed goes to one stream in the order of the turns, so that what the first half stores (keys,
+states) is there when the second half comes to the same place. Collectives go to a lane of their own, one behind the
+other, on all ranks in the same order. Halves take turns in one of two ways:
+
+    blocks    Each half is a generator that stops behind every block, and one thread computes a block of each in turn.
+              That hides the sums that blocks leave to what follows them (`start`), at no more cost to the host than
+              launching both halves. Any other collective is waited for where it is asked for.
+    threads   Each half is a call in a thread of its own, of which only one runs at a time: a collective is where it
+              gives way to the other. So all are hidden, whatever layers exchange and wherever; but to hand over takes
+              the host as long as half of a block's launches.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
@@ -22,6 +28,8 @@ import torch
 
 T = TypeVar("T")
 Collective = Callable[[], torch.Tensor]
+Blocks = Generator[None, None, T]
+"""Computes a block after the other, and returns what comes of all."""
 
 
 class Lane(Protocol):
@@ -112,20 +120,21 @@ class Turns:
         self._lane = lane
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="second half")
         self.under_way = False
-        """True inside `run`: collectives are to go through `travel`."""
+        """True inside `run` and `run_blocks`: collectives are to go through `travel`."""
+        self.by_block = False
+        """True inside `run_blocks`: sums that blocks leave are to go through `start`."""
         self.exact = False
         """True: what travels so is never quantized."""
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """The results of both, whose collectives go through `travel`. Raises what the first of them that fails
         raises; the other ends at its next collective."""
-        self._turn, self._ended = 0, [False, False]
+        self._begin()
+        self._ended = [False, False]
         self._go = (threading.Lock(), threading.Lock())  # held until its half may go on: less work than semaphores
         for go in self._go:
             go.acquire()
         self._failure: BaseException | None = None
-        self._sent: tuple[list[object], list[object]] = ([], [])
-        self.under_way = True
         other = self._thread.submit(self._second, second, self._lane.here())
         try:
             result = self._guarded(first)
@@ -136,8 +145,35 @@ class Turns:
             self._lane.clear()
         return result, other.result()
 
-    def travel(self, what: object, collective: Collective) -> torch.Tensor:
-        """The collective's result. what: names it, the same for both halves. Called by the half whose turn it is."""
+    def run_blocks(self, first: Blocks[T], second: Blocks[T]) -> tuple[T, T]:
+        """The results of both, of as many blocks. Raises what the first of them that fails raises, and ends the
+        other."""
+        self._begin()
+        self.by_block = True
+        halves, results = (first, second), dict[int, T]()
+        try:
+            while len(results) < len(halves):
+                for number, half in enumerate(halves):
+                    self._turn = number
+                    try:
+                        next(half)
+                    except StopIteration as end:
+                        results[number] = end.value
+        finally:
+            for half in halves:
+                half.close()
+            self.under_way = self.by_block = False
+            self._lane.clear()
+        return results[0], results[1]
+
+    def _begin(self) -> None:
+        self._turn = 0
+        self._sent: tuple[list[object], list[object]] = ([], [])
+        self.under_way = True
+
+    def start(self, what: object, collective: Collective) -> Collective:
+        """Lets a collective travel, and returns what gives its result to launches from then on. what: as of
+        `travel`."""
         turn = self._turn
         mine, first = self._sent[turn], self._sent[0]
         mine.append(what)
@@ -145,7 +181,13 @@ class Turns:
             raise HalvesDiffer(
                 f"the second half sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}"
             )
-        receive = self._lane.send(collective)
+        return self._lane.send(collective)
+
+    def travel(self, what: object, collective: Collective) -> torch.Tensor:
+        """The collective's result. what: names it, the same for both halves. Called by the half whose turn it is."""
+        turn, receive = self._turn, self.start(what, collective)
+        if self.by_block:
+            return receive()
         self._give_way(turn)
         if self._failure is not None:
             raise OtherHalfFailed from self._failure

@@ -38,6 +38,8 @@ FORMS = (
     http_corpora,
     http_storage,
 )
+OFTEN = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+"""Paths that are looked for first."""
 _STATUS_CLIENT_CLOSED = 499
 """Status that the log shows when the client has disconnected; nobody receives it."""
 
@@ -81,10 +83,10 @@ def create_api(state: ServerState) -> FastAPI:
     api = FastAPI(title="sm120-sglang", version=__version__, redirect_slashes=False, **no_pages)
     api.state.server = state
     api.state.created = int(time.time())
-    for form in FORMS:
-        api.include_router(form.router)
-    api.include_router(page_routes.router)
-    api.include_router(http_refused.router)
+    routers = (*(form.router for form in FORMS), page_routes.router, http_refused.router)
+    routes = [route for router in routers for route in router.routes]
+    # A request is compared with one route after the other, and with those of an included router twice.
+    api.router.routes.extend(sorted(routes, key=lambda route: getattr(route, "path", "") not in OFTEN))
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
     api.add_exception_handler(HTTPException, _on_http_exception)

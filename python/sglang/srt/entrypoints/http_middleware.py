@@ -1,5 +1,4 @@
-"""Middleware that every HTTP request passes before it reaches a route, on plain ASGI so that streamed chunks pay
-nothing."""
+"""Middleware that every HTTP request passes before it reaches a route, on plain ASGI."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
-from sglang.srt.entrypoints.http_stream import DIRECT_SEND
 from sglang.srt.managers.front.request_trace import trace_headers
 from sglang.srt.utils.free_memory import release_free_memory, trim_allocator
 
@@ -80,7 +78,6 @@ class RequestGate:
         if scope["method"] in ("POST", "PUT") and not _is_json(scope["path"], headers):
             await error_response(scope["path"], _NOT_JSON)(scope, receive, send)
             return
-        scope[DIRECT_SEND] = send
         body = _BoundedBody(self, receive)
         counts = not is_open(scope["path"])
         self._num_requests += counts

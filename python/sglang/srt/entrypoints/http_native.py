@@ -16,13 +16,15 @@ from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
 from sglang.srt.entrypoints.http_state import engine_of, state_of
-from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
+from sglang.srt.entrypoints.http_stream import EventStream, Generated, until_disconnect
 from sglang.srt.entrypoints.native_hidden_states import hidden_states_as_json, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
+from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
+from sglang.srt.managers.front.native_events import NativeEvents
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION, native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
@@ -117,6 +119,11 @@ async def generate(request: Request) -> Response:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
         return json_response(await until_disconnect(request, hidden_states_as_json(work)))
     incremental = manager.args.incremental_streaming_output
+    if session is None and not _wants_hidden_states(call):
+        return await stream_events(
+            manager, request, call, lambda stream: NativeEvents(manager, call, stream, incremental),
+            begins_with_output=True,
+        )  # fmt: skip
     results = (
         native_stream(manager, call, incremental)
         if session is None
@@ -124,7 +131,12 @@ async def generate(request: Request) -> Response:
     )
     results = stream_with_json(results)
     first = await until_disconnect(request, _first(results))
-    return EventStream(_event(first), results, _event, request.url.path)
+    return EventStream(_event(first), Generated(results), _event, request.url.path)
+
+
+def _wants_hidden_states(call: GenerateRequest) -> bool:
+    wanted = call.return_hidden_states
+    return any(wanted) if isinstance(wanted, list) else wanted
 
 
 async def _first(results: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:

@@ -9,10 +9,30 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sglang.srt.entrypoints.http_stream import BODY_WRITER
+
 _ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An interim answer, which clients skip."""
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class ChunkWriter:
+    """BodyWriter of a response with chunked transfer encoding, which responses without a length have."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, body: bytes) -> bool:
+        cycle = self._cycle
+        if cycle.disconnected:
+            return True
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return not cycle.flow.write_paused
+
+    async def drain(self) -> None:
+        if not self._cycle.disconnected:
+            await self._cycle.flow.drain()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -61,6 +81,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._unanswered.popleft()
         if self.cycle is not None:
             self._unanswered.append(self.cycle)
+            self.cycle.scope[BODY_WRITER] = ChunkWriter(self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         self._in_head = True

@@ -45,6 +45,9 @@ FAILURE_GRACE_S = 1.0
 CLOSE_LIMIT_S = 5
 KEEP_ALIVE_S = 60
 LISTEN_BACKLOG = 2048
+GC_OBJECTS = 20_000
+"""New containers that start a collection of the young ones. A batch of outputs has hundreds and leaves no cycles; with
+Python's 700 the server would look at every stream many times a second."""
 FEW_OPEN_FILES = 1024
 MAX_OPEN_FILES = 1 << 16
 """Connections, above all. A shell's usual limit of 1,024 is soft, and a few clients reach it."""
@@ -249,6 +252,7 @@ class _Server:
             raise EngineError(f"--speculative-ngram-external-corpus-path: {error.message}") from error
         self.handle.manager.mark_up()
         gc.freeze()  # what start-up made stays: collections under load need not look at it again
+        gc.set_threshold(GC_OBJECTS, 10, 10)
         logger.info("Listening on %s", self.args.url())
         logger.info(READY_LINE)
 

@@ -1,14 +1,14 @@
 """Streaming responses and disconnect handling on plain ASGI.
 
-A stream costs one `await send` a chunk; no task groups and no per-chunk validation, because a busy server sends tens of
-thousands of chunks a second.
+A stream costs one write a chunk; no task groups, no task that wakes up for a chunk and no validation of it, because a
+busy server sends tens of thousands of chunks a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-DIRECT_SEND = "sglang.send"
-"""Scope key of the server's own `send`: body chunks of a stream need not pass every middleware again."""
+BODY_WRITER = "sglang.body_writer"
+"""Scope key of the connection's own BodyWriter: chunks of a stream need not pass every middleware, nor be awaited."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -73,18 +73,62 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
             await _cancel(task)
 
 
-class ClosableOutputs(Protocol[T_co]):
-    """An asynchronous iterator that must be closed, such as a GenerationStream or an asynchronous generator."""
+class BodyWriter(Protocol):
+    """Writes chunks of a body whose head has been sent."""
 
-    def __aiter__(self) -> AsyncIterator[T_co]: ...
+    def write(self, body: bytes) -> bool:
+        """Returns whether the next chunk may be written at once. If not, `drain` comes first."""
+
+    async def drain(self) -> None:
+        """Waits until the client has taken what was written."""
+
+
+class _AsgiWriter:
+    """BodyWriter of any server."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._body = b""
+
+    def write(self, body: bytes) -> bool:
+        self._body += body
+        return False
+
+    async def drain(self) -> None:
+        body, self._body = self._body, b""
+        if body:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+class Outputs(Protocol[T_co]):
+    """Outputs that must be closed, such as those of a GenerationStream."""
+
+    async def forward(self, take: Callable[[T_co], bool]) -> bool:
+        """Calls `take` with each until the end, then returns True, or until `take` returns False, and returns that."""
 
     async def aclose(self) -> None: ...
+
+
+class Generated(Generic[T]):
+    """The outputs of an asynchronous generator."""
+
+    def __init__(self, generator: AsyncGenerator[T, None]) -> None:
+        self._generator = generator
+
+    async def forward(self, take: Callable[[T], bool]) -> bool:
+        async for output in self._generator:
+            if not take(output):
+                return False
+        return True
+
+    async def aclose(self) -> None:
+        await self._generator.aclose()
 
 
 class EventStream(Response, Generic[T]):
     """A response that is sent as it comes, of server-sent events if `form` does not say otherwise.
 
-    `first` holds events that exist already. `outputs` yields the rest, `write` turns each into complete events
+    `first` holds events that exist already. `outputs` brings the rest, `write` turns each into complete events
     (possibly none), and `end` makes the events before `done`, which closes every stream. `outputs` is closed at the
     end, also when the client disconnects. What it raises becomes an error event, which `fail` writes: by default in the
     shape of the route `path`.
@@ -93,7 +137,7 @@ class EventStream(Response, Generic[T]):
     def __init__(
         self,
         first: bytes,
-        outputs: ClosableOutputs[T],
+        outputs: Outputs[T],
         write: Callable[[T], bytes],
         path: str,
         end: Callable[[], bytes] = bytes,
@@ -115,10 +159,10 @@ class EventStream(Response, Generic[T]):
         self._fail = fail or partial(error_event, path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        direct = scope.get(DIRECT_SEND, send)
-        pump = asyncio.ensure_future(self._pump(send, direct))
+        writer: BodyWriter = scope.get(BODY_WRITER) or _AsgiWriter(send)
+        pump = asyncio.ensure_future(self._pump(send, writer))
         watcher = asyncio.ensure_future(_disconnected(receive))
-        companion = asyncio.ensure_future(self._keep_alive(direct))
+        companion = asyncio.ensure_future(self._keep_alive(writer))
         try:
             await asyncio.wait({pump, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
@@ -129,32 +173,38 @@ class EventStream(Response, Generic[T]):
             if not pump.done():
                 await _cancel(pump)
 
-    async def _keep_alive(self, direct: Send) -> None:
+    async def _keep_alive(self, writer: BodyWriter) -> None:
         """Breaks each silence of this length once the stream has begun."""
         num_sent = 0
         while self._form.keep_alive:
             await asyncio.sleep(envs.SGLANG_SSE_KEEP_ALIVE)
             if num_sent == self._num_sent and num_sent:
-                await direct({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
+                await writer.drain()
+                writer.write(self._form.keep_alive)
+                await writer.drain()
             num_sent = self._num_sent
 
-    async def _pump(self, send: Send, direct: Send) -> None:
+    async def _pump(self, send: Send, writer: BodyWriter) -> None:
+        def take(output: T) -> bool:
+            events = self._write(output)
+            if not events:
+                return True
+            self._num_sent += 1
+            return writer.write(events)
+
         async with aclosing(self._outputs) as outputs:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._num_sent = 1
-            if self._first:
-                await direct({"type": "http.response.body", "body": self._first, "more_body": True})
-            write = self._write
             try:
-                async for output in outputs:
-                    events = write(output)
-                    if events:
-                        self._num_sent += 1
-                        await direct({"type": "http.response.body", "body": events, "more_body": True})
+                if self._first:
+                    writer.write(self._first)
+                    await writer.drain()
+                while not await outputs.forward(take):
+                    await writer.drain()
                 last = self._end()
             except RequestError as error:
                 last = self._fail(ApiError(error.status_code, error.message))
             except Exception:
                 logger.exception("a stream on %s failed", self._path)
                 last = self._fail(ApiError(500, "internal error while streaming"))
-            await direct({"type": "http.response.body", "body": last + self._done, "more_body": False})
+            await send({"type": "http.response.body", "body": last + self._done, "more_body": False})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,14 @@ def pci_address(device_index: int) -> str | None:
     except AttributeError:
         return None
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def gpus_reach_one_another(devices: Sequence[int]) -> bool:
+    """Returns whether each of these CUDA devices may write into the memory of each other one."""
+    import torch
+
+    pairs = itertools.permutations(devices, 2)
+    return all(torch.cuda.can_device_access_peer(first, second) for first, second in pairs)
 
 
 def device_count() -> int:

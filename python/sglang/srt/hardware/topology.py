@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -29,6 +29,27 @@ def pci_topology(addresses: Sequence[str | None], sysfs: Path = Path("/sys")) ->
     connected through the host's bridges."""
     pairs = itertools.combinations(addresses, 2)
     return max((_between(first, second, sysfs) for first, second in pairs), key=_DISTANCES.index)
+
+
+def library_topology(
+    topology: Topology,
+    addresses: Sequence[str | None],
+    environment: Mapping[str, str],
+    reach: bool,
+    sysfs: Path = Path("/sys"),
+) -> Topology:
+    """The way of what NCCL sends between GPUs whose links are `topology`: main memory, and so at least the host's
+    bridges, where no GPU may write into another's memory (`reach` False) or the environment forbids it."""
+    if reach and not _forbids_peers(environment):
+        return topology
+    return max((pci_topology(addresses, sysfs), Topology.HOST_BRIDGE), key=_DISTANCES.index)
+
+
+def _forbids_peers(environment: Mapping[str, str]) -> bool:
+    """Returns whether NCCL may not use peer-to-peer copies: NCCL_P2P_DISABLE is a number other than 0, or
+    NCCL_P2P_LEVEL lets no pair use them."""
+    disabled, level = (environment.get(f"NCCL_P2P_{name}", "").strip() for name in ("DISABLE", "LEVEL"))
+    return disabled not in ("", "0") or level.upper() in ("LOC", "0")
 
 
 def _between(first: str | None, second: str | None, sysfs: Path) -> Topology:

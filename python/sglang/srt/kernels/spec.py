@@ -23,6 +23,12 @@ class PeerLinks:
     topology: Topology
     problem: str = ""
     fusion_problem: str = ""
+    library: Topology | None = None
+    """The way of NCCL's sums, which are the large ones, where it is another than the links'."""
+
+    @property
+    def of_library(self) -> Topology:
+        return self.topology if self.library is None else self.library
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.summands import Summands
 from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows
@@ -37,7 +37,7 @@ class RMSNorm:
         return normed, total
 
     def of_summands(
-        self, x: torch.Tensor, residual: torch.Tensor | None, group: Group
+        self, x: torch.Tensor, residual: torch.Tensor | None, group: Summands
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the norm, as a call does, of the sum of `x` over the group's ranks: in one kernel where the group
         has one for it."""
@@ -45,7 +45,7 @@ class RMSNorm:
         return self(group.all_reduce(x), residual) if at_once is None else at_once
 
     def quantized(
-        self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: Group | None
+        self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: Summands | None
     ) -> tuple[Rows, torch.Tensor]:
         """Computes the norm as a call does, or with a group as `of_summands` does; where rows are many it also
         quantizes them in the norm's launch. For sums over ranks that is as many launches as a sum with its norm, and

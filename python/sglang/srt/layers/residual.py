@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.summands import Summands
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
@@ -81,7 +82,7 @@ class SumStream:
     def __init__(self, embedded: torch.Tensor) -> None:
         self.added = embedded
         self.total: torch.Tensor | None = None
-        self.group: Group | None = None
+        self.group: Summands | None = None
 
     def normed(self, norm: RMSNorm, wanted: RowFormat | None = None) -> Rows:
         """Adds up what there is, and norms it; rows that are many also come as `wanted` says."""
@@ -117,7 +118,7 @@ class SumJoin:
         return stream.summed() if self.norm is None else stream.normed(self.norm, self.row_format)
 
     def after(self, stream: SumStream, out: torch.Tensor) -> None:
-        stream.group = self.group
+        stream.group = None if self.group is None else self.group.begin_sum(out)
         stream.added = out if self.norm_after is None else self.norm_after(out, None)[0]
         if self.scale is not None:
             assert stream.total is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -31,6 +32,7 @@ from sglang.srt.model_executor.step import (
     GroupSteps,
     LaunchedForward,
     ModelOutput,
+    PromptLaunches,
     StepInput,
     StepResult,
     no_prompts,
@@ -104,6 +106,7 @@ class ModelRunner:
             of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups)
         self.halves = StepHalves.of_plan(plan, self.state, groups)
         """Steps that run as two halves; they have no graph."""
+        self.launches = PromptLaunches()
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
         self.token_receiver = None if self.samples else TokenReceiver(groups, self.state)
         self.graphs: GraphRunner | None = None
@@ -193,9 +196,17 @@ class ModelRunner:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
         return self.sample(self.forward(step))
 
-    @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
         """Launch a step up to its logits."""
+        started = time.perf_counter()
+        launched = self._forward(step)
+        if step.prompts is not None:
+            self.launches.prompt_steps += 1
+            self.launches.prompt_launch_seconds += time.perf_counter() - started
+        return launched
+
+    @torch.inference_mode()
+    def _forward(self, step: StepInput) -> LaunchedForward:
         graphs, loads = self.graphs, None
         if step.loads:
             graphs, loads = None, LayerWaits(step.loads)
@@ -226,6 +237,8 @@ class ModelRunner:
             hidden = self.model(batch)
         else:
             hidden = self.halves.compute(batch, halves, loads)
+            self.launches.halved_steps += 1
+            self.launches.halved_tokens += len(step.out_cache_loc)
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

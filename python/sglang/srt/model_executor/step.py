@@ -101,6 +101,17 @@ class StepInput:
         return self.slots if self.prompts is None else self.slots[self.prompts.sample_rows]
 
 
+@dataclass(slots=True)
+class PromptLaunches:
+    """Steps with prompts that were launched so far, and the seconds of the host up to their logits; of these steps
+    those that ran as two halves, and their tokens."""
+
+    prompt_steps: int = 0
+    prompt_launch_seconds: float = 0.0
+    halved_steps: int = 0
+    halved_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSteps:
     """The steps that A groups compute together, one of each. A group without work has the step of `idle_step`, of which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.turns import Turns
+from sglang.srt.distributed.turns import Blocks, Turns
 from sglang.srt.errors import UserError
 from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
@@ -36,7 +36,7 @@ from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
 from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
-from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumResidual
+from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumJoin, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
@@ -148,12 +148,23 @@ class DecoderLayer:
         """Name under which the stream before the layer is left in `batch.handed_on`; empty: it is not left."""
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
+        for _ in self.by_block(stream, batch):
+            pass
+
+    def by_block(self, stream: Any, batch: ForwardBatch) -> Iterator[None]:
+        """Computes the layer, and stops behind each block."""
         # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.
         for number, (join, block) in enumerate(self.blocks):
             rows = join.before(stream)
             if self.input_name and number == 0:  # the norm has added up what the layer before it made
                 batch.handed_on[self.input_name] = self.residual.captured(stream)
             join.after(stream, block(rows, batch))
+            yield
+
+    @property
+    def leaves_sums(self) -> bool:
+        """Returns whether every block leaves its sum over the ranks to what follows it."""
+        return all(isinstance(join, SumJoin) and join.group is not None for join, _ in self.blocks)
 
 
 def _of_layer(scope: Scope, name: str, spec: object, site: Site, convolution: ShortConvolution | None) -> Any:
@@ -267,6 +278,13 @@ class CausalLM:
             DecoderLayer(scope.sub("layers").sub(i), layer, Site(i, model, rotary), self.residual)
             for i, layer in enumerate(model.layers)
         ]
+        self.leaves_sums = (
+            scope.groups.dp.size == 1
+            and all(layer.leaves_sums for layer in self.layers)
+            and not any(isinstance(layer.mixer, GQA) and layer.mixer.qk_norm == "whole" for layer in model.layers)
+        )
+        """True if blocks leave their sums over ranks to what follows them, and ask for no other collective: halves of a
+        step then take turns block by block."""
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
@@ -304,7 +322,11 @@ class CausalLM:
         if received is not None:
             self.pp.receive_from_previous(received)
         parts = (None, None) if received is None else (received[:first], received[first:])
-        computed = turns.run(*(partial(self.compute, *half) for half in zip(halves, parts, strict=True)))
+        both = zip(halves, parts, strict=True)
+        if self.leaves_sums:
+            computed = turns.run_blocks(*(self.by_block(*half) for half in both))
+        else:
+            computed = turns.run(*(partial(self.compute, *half) for half in both))
         hidden = torch.cat(computed)[:num_tokens]
         captured = zip(*(half.captured for half in halves), strict=True)
         batch.captured = [torch.cat(of_layer)[:num_tokens] for of_layer in captured]
@@ -325,6 +347,16 @@ class CausalLM:
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
         """Computes this stage's layers. received: what the stage before it handed on (`input_buffer`); its storage may
         be reused."""
+        blocks = self.by_block(batch, received)
+        while True:
+            try:
+                next(blocks)
+            except StopIteration as end:
+                hidden: torch.Tensor = end.value
+                return hidden
+
+    def by_block(self, batch: ForwardBatch, received: torch.Tensor | None) -> Blocks[torch.Tensor]:
+        """Computes as `compute` does, and stops behind each block."""
         if received is not None:
             received = self._take_captured(received, batch)
         residual = self.residual
@@ -334,7 +366,7 @@ class CausalLM:
         for number, layer in enumerate(self.layers):
             if batch.loads is not None:
                 batch.loads.before(number)
-            layer(stream, batch)
+            yield from layer.by_block(stream, batch)
             if rows is not None and number < num_levels and layer.blocks:
                 rows.add_behind(number, residual.summand(stream))
         if not self.description.last_stage:

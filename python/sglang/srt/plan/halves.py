@@ -33,8 +33,8 @@ class HalvesRule:
 def halves_rule(
     args: ServerArgs, topology: Topology | None, model: ModelDescription, choices: Mapping[str, Choice]
 ) -> HalvesRule | None:
-    """Returns the rule; None where every step runs as one. `topology`: of the GPUs, None for CPUs or where nobody has
-    looked.
+    """Returns the rule; None where every step runs as one. `topology`: the way of large sums, None for CPUs or where
+    nobody has looked.
 
     Raises UserError where the flag cannot be followed."""
     if args.enable_two_batch_overlap and args.disable_two_batch_overlap:

@@ -9,8 +9,10 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.plan.towers.gemma4 import describe_gemma4
 from sglang.srt.plan.towers.glm4v import describe_glm4v, describe_glm5_next
+from sglang.srt.plan.towers.llama4 import describe_llama4
 from sglang.srt.plan.towers.minimax_m3 import describe_minimax_m3
 from sglang.srt.plan.towers.moonvit import describe_moonvit
+from sglang.srt.plan.towers.muse_glimmer import describe_muse_glimmer
 from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
 from sglang.srt.plan.towers.step3 import describe_step3
@@ -86,8 +88,23 @@ ENCODERS: Mapping[str, _Reader] = {
     "kimi_k25": _COUNTED,
     "step3p7": _Reader(describe_step3, sections=False),
     "minimax_m3_vl": _Reader(describe_minimax_m3, sections=False),
+    "muse_glimmer": _Reader(describe_muse_glimmer, sections=False),
+    "llama4": _Reader(describe_llama4, sections=False),
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
+
+
+_IMAGE_KEYS = ("image_token_id", "media_placeholder_token_id", "image_token_index")
+_VIDEO_KEYS = ("video_token_id", "video_token_index")
+_UNNAMED: Mapping[str, tuple[int, int]] = {"muse_glimmer": (200092, 200091), "llama4": (200092, 0)}
+"""The placeholders of models whose configs may leave them out, by `model_type`."""
+
+
+def placeholders(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Returns the token ids that stand for an image and for a video in the prompts of a config.json's model."""
+    outer = ConfigReader(config, "config.json")
+    image, video = _UNNAMED.get(str(config.get("model_type")), (0, 0))
+    return outer.count(*_IMAGE_KEYS) or image or None, outer.count(*_VIDEO_KEYS) or video or None
 
 
 def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
@@ -97,9 +114,10 @@ def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
         return None
     outer, inner = ConfigReader(config, "config.json"), ConfigReader(vision, "config.json vision_config")
     text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")
+    image, video = placeholders(config)
     return MediaDescription(
-        image_token=outer.count("image_token_id", "media_placeholder_token_id", "image_token_index") or None,
-        video_token=outer.count("video_token_id", "video_token_index") or None,
+        image_token=image,
+        video_token=video,
         sections=reader.sections,
         tower=reader.describe(outer, inner),
         positions_a_second=inner.count("tokens_per_second"),

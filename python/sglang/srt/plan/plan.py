@@ -348,11 +348,11 @@ def make_plan(
         quantized_sums=quantized_sum_rule(
             args,
             arch,
-            None if links is None else links.topology,
+            links,
             stage.model.hidden_size,
             sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
         ),
-        halves=halves_rule(args, None if links is None else links.topology, trial.description, trial.chosen.by_key()),
+        halves=halves_rule(args, None if links is None else links.of_library, trial.description, trial.chosen.by_key()),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import quantized_from
+from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.server_args import ServerArgs
 
 GROUP = 32
@@ -29,10 +29,10 @@ class QuantizedSumRule:
 
 
 def quantized_sum_rule(
-    args: ServerArgs, arch: ArchTraits, topology: Topology | None, hidden_size: int, decode_rows: int
+    args: ServerArgs, arch: ArchTraits, links: PeerLinks | None, hidden_size: int, decode_rows: int
 ) -> QuantizedSumRule | None:
-    """Returns the rule; None where nothing is quantized. `topology`: of the GPUs, None for CPUs or where nobody has
-    looked; `decode_rows`: most rows of a step without prompts, of all groups of requests.
+    """Returns the rule; None where nothing is quantized. `links`: None for CPUs or where nobody has looked;
+    `decode_rows`: most rows of a step without prompts, of all groups of requests.
 
     Raises UserError where the flag cannot be followed."""
     if args.enable_quantized_all_reduce == "off":
@@ -45,7 +45,9 @@ def quantized_sum_rule(
         raise UserError(f"{FLAG}: the hidden size {hidden_size} is no multiple of {GROUP}, the values with one scale")
     if arch.device == "cuda" and "fp8_mma" not in arch.features:
         raise UserError(f"{FLAG}: {arch.name} has no instructions for e4m3; leave it off")
-    least, reason = quantized_from(topology, args.tp_size)
+    least, reason = quantized_from(None, args.tp_size)
+    if links is not None:
+        least, reason = quantized_from(links.of_library, args.tp_size, by_library=bool(links.problem))
     if args.quantized_all_reduce_min_bytes is not None:
         least, reason = args.quantized_all_reduce_min_bytes, "--quantized-all-reduce-min-bytes"
     rows = decode_rows + 1 if args.enable_quantized_all_reduce == "prefill" else 1

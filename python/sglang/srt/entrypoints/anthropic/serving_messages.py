@@ -15,7 +15,8 @@ from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, Messag
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
-from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, stream_events
+from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
+from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput
 from sglang.srt.managers.wire.io_struct import TokenMeta
@@ -35,7 +36,7 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
 
     if body.stream:
         writer = MessageStream(formats, choice, lambda meta: message(meta, []), usage, body.stop_sequences)
-        return await stream_events(service, request, call, lambda _: writer, done=b"")
+        return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
     content, has_calls = _content(formats, choice, output)

@@ -21,7 +21,8 @@ from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
-from sglang.srt.entrypoints.openai.serving import OpenAIService, stream_events
+from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 
@@ -70,7 +71,7 @@ async def _answer(
     choice = ChoiceOutput(formats, service.tokenizer)
     writer = AnswerWriter(body.model or service.model_name, choice, isinstance(body, OllamaChatRequest))
     if call.stream:
-        return await stream_events(service, request, call, lambda _: writer, done=b"", form=NDJSON)
+        return await stream_events(service.manager, request, call, lambda _: writer, done=b"", form=NDJSON)
     call.stream = True  # the answer tells when its first token came
 
     async def work() -> dict[str, Any]:

@@ -18,9 +18,9 @@ from sglang.srt.entrypoints.openai.serving import (
     ResponseHead,
     collect,
     new_head,
-    stream_events,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
@@ -33,7 +33,9 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
     call, formats = await chat_call(service, body, len(await request.body()), rid)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
-        return await stream_events(service, request, call, lambda _: _ChatWriter(service, body, formats, head, usage))
+        return await stream_events(
+            service.manager, request, call, lambda _: _ChatWriter(service, body, formats, head, usage)
+        )
     _, outputs = await collect(service, request, call)
     choices = []
     for output in outputs:
@@ -94,6 +96,9 @@ def _finish_reason(reason: str, has_calls: bool) -> str:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
+_DELTAS = (TextDelta, ReasoningDelta, CallStart, ArgumentsDelta)
+
+
 class _ChatWriter:
     def __init__(
         self,
@@ -142,24 +147,20 @@ class _ChatWriter:
         choice = self._choices.get(output.index)
         if choice is None:
             choice = self._choices[output.index] = ChoiceOutput(self._formats, self._service.manager.tokenizer)
-        return [
-            event
-            for event in choice.push(output)
-            if isinstance(event, TextDelta | ReasoningDelta | CallStart | ArgumentsDelta)
-        ]
+        return [event for event in choice.push(output) if isinstance(event, _DELTAS)]
 
     def _delta(self, index: int, delta: Event, logprobs: bytes, usage: bytes) -> bytes:
         chunks = self._chunks
+        if isinstance(delta, TextDelta):
+            return chunks.text(index, delta.text, logprobs, usage)
         if isinstance(delta, CallStart):
             self._calling.add(index)
             call_id = self._formats.call_id(delta.name, delta.call)
             return chunks.call(index, delta.call, call_id, delta.name, logprobs, usage)
         if isinstance(delta, ArgumentsDelta):
             return chunks.arguments(index, delta.call, delta.text, logprobs, usage)
-        if isinstance(delta, ReasoningDelta):
-            return chunks.reasoning(index, delta.text, logprobs, usage)
-        assert isinstance(delta, TextDelta)
-        return chunks.text(index, delta.text, logprobs, usage)
+        assert isinstance(delta, ReasoningDelta)
+        return chunks.reasoning(index, delta.text, logprobs, usage)
 
     def end(self) -> bytes:
         usage = self._usage.as_dict() if self._final_usage else None

@@ -17,9 +17,9 @@ from sglang.srt.entrypoints.openai.serving import (
     ResponseHead,
     collect,
     new_head,
-    stream_events,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
@@ -34,7 +34,10 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
         return await stream_events(
-            service, request, call, lambda stream: _CompletionWriter(_Echo(service, body, stream), body, head, usage)
+            service.manager,
+            request,
+            call,
+            lambda stream: _CompletionWriter(_Echo(service, body, stream), body, head, usage),
         )
     stream, outputs = await collect(service, request, call)
     for output in outputs:

@@ -17,7 +17,8 @@ from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
-from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, stream_events
+from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
+from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.conversation import chat_request
 from sglang.srt.entrypoints.responses.protocol import ResponseContext, ResponsesRequest, read_items
@@ -81,7 +82,7 @@ async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRe
     if body.stream:
         choice = ChoiceOutput(answer.formats, service.tokenizer)
         writer = ResponseStream(answer.head, answer.formats, choice, answer.keep)
-        return await stream_events(service, request, answer.call, lambda _: writer, done=b"", fail=writer.fail)
+        return await stream_events(service.manager, request, answer.call, lambda _: writer, done=b"", fail=writer.fail)
     _, (output,) = await collect(service, request, answer.call)
     response = answer.response(output)
     answer.keep(response)

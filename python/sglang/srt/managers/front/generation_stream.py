@@ -4,6 +4,7 @@
     async for output in stream:            # deltas; sequences of a batch interleave by output.index
         ...
     results = await stream.collect()       # instead of iterating: one merged output a sequence, in index order
+    await stream.forward(take)             # instead: calls `take` with each output, without waking a task for it
     await stream.aclose()                  # always, or `async with stream`: aborts what still runs
 
 All methods belong to the event loop that the tokenizer manager is attached to.
@@ -48,7 +49,11 @@ class GenerationStream:
         """Text pieces a sequence while collect() runs; only the end wakes the reader then."""
         self._error: RequestError | None = None
         self._closed = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
+        """What the reader waits for: true, or false after `take` has asked for a pause."""
+        self._take: Callable[[GenerateOutput], bool] | None = None
+        self._handing_over = False
+        """Whether the event loop is about to call `_hand_over_now`."""
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 
@@ -64,9 +69,26 @@ class GenerationStream:
             if self._closed or self._unfinished == 0:
                 raise StopAsyncIteration
             await self._wait()
-        output = self._waiting.popleft()
-        self._latest[output.index] = None
-        return output
+        return self._next()
+
+    async def forward(self, take: Callable[[GenerateOutput], bool]) -> bool:
+        """Calls `take` with each output until the end, then returns True; or until it returns False, for a pause, and
+        returns that. The event loop calls it: at thousands of outputs a second, a task that is woken for each costs
+        more than what it does. Raises RequestError, and what `take` raises."""
+        self._take = take
+        try:
+            while self._hand_over(take):
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    self._close()
+                    raise error
+                if self._closed or self._unfinished == 0:
+                    return True
+                if not await self._wait():
+                    break
+            return False
+        finally:
+            self._take = None
 
     async def collect(self) -> list[GenerateOutput]:
         """All sequences, complete, in index order. Nothing may have been read from the stream before."""
@@ -125,7 +147,11 @@ class GenerationStream:
         else:
             self._latest[output.index] = output
             self._waiting.append(output)
-        self._wake()
+        if self._take is None:
+            self._wake()
+        elif not self._handing_over:  # later: outputs that have come by then are merged
+            self._handing_over = True
+            asyncio.get_running_loop().call_soon(self._hand_over_now)
 
     def fail(self, error: RequestError) -> None:
         """End the call with an error, which the reader sees after the outputs that it has not read yet."""
@@ -150,17 +176,45 @@ class GenerationStream:
         elif output.logprobs is not None:
             extend_logprobs(whole.logprobs, output.logprobs)
 
-    async def _wait(self) -> None:
+    def _next(self) -> GenerateOutput:
+        output = self._waiting.popleft()
+        self._latest[output.index] = None
+        return output
+
+    def _hand_over(self, take: Callable[[GenerateOutput], bool]) -> bool:
+        """Returns whether `take` wants more."""
+        while self._waiting:
+            if not take(self._next()):
+                return False
+        return True
+
+    def _hand_over_now(self) -> None:
+        """For a reader that waits in `forward`; one that is awake already does it itself."""
+        self._handing_over = False
+        take, waiter = self._take, self._waiter
+        if take is None or waiter is None or waiter.done():
+            return
+        try:
+            wants_more = self._hand_over(take)
+        except Exception as error:
+            waiter.set_exception(error)
+            return
+        if not wants_more:
+            waiter.set_result(False)
+        elif self._unfinished == 0:
+            waiter.set_result(True)
+
+    async def _wait(self) -> bool:
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            return await self._waiter
         finally:
             self._waiter = None
 
     def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+            waiter.set_result(True)
 
     def _close(self) -> None:
         if not self._closed:

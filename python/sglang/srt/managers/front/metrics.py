@@ -41,6 +41,12 @@ _DRAFT_COUNTERS = {
     "spec_verify_calls": "Steps that verified guesses",
     "spec_confidence_cuts": "Steps with fewer guesses because a draft's confidence head thought them unlikely",
 }
+_PROMPT_COUNTERS = {
+    "prompt_steps": "Steps with prompts",
+    "prompt_launch_seconds": "Time that the host took to launch steps with prompts",
+    "halved_steps": "Steps with prompts that ran as two halves",
+    "halved_tokens": "Tokens of steps that ran as two halves",
+}
 _HOST_GAUGES = {
     "hicache_host_used_tokens": "Tokens of prefixes that are kept in main memory",
     "hicache_host_total_tokens": "Tokens for which main memory has room",
@@ -179,7 +185,7 @@ class Metrics(Collector):
             if source == "device" or value:
                 family.add_metric((*self._labels, source), value)
         yield family
-        for name, text in _DRAFT_COUNTERS.items():
+        for name, text in (_DRAFT_COUNTERS | _PROMPT_COUNTERS).items():
             family = CounterMetricFamily(f"sglang:{name}", text, labels=self._replica_labels)
             self._add_each(family, name)
             yield family

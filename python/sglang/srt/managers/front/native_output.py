@@ -27,9 +27,9 @@ async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dic
     Raises RequestError."""
     async with await manager.submit(req) as stream:
         outputs = await stream.collect()
-    writer = _Writer(manager, req, stream)
+    writer = ResultWriter(manager, req, stream)
     results = [writer.result(output, output.text, output.new_ids, output.logprobs) for output in outputs]
-    return results if _is_list(req, stream) else results[0]
+    return results if is_list(req, stream) else results[0]
 
 
 async def native_stream(
@@ -38,9 +38,9 @@ async def native_stream(
     """A dict for every step of every sequence, with everything so far or, if `incremental`, only what is new. Dicts of
     a batch or of n > 1 carry the sequence's `index`. Raises RequestError, at the first step if nothing was sent."""
     async with await manager.submit(req) as stream:
-        writer = _Writer(manager, req, stream)
+        writer = ResultWriter(manager, req, stream)
         so_far = [_SoFar() for _ in stream.requests]
-        many = _is_list(req, stream)
+        many = is_list(req, stream)
         async for output in stream:
             text, ids, logprobs = output.text, output.new_ids, output.logprobs
             if not incremental:
@@ -51,7 +51,7 @@ async def native_stream(
             yield result
 
 
-def _is_list(req: GenerateRequest, stream: GenerationStream) -> bool:
+def is_list(req: GenerateRequest, stream: GenerationStream) -> bool:
     return req.is_batch or stream.num_samples > 1
 
 
@@ -73,13 +73,13 @@ class _SoFar:
         return self._text, self._ids.copy(), self._logprobs
 
 
-class _Writer:
+class ResultWriter:
     """Builds the dicts of one call."""
 
     def __init__(self, manager: TokenizerManager, req: GenerateRequest, stream: GenerationStream) -> None:
         tokenizer = manager.tokenizer
         self._hidden_size = int(manager.model_config.hf_config["hidden_size"])
-        self._has_text = tokenizer is not None
+        self.has_text = tokenizer is not None
         self._names = tokenizer if req.return_text_in_logprobs else None
         self._stream = stream
         self._thoughts = [_Counter(req.thinking) for _ in stream.requests] if req.counts_thoughts else []
@@ -87,6 +87,12 @@ class _Writer:
     def result(
         self, output: GenerateOutput, text: str, ids: list[int], logprobs: OutputLogprobs | None
     ) -> dict[str, Any]:
+        """Returns the dict of an output with this text, these ids and log probabilities."""
+        result = {"output_ids": ids, "meta_info": self.info(output, logprobs)}
+        return {"text": text, **result} if self.has_text else result
+
+    def info(self, output: GenerateOutput, logprobs: OutputLogprobs | None) -> dict[str, Any]:
+        """Returns the `meta_info` of an output."""
         request = self._stream.requests[output.index]
         if self._thoughts:
             output.meta.reasoning_tokens = self._thoughts[output.index].push(output.new_ids)
@@ -97,8 +103,7 @@ class _Writer:
             info.update(self._logprob_info(logprobs))
         if request.hidden_start >= 0 and output.finish is not None:
             info["hidden_states"] = self._hidden_states(request, output.hidden)
-        result = {"output_ids": ids, "meta_info": info}
-        return {"text": text, **result} if self._has_text else result
+        return info
 
     def _logprob_info(self, logprobs: OutputLogprobs) -> dict[str, Any]:
         info: dict[str, Any] = {"output_token_logprobs": self._entries(logprobs.output)}

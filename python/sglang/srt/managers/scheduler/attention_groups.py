@@ -84,7 +84,7 @@ class _GroupRunner:
         self.plan = runner.plan
         self.tokens_per_step, self.tokens_ahead = runner.tokens_per_step, runner.tokens_ahead
         self.next_tokens_read = runner.next_tokens_read
-        self.decodes_in_graph = runner.decodes_in_graph
+        self.decodes_in_graph, self.launches = runner.decodes_in_graph, runner.launches
         self.sampling_table: Any = runner.sampling_table if is_own else _NoTable()
         self.media = runner.media if is_own or runner.media is None else runner.media.twin()
         self.copies: CopyEngine | None = runner.copies
@@ -140,7 +140,9 @@ class AttentionGroups:
         self.router = ReplicaRouter(args.load_balance_method, count, caches)
         for group, scheduler in enumerate(self.schedulers):
             self.router.set_cache_size(group, scheduler.kv.size)
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers)
+        self.stats = StatsLogger(
+            args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers, runner.launches
+        )
         for scheduler in self.schedulers:
             scheduler.stats = self.stats
         self._launched: deque[list[bool]] = deque(maxlen=args.steps_ahead)

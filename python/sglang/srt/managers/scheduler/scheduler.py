@@ -114,7 +114,9 @@ class Scheduler:
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
-        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers)
+        self.stats = StatsLogger(
+            args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers, runner.launches
+        )
 
     # --- the step ----------------------------------------------------------------------------------------------------
 

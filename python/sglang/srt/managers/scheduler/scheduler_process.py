@@ -7,6 +7,7 @@ of them (`leader`). Only the leader answers: the first rank, and with a pipeline
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import logging
@@ -225,6 +226,7 @@ class SchedulerProcess:
             "num_unfinished_reqs": len(self.scheduler.reqs),
             "free_request_slots": self.scheduler.num_free_rows,
             "num_retracted_reqs": stats["num_retracted_reqs"],
+            **dataclasses.asdict(self.scheduler.stats.launches),
         }
         drafts = self.scheduler.stats.drafts
         if drafts.algorithm is not None:

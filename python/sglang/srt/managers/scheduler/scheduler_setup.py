@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,9 +13,16 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.nodes import agree, use_interface
-from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
+from sglang.srt.hardware.arch import (
+    ArchTraits,
+    current_arch,
+    device_count,
+    free_memory_bytes,
+    gpus_reach_one_another,
+    pci_address,
+)
 from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
-from sglang.srt.hardware.topology import Topology, pci_topology
+from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for, gathers_up_to
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.resolve import installed_packages
@@ -66,7 +75,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
             agree(args, model.hf_config)
     links = None
     if on_gpu and args.tp_size > 1:
-        links = _connect_gpus(args, model, description.hidden_size, arch, node, gpu)
+        links = with_way_of_library(_connect_gpus(args, model, description.hidden_size, arch, node, gpu), node.devices)
     available = parallel_state.least(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
     host = parallel_state.least(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
     unasked = False
@@ -78,6 +87,13 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     return make_plan(
         args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=unasked
     )
+
+
+def with_way_of_library(links: PeerLinks, devices: Sequence[int]) -> PeerLinks:
+    """Returns the links of these GPUs with the way that NCCL's sums take."""
+    addresses = [pci_address(device) for device in devices]
+    reach = gpus_reach_one_another(devices)
+    return replace(links, library=library_topology(links.topology, addresses, os.environ, reach))
 
 
 def _near_memory(node: Node, free: int, replicas: int) -> int:

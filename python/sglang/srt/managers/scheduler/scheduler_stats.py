@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.wire.io_struct import HostCacheStats, SchedulerStats, StorageStats
 from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.mem_cache.storage.tier import StorageTier
+from sglang.srt.model_executor.step import PromptLaunches
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,11 @@ class StatsLogger:
         load: Callable[[], Load],
         drafter: str | None = None,
         host_tiers: Sequence[HostTier] = (),
+        launches: PromptLaunches | None = None,
     ) -> None:
-        """drafter: of --speculative-algorithm. host_tiers: those of the schedulers that count here."""
+        """drafter: of --speculative-algorithm. host_tiers: those of the schedulers that count here. launches: the
+        runner's counts; None: there are none."""
+        self.launches = PromptLaunches() if launches is None else launches
         self._host_tiers = host_tiers
         self._decode_log_interval = decode_log_interval
         self._load = load
@@ -128,6 +132,10 @@ class StatsLogger:
             spec_num_draft_tokens=drafts.width,
             spec_verify_calls=drafts.num_steps,
             spec_confidence_cuts=drafts.confidence_cuts,
+            prompt_steps=self.launches.prompt_steps,
+            prompt_launch_seconds=self.launches.prompt_launch_seconds,
+            halved_steps=self.launches.halved_steps,
+            halved_tokens=self.launches.halved_tokens,
             host_cache=_summed([_host_cache(tier) for tier in self._host_tiers]),
         )
 

@@ -224,12 +224,13 @@ class VisionEncoder(ABC, Generic[AnyTower]):
             total.addcmul_(table[index[:, neighbour]].float(), weights[:, neighbour, None])
         return total.to(self.dtype)
 
-    def _angles(self, grids: Sequence[Grid], merge: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the angles by the row and by the column of every patch, each [P, head_dim / 4] float32."""
+    def _angles(self, grids: Sequence[Grid], merge: int, theta: float, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the angles by the row and by the column of every patch, each [P, head_dim / 4] float32. `first`: the
+        number of the first row and of the first column."""
         quarter = self.tower.head_dim // 4
         frequencies = (1.0 / theta ** (np.arange(quarter) / quarter)).astype(np.float32)
-        rows, columns = rows_and_columns(grids, merge)
-        return rows[:, None].astype(np.float32) * frequencies, columns[:, None].astype(np.float32) * frequencies
+        rows, columns = (place[:, None] + first for place in rows_and_columns(grids, merge))
+        return rows.astype(np.float32) * frequencies, columns.astype(np.float32) * frequencies
 
     def _halves(self, grids: Sequence[Grid], merge: int, theta: float) -> dict[str, np.ndarray]:
         """Returns the cosines and sines of `_turn` for every patch: half of the pairs turn by the row, the others by

@@ -69,18 +69,19 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
     return _pairs(neighbours, weights, side)
 
 
-def bilinear(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `interpolated`, of a table that is stretched middle of cells to middle of cells."""
+def bilinear(grids: Sequence[Grid], merge: int, side: int, beyond: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """As `interpolated`, of a table that is stretched middle of cells to middle of cells. Neighbours outside of the
+    table are those at its edge, with weights that are multiplied by `beyond`."""
     places = rows_and_columns(grids, merge)
     neighbours, weights = [], []
     for place, axis in zip(places, (1, 2), strict=True):
         size = np.repeat([grid[axis] for grid in grids], [frames * h * w for frames, h, w in grids])
         at = (place.astype(np.float32) + np.float32(0.5)) * np.float32(side) / size.astype(np.float32) - np.float32(0.5)
-        at = np.maximum(at, np.float32(0))
-        low = np.minimum(at.astype(np.int64), side - 1)
-        share = at - low.astype(np.float32)
-        neighbours.append(np.stack((low, np.minimum(low + 1, side - 1)), axis=1))
-        weights.append(np.stack((1 - share, share), axis=1))
+        low = np.floor(at)
+        near = low.astype(np.int64)[:, None] + np.arange(2)
+        inside = np.where((near >= 0) & (near < side), np.float32(1), np.float32(beyond))
+        neighbours.append(np.clip(near, 0, side - 1))
+        weights.append(np.stack((1 - (at - low), at - low), axis=1) * inside)
     return _pairs(neighbours, weights, side)
 
 

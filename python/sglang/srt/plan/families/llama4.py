@@ -1,5 +1,6 @@
-"""Llama 4, text: layers that see a chunk of the tokens and rotate heads, and layers that see all and do not, whose
-queries grow; one expert a token, whose weight multiplies what it takes, beside a shared one."""
+"""Llama 4, whose encoder `plan.towers.llama4` describes: layers that see a chunk of the tokens and rotate heads, and
+layers that see all and do not, whose queries grow; one expert a token, whose weight multiplies what it takes, beside a
+shared one."""
 
 from __future__ import annotations
 
@@ -57,4 +58,4 @@ LLAMA4 = replace(
         unread=("vision_model.", "multi_modal_projector."),
     ),
 )
-"""The text half of published checkpoints, which have an image encoder."""
+"""The language model of published checkpoints, which have an image encoder."""

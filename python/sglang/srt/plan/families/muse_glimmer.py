@@ -1,5 +1,6 @@
-"""Muse-Glimmer, text: windows with rotation and full attention without, norms of heads without weights, an output gate
-with a projection of its own, norms around every block, a normed embedding, logits multiplied and bent."""
+"""Muse-Glimmer, whose encoder `plan.towers.muse_glimmer` describes: windows with rotation and full attention without,
+norms of heads without weights, an output gate with a projection of its own, norms around every block, a normed
+embedding, logits multiplied and bent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Pictures to what the encoder takes of them, and to what stands for them in the prompt: most models see a picture
-once, between marks that the template writes. Step-3.7 sees its tiles, too."""
+once, between marks that the template writes. Step-3.7 and Llama 4 see its tiles, too."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 from PIL import Image
 
+from sglang.srt.managers.front.media.canvas_tiles import CanvasProcessor
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.managers.front.media.processors import Patches, image_processor
 from sglang.srt.managers.front.media.tiles import TiledProcessor
 
-_MARKS: Mapping[str, tuple[str, str]] = {"minimax_m3": ("]<]start of image[>[", "]<]end of image[>[")}
+_MARKS: Mapping[str, tuple[str, str]] = {
+    "minimax_m3": ("]<]start of image[>[", "]<]end of image[>["),
+    "muse_glimmer": ("<|image_start|>", "<|image_end|>"),
+}
 """Tokens around a run of placeholders that the processor writes, not the template."""
 
 
@@ -32,6 +36,8 @@ def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
     """Returns what prepares the model's images, in the type of patches that `patch_types.as_type` names."""
     if files.family == "step3p7":
         return _in_tiles(TiledProcessor(files.image, dtype))
+    if files.family == "llama4":
+        return _on_a_canvas(CanvasProcessor(files.image, dtype))
     process, marks = image_processor(files, dtype), _MARKS.get(files.family)
 
     def see(image: Image.Image) -> Views:
@@ -54,5 +60,21 @@ def _in_tiles(process: TiledProcessor) -> SeeImage:
                 parts.append("<patch_newline>")
         parts += ["<im_start>", patches[-1].num_tokens, "<im_end>"]
         return Views(patches, parts)
+
+    return see
+
+
+def _on_a_canvas(process: CanvasProcessor) -> SeeImage:
+    """Each tile has a run. One mark stands between the tiles of a row, another behind each row, and one before the
+    whole."""
+
+    def see(image: Image.Image) -> Views:
+        (rows, columns), patches = process(image)
+        tokens = patches.num_tokens // patches.grid[0]
+        parts: list[str | int] = ["<|image_start|>"]
+        for _ in range(rows if patches.grid[0] > 1 else 0):
+            between: list[str | int] = ["<|tile_x_separator|>", tokens]
+            parts += [tokens, *between * (columns - 1), "<|tile_y_separator|>"]
+        return Views([patches], [*parts, "<|image|>", tokens, "<|image_end|>"])
 
     return see

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.managers.front.media.media_source import KINDS, Kind, MediaSource
+from sglang.srt.plan.media import placeholders
 
 _FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl": "qwen2_5_vl",
@@ -25,10 +26,10 @@ _FAMILIES: Mapping[str, str] = {
     "kimi_k25": "kimi_k25",
     "minimax_m3_vl": "minimax_m3",
     "step3p7": "step3p7",
+    "muse_glimmer": "muse_glimmer",
+    "llama4": "llama4",
 }
 """model_type of config.json -> the processors of `media.processors`."""
-_IMAGE_KEYS = ("image_token_id", "media_placeholder_token_id", "image_token_index")
-"""Keys of config.json that name the placeholder of images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class MediaTokens:
     there is no such input. `frame`: what is repeated for a video, if it is another one. `start`, `end`: marks around a
     placeholder that frames of a video bring themselves. `run_start`, `run_end`: marks that the processor writes around
     each run of placeholders, not the template. `video_text`: what templates write for a video where that is no token;
-    `image_text` takes its place, and videos have the placeholder of images."""
+    `image_text` takes its place, and videos have the placeholder of images. `picture_text`: what templates write for an
+    image, if that is another token than its placeholder, which is `image_text`."""
 
     family: str
     image: int
@@ -49,10 +51,13 @@ class MediaTokens:
     frame: int | None = None
     video_text: str = ""
     image_text: str = ""
+    picture_text: str = ""
 
     def with_placeholders(self, text: str, media: Sequence[MediaSource]) -> tuple[str, Sequence[MediaSource]]:
         """Returns the text of a prompt with a token for each video, and its images and videos in the order of the
         text."""
+        if self.picture_text:
+            return text.replace(self.picture_text, self.image_text), media
         if not self.video_text:
             return text, media
         pattern = f"{re.escape(self.video_text)}|{re.escape(self.image_text)}"
@@ -74,19 +79,22 @@ class MediaTokens:
 def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
     """Reads a whole config.json; None for a model that only reads, or whose pictures are not prepared here."""
     family = _FAMILIES.get(str(config.get("model_type")))
-    image = next((config[key] for key in _IMAGE_KEYS if key in config), None)
-    if family is None or not isinstance(config.get("vision_config"), Mapping) or not isinstance(image, int):
+    if family is None or not isinstance(config.get("vision_config"), Mapping):
         return None
-    video = config.get("video_token_id", config.get("video_token_index"))
+    image, video = placeholders(config)
+    if image is None:
+        return None
     if family == "kimi_k25":
         video_text = "<|kimi_k25_video_placeholder|>"
         return MediaTokens(family, image, image, video_text=video_text, image_text="<|media_pad|>")
+    if family == "llama4":
+        return MediaTokens(family, image, image_text="<|patch|>", picture_text="<|image|>")
     if family == "gemma4":
         marks = (config.get("boi_token_id"), config.get("eoi_token_id"))
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
     if family in ("glm4v", "glm5_next"):
         return MediaTokens(family, image, video, frame=image)
-    if family in ("qwen2_5_vl", "minimax_m3", "step3p7"):
+    if family in ("qwen2_5_vl", "minimax_m3", "step3p7", "muse_glimmer"):
         return MediaTokens(family, image, video)
     marks = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
     return MediaTokens(family, image, video, start=marks[0], end=marks[1])

@@ -2,8 +2,9 @@
 
 Sizes and values are those of the classes of transformers that work on numpy arrays, without torch and torchvision. A
 channel of a pixel has 256 levels, so what a class makes of these is looked up: the same values, in the type in which
-the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5 and
-MiniMax-M3, which are computed here from the same settings; videos are in `video_processors`.
+the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5,
+MiniMax-M3 and Muse-Glimmer, which are computed here from the same settings; tiles are in `tiles` and `canvas_tiles`,
+videos in `video_processors`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from PIL import Image
 
 from sglang.srt.managers.front.media import canvas
 from sglang.srt.managers.front.media.patch_types import as_type
-from sglang.srt.managers.front.media.pixel_budget import within
+from sglang.srt.managers.front.media.pixel_budget import nearest_shape, within
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.plan.media import PATCHES_A_STEP
 
@@ -105,16 +106,20 @@ def _levels(processor: Any) -> np.ndarray:
     return np.asarray(values, np.float32)[:, 0]
 
 
-def cut(picture: np.ndarray, levels: np.ndarray, patch: int, merge: int, frames: int = 1) -> np.ndarray:
+def cut(
+    picture: np.ndarray, levels: np.ndarray, patch: int, merge: int, frames: int = 1, colours_first: bool = True
+) -> np.ndarray:
     """picture [rows, columns, 3] uint8, of whole squares of merge x merge patches; levels [3, 256]. Returns
     [patches, 3 * frames * patch * patch] of the type of the levels: the patches of a square one after the other, each
-    with its pixels `frames` times.
+    with its pixels `frames` times. colours_first: the frames of a colour stand together, not the colours of a frame.
 
     A row of squares at a time stays in the caches of a core, and a line of a patch is copied as one element."""
     line, side = np.dtype((np.void, patch * levels.itemsize)), patch * merge
     rows, columns = picture.shape[0] // side, picture.shape[1] // side
-    result = np.empty((rows, columns, merge, merge, 3, frames, patch), line)
-    for row, squares in zip(picture.reshape(rows, side, -1, 3), result, strict=True):
+    planes = (3, frames) if colours_first else (frames, 3)
+    result = np.empty((rows, columns, merge, merge, *planes, patch), line)
+    by_colour = result if colours_first else result.swapaxes(4, 5)
+    for row, squares in zip(picture.reshape(rows, side, -1, 3), by_colour, strict=True):
         for channel in range(3):
             lines = levels[channel].take(row[..., channel]).view(line).reshape(merge, patch, columns, merge)
             for frame in range(frames):
@@ -178,7 +183,7 @@ OF_M3 = {**OF_CLIP, "merge_size": 2, "temporal_patch_size": 2}
 def _within_a_budget(settings: Settings, dtype: str) -> ImageProcessor:
     """MiniMax-M3: the nearest whole squares of patches whose pixels are within two limits. Published files have a
     `size` that is not used."""
-    words = {**OF_M3, **{key: value for key, value in settings.items() if value is not None}}
+    words = {**OF_M3, **given(settings)}
     patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
     limits = {"shortest_edge": 4 * 28**2, "longest_edge": 672**2, **_size(settings)}
     least, most = limits["shortest_edge"], min(limits["longest_edge"], PATCHES_A_STEP * patch**2)
@@ -188,6 +193,24 @@ def _within_a_budget(settings: Settings, dtype: str) -> ImageProcessor:
         picture = resized(image, within(image.size, patch * merge, least, most))
         rows, columns = picture.shape[0] // patch, picture.shape[1] // patch
         return Patches(cut(picture, levels, patch, merge, frames), (1, rows, columns), rows * columns // merge**2)
+
+    return process
+
+
+OF_MUSE = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+
+
+def _of_nearest_shape(settings: Settings, dtype: str) -> ImageProcessor:
+    """Muse-Glimmer: patches row by row, with the colours of a frame together."""
+    words = {**OF_MUSE, "max_image_tokens": 4096, **given(settings)}
+    patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
+    most, levels = min(int(words["max_image_tokens"]), PATCHES_A_STEP // merge**2), as_type(levels_of(words), dtype)
+
+    def process(image: Image.Image) -> Patches:
+        picture = resized(image, nearest_shape(image.size, patch * merge, most), Image.Resampling.LANCZOS)
+        rows, columns = picture.shape[0] // patch, picture.shape[1] // patch
+        pixels = cut(picture, levels, patch, 1, frames, colours_first=False)
+        return Patches(pixels, (1, rows, columns), rows * columns // merge**2)
 
     return process
 
@@ -202,6 +225,7 @@ _IMAGES: Mapping[str, _Make] = {
     "gemma4": _pooled,
     "kimi_k25": _native_size,
     "minimax_m3": _within_a_budget,
+    "muse_glimmer": _of_nearest_shape,
 }
 FAMILIES = tuple(_IMAGES)
 
@@ -217,9 +241,15 @@ def _size(settings: Settings) -> Mapping[str, Any]:
     return size if isinstance(size, Mapping) else {}
 
 
-def resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+def given(settings: Settings) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def resized(
+    image: Image.Image, size: tuple[int, int], resample: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
     """[height, width, 3] uint8."""
-    return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
+    return np.asarray(image if image.size == size else image.resize(size, resample))
 
 
 def levels_of(settings: Settings) -> np.ndarray:

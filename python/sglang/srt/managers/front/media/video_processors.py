@@ -15,11 +15,12 @@ from PIL import Image
 
 from sglang.srt.managers.front.media.canvas import fitted
 from sglang.srt.managers.front.media.decoding import MediaError, Video
-from sglang.srt.managers.front.media.pixel_budget import MAX_SCALED_ASPECT, within
+from sglang.srt.managers.front.media.pixel_budget import MAX_SCALED_ASPECT, nearest_shape, within
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.managers.front.media.processors import (
     OF_CLIP,
     OF_M3,
+    OF_MUSE,
     Patches,
     Settings,
     edges,
@@ -83,6 +84,18 @@ def _clips_of_four(times: Sequence[float], tokens: int) -> list[str | int]:
     return parts
 
 
+def _closed_by(start: str, clock: Callable[[float], str], between: str, end: str) -> Written:
+    """Each frame has a run behind its time; a mark stands between two of them, and others around all."""
+
+    def written(times: Sequence[float], tokens: int) -> list[str | int]:
+        parts: list[str | int] = []
+        for number, time in enumerate(times):
+            parts += [(between if number else start) + clock(time), tokens]
+        return [*parts, end]
+
+    return written
+
+
 # --- which frames -----------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +129,15 @@ def _by_rate_at_least(video: Video, settings: Settings) -> list[int]:
     """MiniMax-M3: `fps` frames a second, but no fewer than `min_frames`, in equal steps from the first on."""
     count = max(int(video.num_frames / video.fps * settings["fps"]), settings["min_frames"])
     return _steps(video.num_frames, min(count, settings["max_frames"], video.num_frames))
+
+
+def _pairs_by_rate(video: Video, settings: Settings) -> list[int]:
+    """Muse-Glimmer: `fps` frames a second, at most `num_frames`, in whole pairs from the first to the last. The class
+    rounds in float32, by which one frame in a thousand is the one before."""
+    together, total = settings["temporal_patch_size"], video.num_frames
+    count = min(int(total * settings["fps"] / video.fps), settings["num_frames"], total)
+    count = min(max(together, count // together * together), total)
+    return [number * (total - 1) // max(count - 1, 1) for number in range(count)]
 
 
 def _steps(total: int, count: int) -> list[int]:
@@ -230,6 +252,13 @@ def _merged_patches(frames: np.ndarray, settings: Settings) -> Patches:
     return Patches(np.ascontiguousarray(pixels), (times, rows, columns), tokens)
 
 
+def _nearest_shape(video: Video, count: int, settings: Settings) -> tuple[int, int]:
+    """Muse-Glimmer: `max_video_frame_tokens` are of each frame."""
+    merge = settings["merge_size"]
+    most = min(settings["max_video_frame_tokens"], PATCHES_A_STEP // merge**2)
+    return nearest_shape(video.size, settings["patch_size"] * merge, most)
+
+
 def _pooled_size(video: Video, count: int, settings: Settings) -> tuple[int, int]:
     """Gemma 4: the largest size of the same shape whose pooled patches are within `max_soft_tokens`."""
     (width, height), most = video.size, settings["max_soft_tokens"]
@@ -267,6 +296,16 @@ def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
     return Patches(np.ascontiguousarray(pixels), (count, rows, columns), count * rows * columns // pool**2)
 
 
+def _frame_by_frame(frames: np.ndarray, settings: Settings) -> Patches:
+    """frames [F, height, width, 3] uint8. Patches row by row, which have the values of the frames that are taken
+    together, one frame after the other."""
+    merge, patch, together = (settings[key] for key in ("merge_size", "patch_size", "temporal_patch_size"))
+    times, rows, columns = frames.shape[0] // together, frames.shape[1] // patch, frames.shape[2] // patch
+    values = normalized(frames, settings).reshape(times, together, rows, patch, columns, patch, 3)
+    pixels = values.transpose(0, 2, 4, 1, 6, 3, 5).reshape(times * rows * columns, -1)
+    return Patches(np.ascontiguousarray(pixels), (times, rows, columns), times * rows * columns // merge**2)
+
+
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +324,7 @@ class _Form:
     size: Callable[[Video, int, Settings], tuple[int, int]] = _merged_size
     patches: Callable[[np.ndarray, Settings], Patches] = _merged_patches
     on_a_canvas: bool = False
+    resample: Image.Resampling = Image.Resampling.BICUBIC
 
 
 _PAIRS = {"temporal_patch_size": 2, "merge_size": 2, "fps": 2.0, "max_frames": 768}
@@ -338,6 +378,7 @@ _OF_M3 = {
     "min_pixels": 4 * 28**2,
     "max_pixels": 768 * 28**2,
 }
+_OF_MUSE = {**OF_MUSE, "fps": 2.0, "num_frames": 96, "max_frames": 768, "max_video_frame_tokens": 144}
 _GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>{}")
 _FORMS: Mapping[str, _Form] = {
     "qwen3_vl": _Form(
@@ -360,6 +401,14 @@ _FORMS: Mapping[str, _Form] = {
         _each_frame("]<]{} seconds[>[]<]start of image[>[", "]<]end of image[>[", "{:.1f}".format),
         _OF_M3,
         size=_size_of_each,
+    ),
+    "muse_glimmer": _Form(
+        _pairs_by_rate,
+        _closed_by("<|vid_start|>", "Time: {:.1f}s".format, "<|vid_frame_separator|>", "<|vid_end|>"),
+        _OF_MUSE,
+        size=_nearest_shape,
+        patches=_frame_by_frame,
+        resample=Image.Resampling.LANCZOS,
     ),
     "gemma4": _Form(_fixed_number, _clocks, _OF_GEMMA, size=_pooled_size, patches=_row_by_row),
 }
@@ -385,7 +434,7 @@ class VideoProcessor:
         indices = self._indices(video)
         canvas = fitted(video.size, len(indices), settings) if form.on_a_canvas else None
         size = form.size(video, len(indices), settings) if canvas is None else canvas.content
-        frames = [resized(frame, size) for frame in _repeated(video, indices)]
+        frames = [resized(frame, size, form.resample) for frame in _repeated(video, indices)]
         together = settings["temporal_patch_size"] if form.pooled == 1 else 1
         missing = -len(frames) % together
         frames += frames[-1:] * missing

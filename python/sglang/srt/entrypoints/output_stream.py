@@ -1,0 +1,66 @@
+"""How a call becomes a stream of events, whatever the form of the API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.http_stream import DONE, SSE, EventStream, StreamForm, until_disconnect
+from sglang.srt.environ import envs
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+
+
+async def _first_output(stream: GenerationStream, limit_s: float | None) -> GenerateOutput | None:
+    """None: there was none in this time; it is still to come."""
+    try:
+        return await asyncio.wait_for(anext(stream, None), limit_s)
+    except asyncio.TimeoutError:
+        return None
+
+
+class StreamWriter(Protocol):
+    """Turns the outputs of one call into events."""
+
+    def write(self, output: GenerateOutput) -> bytes:
+        """The events for one output, possibly none (empty)."""
+        ...
+
+    def end(self) -> bytes:
+        """The events after the last output."""
+        ...
+
+
+async def stream_events(
+    manager: TokenizerManager,
+    request: Request,
+    call: GenerateRequest,
+    make_writer: Callable[[GenerationStream], StreamWriter],
+    done: bytes = DONE,
+    fail: Callable[[ApiError], bytes] | None = None,
+    form: StreamForm = SSE,
+    begins_with_output: bool = False,
+) -> Response:
+    """A streamed response. What goes wrong before the first event raises, so that it gets an HTTP status, unless that
+    takes so long that the connection must be kept alive; `fail` writes what goes wrong later, if not as the route's
+    error events. begins_with_output: nothing is sent before the first output, however long that takes."""
+    limit_s = envs.SGLANG_SSE_KEEP_ALIVE if form.keep_alive and not begins_with_output else None
+
+    async def start() -> tuple[GenerationStream, StreamWriter, bytes]:
+        stream = await manager.submit(call)
+        try:
+            writer = make_writer(stream)
+            output = await _first_output(stream, limit_s)
+            return stream, writer, b"" if output is None else writer.write(output)
+        except BaseException:
+            await stream.aclose()
+            raise
+
+    stream, writer, first = await until_disconnect(request, start())
+    return EventStream(first, stream, writer.write, request.url.path, writer.end, done, fail, form)

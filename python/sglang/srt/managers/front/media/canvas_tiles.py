@@ -1,0 +1,123 @@
+"""Llama 4's views of a picture: the tiles of a black canvas on which it lies, and behind them the whole as one tile.
+
+Source: `Llama4ImageProcessor` of transformers 5.17, which needs torchvision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sglang.srt.managers.front.media.decoding import MediaError
+from sglang.srt.managers.front.media.patch_types import as_type
+from sglang.srt.managers.front.media.processors import Patches, cut, given, resized
+from sglang.srt.plan.media import PATCHES_A_STEP
+
+_DEFAULTS: Mapping[str, Any] = {
+    "image_mean": (0.5,) * 3,
+    "image_std": (0.5,) * 3,
+    "rescale_factor": 1 / 255,
+    "patch_size": 14,
+    "max_patches": 16,
+    "resize_to_max_canvas": False,
+}
+_SIDE = 336
+_MERGE, _ROW_BY_ROW = 2, 1
+
+Shape = tuple[int, int]
+"""Rows and columns of tiles."""
+
+
+def canvases(most: int) -> list[Shape]:
+    """Returns the shapes of at most so many tiles, those with the same sides' ratio together, the largest first."""
+    by_ratio: dict[float, list[Shape]] = {}
+    for count in range(most, 0, -1):
+        for rows in range(1, count + 1):
+            if count % rows == 0:
+                by_ratio.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    return [shape for shapes in by_ratio.values() for shape in shapes]
+
+
+def best_canvas(size: tuple[int, int], tile: int, shapes: Sequence[Shape], largest: bool) -> Shape:
+    """Returns the canvas on which a picture of this width and height is enlarged least (most, for `largest`), or if
+    none holds it made smaller least; of several the smallest."""
+    width, height = map(np.float32, size)
+    sides = np.asarray(shapes, np.float32) * np.float32(tile)
+    scales = np.minimum(sides[:, 1] / width, sides[:, 0] / height)
+    fitting = scales[scales >= 1]
+    chosen = scales.max() if largest or not len(fitting) else fitting.min()
+    return min((shape for shape, scale in zip(shapes, scales, strict=True) if scale == chosen), key=math.prod)
+
+
+def size_on(size: tuple[int, int], tile: int, shape: Shape, largest: bool) -> tuple[int, int]:
+    """Returns the width and the height of a picture on its canvas. One that is smaller than the canvas is enlarged to
+    the side of a tile at most, unless `largest`."""
+    width, height = size
+    (high, by_rows), (wide, by_columns) = (
+        _bounded(side, tile, number * tile, largest) for side, number in zip((height, width), shape, strict=True)
+    )
+    if by_columns < by_rows:
+        high = min(math.floor(height * by_columns), high)
+    else:
+        wide = min(math.floor(width * by_rows), wide)
+    return max(wide, 1), max(high, 1)
+
+
+def _bounded(side: int, tile: int, canvas: int, largest: bool) -> tuple[int, float | np.float32]:
+    """Returns the side that a picture may have, and by how much that is larger: in float32, as the class has it, where
+    the canvas is the bound."""
+    if largest or canvas < max(side, tile):
+        return canvas, np.float32(canvas) / np.float32(side)
+    return max(side, tile), max(side, tile) / side
+
+
+def _levels(settings: Mapping[str, Any]) -> np.ndarray:
+    """What becomes of the levels of each channel, [3, 256] float32 with values of bfloat16: each step rounds."""
+    values = _rounded(np.arange(256, dtype=np.float32)[:, None] * np.float32(settings["rescale_factor"]))
+    mean, std = (_rounded(np.asarray(settings[key], np.float32)) for key in ("image_mean", "image_std"))
+    return np.ascontiguousarray(_rounded(_rounded(values - mean) / std).T)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    bits: np.ndarray = as_type(values, "bfloat16").view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32)
+
+
+class CanvasProcessor:
+    """Pictures to the shape of their canvas and patches that stand row by row, [tiles, rows, columns]: those of the
+    tiles first, then those of the whole, unless one tile is all of it."""
+
+    def __init__(self, settings: Mapping[str, Any], dtype: str) -> None:
+        words = {**_DEFAULTS, **given(settings)}
+        size = words.get("size")
+        height, width = (size.get("height"), size.get("width")) if isinstance(size, Mapping) else (_SIDE, _SIDE)
+        self._patch, self._largest = int(words["patch_size"]), bool(words["resize_to_max_canvas"])
+        if height != width or not isinstance(height, int) or height % (_MERGE * self._patch):
+            raise MediaError(f"tiles of {height} x {width} pixels are no squares of whole tokens")
+        self._tile: int = height
+        most = PATCHES_A_STEP // (height // self._patch) ** 2 - 1
+        if most < 1:
+            raise MediaError(f"tiles of {height} pixels a side have more patches than an encoder step")
+        self._shapes, self._levels = canvases(min(int(words["max_patches"]), most)), as_type(_levels(words), dtype)
+
+    def __call__(self, image: Image.Image) -> tuple[Shape, Patches]:
+        rows, columns = best_canvas(image.size, self._tile, self._shapes, self._largest)
+        canvas = np.zeros((rows * self._tile, columns * self._tile, 3), np.uint8)
+        size = size_on(image.size, self._tile, (rows, columns), self._largest)
+        canvas[: size[1], : size[0]] = resized(image, size, Image.Resampling.BILINEAR)
+        tiles = [*canvas.reshape(rows, self._tile, columns, self._tile, 3).swapaxes(1, 2).reshape(-1, *self._square)]
+        if len(tiles) > 1:
+            tiles.append(resized(image, (self._tile, self._tile), Image.Resampling.BILINEAR))
+        pixels = [cut(np.ascontiguousarray(tile), self._levels, self._patch, _ROW_BY_ROW) for tile in tiles]
+        side = self._tile // self._patch
+        return (rows, columns), Patches(
+            np.concatenate(pixels), (len(tiles), side, side), len(tiles) * (side // _MERGE) ** 2
+        )
+
+    @property
+    def _square(self) -> tuple[int, int, int]:
+        return self._tile, self._tile, 3

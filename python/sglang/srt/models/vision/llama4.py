@@ -1,0 +1,80 @@
+"""The encoder of images of Llama 4: `plan.towers.llama4` describes it.
+
+Source: the classes of transformers for Llama 4 as the numeric reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from sglang.srt.models.vision.encoder import (
+    Heads,
+    PatchPart,
+    Pieces,
+    Sight,
+    VisionEncoder,
+    cos_sin,
+    gelu_,
+    turn_neighbours,
+)
+from sglang.srt.models.vision.patch_places import ROW_BY_ROW, Grid, squares
+from sglang.srt.models.vision.pieces import Cuts
+from sglang.srt.plan.towers.llama4 import NORM_EPS, Llama4Tower
+
+
+class Llama4Encoder(VisionEncoder[Llama4Tower]):
+    """The frames of a grid are the tiles of a picture and the whole of it, which do not see one another. Patches come
+    row by row; in the layers the token that each tile has more stands behind them."""
+
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        side, tiles = self.tower.side, sum(frames for frames, _, _ in grids)
+        assert all(grid[1:] == (side, side) for grid in grids), "tiles have one size"
+        rows, columns = self._angles([(1, side, side)], ROW_BY_ROW, self.tower.theta, first=1)
+        # The last token is not turned: as where a row and a column of number 0 would be.
+        angles = np.pad(np.concatenate((columns, rows), axis=1), ((0, 1), (0, 0)))
+        turned = cos_sin(np.tile(angles, (tiles, 1)))
+        starts = np.arange(tiles + 1, dtype=np.int32) * np.int32(side**2 + 1)
+        return turned | {"squares": squares(grids, self.tower.merge), "starts": starts}
+
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
+        tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
+        patches = self._linear(prefix + "patch_embedding.linear", part.pixels.to(self.dtype))
+        patches = patches.view(-1, tower.side**2, tower.hidden_size)
+        last = self.params[prefix + "class_embedding"].tensor.expand(len(patches), 1, -1)
+        x = torch.cat((patches, last), dim=1) + self.params[prefix + "positional_embedding_vlm"].tensor
+        x = self._norm(prefix + "layernorm_pre", x.flatten(0, 1), NORM_EPS)
+        turn = partial(turn_neighbours, cos=places["cos"], sin=places["sin"])
+        sight = Sight(turn, places["starts"], tower.side**2 + 1, cuts)
+        yield
+        for i in range(tower.num_layers):
+            x = yield from self._block(f"{prefix}model.layers.{i}.", x, sight)
+            yield
+        x = self._norm(prefix + "layernorm_post", x, NORM_EPS).unflatten(0, (-1, tower.side**2 + 1))
+        x = x[:, :-1].flatten(0, 1)[places["squares"]].view(-1, tower.hidden_size * tower.merge**2)
+        for name in ("fc1", "fc2"):
+            x = gelu_(self._linear(f"{prefix}vision_adapter.mlp.{name}", x))
+        return self._linear(projector + "linear_1", x)
+
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        heads = (self.tower.rank_heads, self.tower.head_dim)
+
+        def project(rows: slice) -> Heads:
+            normed = self._norm(name + "input_layernorm", x[rows], NORM_EPS)
+            q, k, v = (self._linear(f"{name}self_attn.{part}_proj", normed).unflatten(-1, heads) for part in "qkv")
+            sight.turn(q, rows)
+            sight.turn(k, rows)
+            return q, k, v
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "self_attn.o_proj", attended[rows])
+            wide = self._linear(name + "mlp.fc1", self._norm(name + "post_attention_layernorm", patches, NORM_EPS))
+            patches += self._linear(name + "mlp.fc2", gelu_(wide))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x

@@ -1,0 +1,103 @@
+"""The encoder of images and videos of Muse-Glimmer: `plan.towers.muse_glimmer` describes it.
+
+Source: the classes of transformers for Muse-Glimmer as the numeric reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.models.vision.encoder import (
+    Heads,
+    PatchPart,
+    Pieces,
+    Sight,
+    VisionEncoder,
+    cos_sin,
+    gelu_,
+    interpolation,
+)
+from sglang.srt.models.vision.patch_places import (
+    ROW_BY_ROW,
+    Grid,
+    bilinear,
+    frame_starts,
+    longest_frame,
+    squares,
+    windows,
+)
+from sglang.srt.models.vision.pieces import Cuts
+from sglang.srt.plan.towers.muse_glimmer import BLOCK_EPS, MuseGlimmerTower
+
+
+class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
+    """Patches come row by row, each with its frames one after the other, and are put in the order of the windows."""
+
+    def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        tower = self.tower
+        order, starts = windows(grids, ROW_BY_ROW, tower.side)
+        positions = interpolation(bilinear(grids, ROW_BY_ROW, tower.side, beyond=0.0))
+        # The classes number rows and columns from 1 on, which turns queries and keys alike.
+        rows, columns = self._angles(grids, ROW_BY_ROW, tower.theta)
+        turned = cos_sin(np.concatenate((columns, rows), axis=1))
+        by_window = {name: array[order] for name, array in (positions | turned).items()}
+        merged = np.argsort(order)[squares(grids, tower.merge)]
+        return by_window | {
+            "order": order,
+            "squares": merged,
+            "window_starts": starts,
+            "starts": frame_starts(grids),
+        }
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Checkpoints have a matrix for patches, too."""
+        return shape
+
+    def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
+        tower, (prefix, adapter, projection), places = self.tower, self.tower.prefixes, part.places
+        embedder = prefix + "patch_embedder."
+        x = self._linear(embedder + "patch_embedding", part.pixels.to(self.dtype)[places["order"]])
+        x = x + self._interpolated(self._weight(embedder + "position_embedding_table", "weight"), places)
+        x = self._norm(prefix + "ln_pre", x, tower.norm_eps)
+        turn = self._turn(places)
+        of_windows, of_frames = (
+            Sight(turn, places["window_starts"], tower.side**2, replace(cuts, queries=1)),
+            Sight(turn, places["starts"], longest_frame(part.grids), cuts),
+        )
+        yield
+        for i in range(tower.num_layers):
+            sight = of_frames if tower.sees_whole_clips(i) else of_windows
+            x = yield from self._block(f"{prefix}layers.{i}.", x, sight)
+            yield
+        x = self._norm(prefix + "ln_post", x, tower.norm_eps)[places["squares"]]
+        # The patches of a token stand behind one another in each dim, not dim behind dim in each patch.
+        x = x.unflatten(0, (-1, tower.merge**2)).transpose(1, 2).flatten(1)
+        for name in ("fc1", "fc2"):
+            x = gelu_(self._linear(adapter + name, x))
+        x = self._linear(projection.removesuffix("."), x)
+        return F.rms_norm(x.float(), (tower.out_size,), eps=tower.text_eps).to(self.dtype)
+
+    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+        heads = (self.tower.rank_heads, self.tower.head_dim)
+
+        def project(rows: slice) -> Heads:
+            normed = self._norm(name + "norm1", x[rows], BLOCK_EPS)
+            q, k, v = (self._linear(f"{name}attn.{part}_proj", normed).unflatten(-1, heads) for part in "qkv")
+            sight.turn(q, rows)
+            sight.turn(k, rows)
+            return q, k, v
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + "attn.proj", attended[rows])
+            wide = self._linear(name + "mlp.fc1", self._norm(name + "norm2", patches, BLOCK_EPS))
+            patches += self._linear(name + "mlp.fc2", gelu_(wide))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x

@@ -1,0 +1,188 @@
+"""Streams whose outputs the event loop hands over, and `/generate`'s events, beside the dicts that they are."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang.srt.managers.front import native_output
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.native_events import NativeEvents
+from sglang.srt.managers.front.native_output import native_stream
+from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+END = FinishReason("stop", matched="x")
+
+
+def new_stream(num: int = 1, samples: int = 1) -> GenerationStream:
+    requests = [
+        TokenizedGenerateReq(rid=str(i), input_ids=[1, 2], sampling_params=SamplingParams()) for i in range(num)
+    ]
+    return GenerationStream(requests, [None] * num, samples, lambda stream: None)
+
+
+def output(text: str, finish: FinishReason | None = None, index: int = 0, **fields: Any) -> GenerateOutput:
+    ids = [len(text), 151_000]
+    return GenerateOutput(**{"index": index, "text": text, "new_ids": ids, "finish": finish, "meta": TokenMeta(2, 2),
+                             "logprobs": None} | fields)  # fmt: skip
+
+
+async def turns() -> None:
+    """Until the event loop has nothing to do."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_outputs_are_handed_over_as_they_come() -> None:
+    async def main() -> None:
+        stream, taken = new_stream(), list[str]()
+        stream.push(output("before"))
+        reader = asyncio.ensure_future(stream.forward(lambda each: taken.append(each.text) or True))
+        await turns()
+        assert taken == ["before"]
+        stream.push(output("a"))
+        stream.push(output("b"))
+        assert taken == ["before"]
+        await turns()
+        assert taken == ["before", "ab"] and not reader.done()  # what came together is merged
+        stream.push(output("c", END))
+        assert await reader is True and taken[-1] == "c"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_pause_merges_what_comes_meanwhile(last: bool) -> None:
+    async def main() -> None:
+        stream, taken, pauses = new_stream(), list[str](), [True, False]
+
+        def take(each: GenerateOutput) -> bool:
+            taken.append(each.text)
+            return pauses.pop(0) if pauses else True
+
+        reader = asyncio.ensure_future(stream.forward(take))
+        for text in ("a", "b"):
+            await turns()
+            stream.push(output(text, END if last and text == "b" else None))
+        assert await reader is False and taken == ["a", "b"]
+        if not last:
+            for text in ("c", "d", "e"):
+                stream.push(output(text, END if text == "e" else None))
+                await turns()
+        assert taken == ["a", "b"]
+        assert await stream.forward(take) is True and taken == (["a", "b"] if last else ["a", "b", "cde"])
+
+    asyncio.run(main())
+
+
+def test_an_error_comes_behind_what_was_there() -> None:
+    async def main() -> None:
+        stream, taken = new_stream(), list[str]()
+        reader = asyncio.ensure_future(stream.forward(lambda each: taken.append(each.text) or True))
+        await turns()
+        stream.push(output("a"))
+        stream.fail(RequestError("gone", 503))
+        with pytest.raises(RequestError, match="gone"):
+            await reader
+        assert taken == ["a"] and stream.closed
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_the_reader_raises_comes_out(waits: bool) -> None:
+    async def main() -> None:
+        stream = new_stream()
+
+        def take(each: GenerateOutput) -> bool:
+            raise KeyError(each.text)
+
+        if not waits:
+            stream.push(output("a"))
+        reader = asyncio.ensure_future(stream.forward(take))
+        await turns()
+        if waits:
+            stream.push(output("a"))
+        with pytest.raises(KeyError, match="a"):
+            await reader
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_reader_gets_nothing_more() -> None:
+    async def main() -> None:
+        stream, taken = new_stream(), list[str]()
+        reader = asyncio.ensure_future(stream.forward(lambda each: taken.append(each.text) or True))
+        await turns()
+        stream.push(output("a"))
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        await turns()
+        assert reader.cancelled() and (await anext(stream)).text in ("", "a")
+
+    asyncio.run(main())
+
+
+PIECES = ("He", "", 'l"\\\n\x07', "ö\u2028€😀", "</script>", "")
+
+
+def outputs_of(num: int, logprobs: bool) -> list[GenerateOutput]:
+    """Of `num` sequences in turn: with escapes, without text, without ids, guessed, loaded from main memory."""
+    all_of_them = []
+    for at, text in enumerate(PIECES):
+        for index in range(num):
+            end = at == len(PIECES) - 1
+            values = OutputLogprobs(output=[(-0.5, at), (-1e-9, 7)], output_top=[[(-0.5, at)], None])
+            if at == 0:
+                values.input = [(None, 1), (-2.5, 2)]
+            meta = TokenMeta(2, 2 * at + 2, host_tokens=1 if at > 2 else None)
+            meta.drafts = DraftCounts(4, 9, 5, [1, 3]) if at > 3 else None
+            each = output(text, END if end else None, index, meta=meta, logprobs=values if logprobs else None)
+            all_of_them.append(each if not end else GenerateOutput(**{**fields(each), "new_ids": []}))
+    return all_of_them
+
+
+def fields(each: GenerateOutput) -> dict[str, Any]:
+    return {name: getattr(each, name) for name in GenerateOutput.__slots__}
+
+
+@pytest.mark.parametrize(
+    ("incremental", "has_text", "num", "logprobs", "thoughts"), list(itertools.product(*[(False, True)] * 5))
+)
+def test_native_events_are_the_dicts(
+    incremental: bool, has_text: bool, num: bool, logprobs: bool, thoughts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte by byte: `native_stream` is what `Engine` gives, and what `/generate` wrote from."""
+    monkeypatch.setattr(native_output, "time", SimpleNamespace(monotonic=lambda: 7.25))
+    count = 2 if num else 1
+    req = GenerateRequest(input_ids=[1, 2], counts_thoughts=thoughts)
+    tokenizer = object() if has_text else None
+    manager: Any = SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(hf_config={"hidden_size": 8}))
+
+    async def dicts() -> list[bytes]:
+        stream, wanted = new_stream(count, count), list[bytes]()
+
+        async def submit(_: GenerateRequest) -> GenerationStream:
+            return stream
+
+        manager.submit = submit
+        results = native_stream(manager, req, incremental)
+        for each in outputs_of(count, logprobs):
+            stream.push(each)
+            wanted.append(b"data: " + msgspec.json.encode(await anext(results)) + b"\n\n")
+        assert await anext(results, None) is None
+        return wanted
+
+    wanted = asyncio.run(dicts())
+    events = NativeEvents(manager, req, new_stream(count, count), incremental)
+    assert [events.write(copy.deepcopy(each)) for each in outputs_of(count, logprobs)] == wanted
+    assert len(wanted) == count * len(PIECES) and events.end() == b""
