@@ -29,8 +29,10 @@ from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+from sglang.srt.layers.attention.triton_ops.extend_biased import extend_biased_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
@@ -48,7 +50,7 @@ from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_bands import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.ngrams.kernels import NgramHash
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
+from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
@@ -93,6 +95,7 @@ from sglang.srt.plan.layer_spec import (
     HyperConnections,
     LayerSpec,
     Matrix,
+    ShortConvolution,
 )
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
@@ -161,6 +164,8 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
             once(_hyper_connections, layer.residual, model.hidden_size)
         if isinstance(layer.residual, GatedStreams):
             once(_gated_streams, layer.residual.streams, layer.residual.rank, model.hidden_size)
+        if layer.convolution is not None:
+            once(_block_convolution, layer.convolution)
         if isinstance(layer.ngrams, Engram):
             once(_engram, layer.ngrams, tp_size)
         elif isinstance(layer.ngrams, NgramEmbedding):
@@ -287,7 +292,11 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
         _rope_store(shape, mixer)
     if mixer.qk_norm == "whole":
         _whole_norm(shape)
-    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, mixer.chunked)
+    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, mixer.chunked, extent=mixer.bias_extent)
+    if mixer.conv_taps:
+        width = shape.num_heads * shape.head_dim
+        channels = mixer.convolution(tp_size).channels
+        _convolution(mixer.conv_taps, empty(100, width + channels)[:, width:])
     if mixer.head_gate:
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
@@ -358,12 +367,17 @@ def _attention(
     arch: ArchTraits,
     chunked: bool = False,
     latent: bool = False,
+    extent: int = 0,
 ) -> None:
-    """`latent`: the values are the first columns of the keys."""
+    """`latent`: the values are the first columns of the keys. `extent`: of biases by distance, 0: there are none."""
     heads, kv_heads, dim, v_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim
     sink = empty(heads, dtype=torch.float32) if sinks else None
-    layer = {"logit_cap": cap, "sinks": sink, "sliding_window": window, "chunked": chunked}
-    if not latent:
+    layer: dict[str, Any] = {"logit_cap": cap, "sinks": sink, "sliding_window": window, "chunked": chunked}
+    prompts, decodes = extend_attention_fwd, decode_attention_fwd
+    if extent:
+        prompts, decodes = extend_biased_fwd, decode_biased_fwd
+        layer = {"sliding_window": window, "bias": empty(100, heads, extent)}
+    elif not latent:
         _fp4_attention(shape, layer, arch)
     for dtype in CACHES:
         k_cache = empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype])
@@ -384,7 +398,7 @@ def _attention(
         shared = [] if in_one else [PrefixParts.allocate(3, 100, starts[:1], heads, v_dim)]
         for tile in attention_tiles("extend_attention", dim, v_dim, dtype, arch.features):
             for prefix, parts in ((False, None), *((True, each) for each in (None, *shared))):
-                extend_attention_fwd(
+                prompts(
                     q, k, v, empty(100, heads, v_dim), k_cache, v_cache, table, slots, lens, starts, scale=0.1,
                     tile=tile, has_prefix=prefix, parts=parts, **layer,
                 )  # fmt: skip
@@ -392,10 +406,25 @@ def _attention(
             for tokens in (1, 4):  # of each request: one, or guesses
                 workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
                 plan_decode(lens, workspace, tile)
-                decode_attention_fwd(
+                decodes(
                     q[: 8 * tokens], empty(8 * tokens, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
                     scale=0.1, tile=tile, prefix_lens=lens if tokens > 1 else None, **layer,
                 )  # fmt: skip
+
+
+def _block_convolution(spec: ShortConvolution) -> None:
+    _convolution(spec.taps, empty(100, spec.channels))
+
+
+def _convolution(taps: int, out: torch.Tensor) -> None:
+    """Short convolutions of out's sizes, of one token and of all, whose rows may lie apart."""
+    width = out.shape[1]
+    kept, weight = empty(REQUESTS, taps - 1, width), empty(width, taps)
+    for tokens in (1, len(out)):
+        at = empty(tokens, dtype=torch.int64)
+        requests, rows = TokenRequests(at, at, at, at), empty(tokens, width)
+        short_convolution.convolve(rows, weight, kept, requests, out[:tokens])
+        ngram_embedding.keep_last(rows, kept, requests)
 
 
 def fp4_caches(shape: AttentionShape) -> dict[str, torch.Tensor]:

@@ -6,11 +6,12 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers import native_streams
+from sglang.srt.layers import native_convolution, native_streams
 from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.ngrams import native
 from sglang.srt.layers.ngrams.kernels import NgramHash
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding as kernels
+from sglang.srt.layers.ngrams.triton_ops import short_convolution
 from sglang.srt.layers.triton_ops import gated_streams
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 
@@ -140,6 +141,24 @@ def test_values_and_the_state_that_they_leave(longest: int, taps: int) -> None:
         keep(normed, rows_of_last, requests)
     for ours, theirs in zip(*states, strict=True):
         assert torch.equal(ours[1:], theirs[1:])  # what lies in slot 0 is nobody's
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("taps", "width"), [(4, 300), (2, 256)])
+def test_short_convolutions_and_what_they_leave(taps: int, width: int) -> None:
+    """Rows of the output lie apart, as k and v do among products."""
+    torch.manual_seed(taps)
+    requests = requests_of_a_step()
+    rows, weight = random(len(requests.slots), width), random(width, taps)
+    kept = random(len(LENGTHS) + 1, taps - 1, width)
+    wide = torch.zeros(len(rows), 2 * width, dtype=rows.dtype, device=DEVICE)
+    states, outs = [kept.clone(), kept.clone()], [torch.empty_like(rows), wide[:, width:]]
+    both = (native_convolution.SHORT_CONVOLUTION, short_convolution.SHORT_CONVOLUTION)
+    for kernel, state, out in zip(both, states, outs, strict=True):
+        kernel.convolve(rows, weight, state, requests, out)
+        kernel.keep(rows, state, requests)
+    torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+    assert torch.equal(states[1][1:], states[0][1:]) and not wide[:, :width].any()
 
 
 def test_the_published_table_has_as_many_rows_as_the_checkpoint() -> None:

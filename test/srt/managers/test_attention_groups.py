@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("minimax_m3", {}),
     "windows": ("qwen3_windows", {}),
     "chunks": ("llama4", {}),
+    "convolutions": ("inkling", {}),
     "states": ("qwen3_next", {"tie_word_embeddings": True}),
     "biases": ("gpt_oss", {}),
     "embedded": ("", {}),

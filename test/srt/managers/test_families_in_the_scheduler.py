@@ -80,13 +80,17 @@ def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) ->
     assert tight.stats._cached - before >= len(prompts[3]), "the second one goes on from the first one's prefix"
 
 
-WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "step3p7", "gemma3", "gemma4", "gemma4_small", "llama4")
+WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "step3p7", "gemma3", "gemma4", "gemma4_small", "llama4", "inkling")
 """Windows everywhere; with sinks; of every second layer or most; with caches that layers share; windows that are
-chunks."""
+chunks; windows with biases by distance."""
+WINDOW_KEYS = {"llama4": "attention_chunk_size", "inkling": "sliding_window_size"}
+SIZED_BY_WINDOW = ("inkling",)
+"""Models with weights of the window's size."""
 
 
-QUICK = {"gemma3": 16, "llama4": 3}
-"""Windows of models that other tests try beside those of Gemma 4 and of Mistral: one size each, in `make test`."""
+QUICK = {"gemma3": 16, "llama4": 3, "inkling": 0}
+"""Windows of models that other tests try beside those of Gemma 4 and of Mistral: one size each, in `make test`; 0:
+none."""
 
 
 @pytest.mark.parametrize(
@@ -98,10 +102,11 @@ QUICK = {"gemma3": 16, "llama4": 3}
     ],
 )
 def test_windows_and_chunks_of_every_relative_size(name: str, window: int, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
+    key = WINDOW_KEYS.get(name, "sliding_window")
+    save_tiny(name, tmp_path, **({key: window} if name in SIZED_BY_WINDOW else {}))
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    config.get("text_config", config)["attention_chunk_size" if name == "llama4" else "sliding_window"] = window
+    config.get("text_config", config)[key] = window
     path.write_text(json.dumps(config))
     model = reference_of(tmp_path)
     prompts = [prompt(1, 61), prompt(2, 17), prompt(1, 61)[:48] + [3]]

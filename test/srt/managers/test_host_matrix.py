@@ -89,6 +89,7 @@ KINDS = {
     "windows, draft": Kind("mistral_windows", drafts=True, on_ranks=False),
     "windows and sinks": Kind("gpt_oss", on_ranks=False),
     "chunks": Kind("llama4", on_ranks=False),
+    "convolutions": Kind("inkling", on_ranks=False),
     "latents": Kind("deepseek_v3", shares_out=True),
     "sparse latents": Kind("deepseek_v32", shares_out=True),
     "gated delta": Kind("qwen3_5"),

@@ -48,16 +48,17 @@ TINY_MODELS = {
     "tied": ("qwen3_tied_bias", {"num_hidden_layers": 5}),
     "windows": ("qwen3_windows", {}),
     "chunks": ("llama4", {}),
+    "convolutions": ("inkling", {}),
     "states": ("qwen3_next", {"tie_word_embeddings": True}),
 }
 LAYOUTS = {
-    "TP2": (RankLayout(2), ("dense", "experts", "latent", "blocks", "chunks", "embedded")),
+    "TP2": (RankLayout(2), ("dense", "experts", "latent", "blocks", "chunks", "convolutions", "embedded")),
     "TP3": (RankLayout(3), ("dense", "experts of 8 heads", "embedded")),
     "TP4": (RankLayout(4), ("dense", "latent", "embedded")),
     "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
     "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
-    "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "chunks", "embedded")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "chunks")),
+    "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "chunks", "convolutions", "embedded")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "chunks", "convolutions")),
     "PP3": (RankLayout(pp_size=3), ("tied", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }

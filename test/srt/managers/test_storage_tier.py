@@ -182,6 +182,7 @@ EVERY_CACHE: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "windows and all tokens": ("qwen3_windows", {}, PAGES),
     "windows and sinks": ("gpt_oss", {}, PAGES),
     "chunks": ("llama4", {}, PAGES),
+    "convolutions": ("inkling", {}, PAGES),
     "latents": ("deepseek_v3", {}, PAGES),
     "latents and an indexer": ("deepseek_v32", {}, PAGES),
     "gated delta": ("qwen3_5", {}, PAGES),

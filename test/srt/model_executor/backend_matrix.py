@@ -49,6 +49,7 @@ FAMILIES = {
     "Mamba-2": "nemotron_h",
     "Kimi delta": "kimi_linear",
     "sinks": "gpt_oss",
+    "biases by distance": "inkling",
     "compressed": "deepseek_v4_small",
     "pooled latents": "glm5_next_small",
 }

@@ -67,8 +67,8 @@ class DeviceLengths:
 class DeviceDecode:
     rows: DecodeRows
 
-    def attend(self, q: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
-        NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend(q, layer, out)
+    def attend(self, q: torch.Tensor, layer: Any, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend(q, layer, out, bias)
 
     def attend_part(self, q: torch.Tensor, layer: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
         NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend_part(q, layer, out, lse)
@@ -79,7 +79,15 @@ class DeviceExtend:
     rows: ExtendRows
     causal: bool
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
         rows = self.rows
         lens = rows.start_loc.diff()
         used = lens.nonzero().flatten()
@@ -87,7 +95,7 @@ class DeviceExtend:
             rows.req_pool_indices[used], rows.seq_lens[used], rows.prefix_lens[used], rows.start_loc,
             rows.token_slots, lens[used].tolist(), rows.prefix_lens[used].tolist(),
         )  # fmt: skip
-        NativeExtendMetadata(requests, self.causal).attend(q, k, v, layer, out)
+        NativeExtendMetadata(requests, self.causal).attend(q, k, v, layer, out, bias)
 
 
 def with_attention(runner: ModelRunner, decode: Any, extend: Any, long_prompts: Any = None) -> AttentionSites:

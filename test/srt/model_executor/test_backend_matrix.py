@@ -32,7 +32,8 @@ def test_backends_mixed_in_every_way(family: str, models: dict[str, Path]) -> No
     args = server_args(models[family])
     runner = create_runner(args)
     tried = cases(args)
-    assert len(tried) >= {"sinks": 8, "chunks": 14, "compressed": 4, "pooled latents": 4}.get(family, 17), tried
+    fewer = {"sinks": 8, "biases by distance": 8, "chunks": 14, "compressed": 4, "pooled latents": 4}
+    assert len(tried) >= fewer.get(family, 17), tried
     with_heads_of_their_own = family in ("full", "window", "chunks", "blocks", "gated delta", "Mamba-2")
     assert any(case.long_prompts for case in tried) == with_heads_of_their_own, tried
     wrong = wrong_cases(family, runner, args, play(runner, args))

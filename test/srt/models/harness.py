@@ -23,6 +23,7 @@ from sglang.srt.kernels.bands import Bands
 from sglang.srt.layers import (
     hyper_native,
     native_block_groups,
+    native_convolution,
     native_ops,
     native_pooled_blocks,
     native_sparse_ops,
@@ -105,6 +106,25 @@ STEP = {
     "share_expert_dim": 48,
     "moe_router_scaling_factor": 3.0,
 }
+INKLING = {
+    "num_hidden_layers": 4,
+    "unpadded_vocab_size": VOCAB,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 32,
+    "sliding_window_size": 12,
+    "local_layer_ids": [0, 2],
+    "d_rel": 8,
+    "rel_extent": 20,
+    "log_scaling_n_floor": 9,
+    "log_scaling_alpha": 0.4,
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "route_scale": 2.0,
+    "logits_mup_width_multiplier": 2.0,
+}
 WINDOWS = {"num_hidden_layers": 4, "sliding_window": 12, "use_sliding_window": True}
 
 # Dimensions that GPU kernels take.
@@ -181,7 +201,7 @@ GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "fu
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 NATIVE_OPS = (
     *(native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native),
-    *(native_streams, ngram_ops, native_pooled_blocks, candidate_ops),
+    *(native_streams, ngram_ops, native_pooled_blocks, candidate_ops, native_convolution),
 )
 SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
@@ -192,6 +212,7 @@ SEVERAL_FUNCTIONS = {
     "clamped_swiglu": "gated",
     "gated_streams": "GATED_STREAMS",
     "ngram_embedding": "NGRAM_EMBEDDING",
+    "short_convolution": "SHORT_CONVOLUTION",
 }
 """What an op of several functions is called among the torch kernels."""
 HYBRID = {
@@ -340,6 +361,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4,
     },
     "Glm5NextConfig": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 24},
+    "InklingConfig": {"patch_size": 4, "num_hidden_layers": 4},
     "MuseGlimmerConfig": {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -435,6 +457,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
+    "inkling": ("InklingConfig", INKLING),
     "llama4": ("Llama4TextConfig", LLAMA4),
     "llama4_wide": (
         "Llama4TextConfig",
@@ -775,7 +798,20 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     make = kind.from_config if bare is None else getattr(transformers, bare)._from_config
     model = make(config, dtype=torch.float32).eval()
     randomize(model, name in ZERO_CENTRED)
-    return model
+    return text_half(model)
+
+
+def text_half(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, or of Inkling's the class of its text alone, with the same parameters: that of text and images norms
+    embeddings twice in transformers 5.17. `whole` of it is what has a checkpoint."""
+    if model.config.model_type != "inkling_mm_model":
+        return model
+    import transformers
+
+    text = transformers.InklingForCausalLM._from_config(model.config.text_config, dtype=torch.float32).eval()
+    text.model, text.lm_head = model.model.language_model, model.lm_head
+    object.__setattr__(text, "whole", model)  # it is no part of it
+    return text
 
 
 def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
@@ -816,17 +852,17 @@ def reference_of(folder: Path) -> PreTrainedModel:
     import transformers
 
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    wrapped = model_type in ("step3p7", "muse_glimmer", "glm5_next")
+    wrapped = model_type in ("step3p7", "muse_glimmer", "glm5_next", "inkling_mm_model")
     kind = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
     if model_type in BARE:
         kind = getattr(transformers, BARE[model_type])
-    return kind.from_pretrained(folder, dtype=torch.float32)
+    return text_half(kind.from_pretrained(folder, dtype=torch.float32))
 
 
 def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:
     """`more`: config keys beside those of TINY."""
     model = hf_model(name, **more)
-    model.save_pretrained(folder)
+    getattr(model, "whole", model).save_pretrained(folder)
     if name.startswith("deepseek_v4"):
         as_published_v4(folder, TINY[name][1] | more)
     if name.startswith("minimax_m3"):
@@ -990,6 +1026,7 @@ class NativePlan:
     def entry(self, op: str) -> Callable[..., Any]:
         if op.startswith("linear/"):
             return native_ops.quantized_linear
+        op = op.partition("/")[0]  # variants have one function
         name = SEVERAL_FUNCTIONS.get(op, op)
         return getattr(next(module for module in NATIVE_OPS if hasattr(module, name)), name)
 

@@ -38,6 +38,7 @@ def test_runs_are_balanced_and_whole() -> None:
         ("qwen3_tied_bias", {}),
         ("qwen3_windows", {}),
         ("llama4", {}),
+        ("inkling", {}),
         ("deepseek_v3", {}),
         ("qwen3_next", {}),
         ("kimi_linear", {}),

@@ -51,10 +51,11 @@ NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
 MODELS = (
     "qwen3", "qwen3_moe", "qwen3_windows", "mimo_v2", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
     "qwen3_next", "nemotron_h", "minimax_m3", "step3p7", "kimi_linear", "glm5_next", "qwen4_exp", "llama4",
+    "inkling",
 )  # fmt: skip
 """Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, blocks,
 windows of other heads with a draft layer for each depth, states beside latents, pooled keys, gated streams with
-embeddings of n-grams, and attention by chunks."""
+embeddings of n-grams, attention by chunks, and biases by distance with convolutions."""
 PAGES = {"deepseek_v4": 16, "minimax_m3": 4, "glm5_next": 4, "qwen4_exp": 4}
 """Sizes of pages that hold what these models cache or read as one."""
 LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}

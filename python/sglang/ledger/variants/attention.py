@@ -19,8 +19,10 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     plan_constants,
     plan_kernel,
 )
+from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_kernel
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_kernel
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_kernel
+from sglang.srt.layers.attention.triton_ops.extend_biased import extend_biased_kernel
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_kernel
 from sglang.srt.layers.attention.triton_ops.latent_decode import latent_decode_kernel
 from sglang.srt.layers.attention.triton_ops.latent_prompt import (
@@ -55,12 +57,16 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "custom_mask": ("HAS_MASK",),
         "window_both_ways": ("HAS_WINDOW",),
         "window_chunks": ("HAS_WINDOW", "HAS_CHUNKS"),
+        "biases": ("HAS_PARTS",),
+        "window_biases": ("HAS_WINDOW",),
     },
     "decode_attention": {
         "plain": ("HAS_GUESSES",),
         "cap_sinks": ("HAS_GUESSES", *_SCORES),
         "window_cap_sinks": ("HAS_GUESSES", "HAS_WINDOW", *_SCORES),
         "window_chunks": ("HAS_GUESSES", "HAS_WINDOW", "HAS_CHUNKS"),
+        "biases": ("HAS_GUESSES",),
+        "window_biases": ("HAS_GUESSES", "HAS_WINDOW"),
     },
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
     "latent_prompt_attention": {"causal": ("CAUSAL", "CARRY_OUT"), "chunk": ("CARRY_IN", "CARRY_OUT")},
@@ -68,9 +74,14 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 """The flags that are recorded, those that cost most: guesses, prefixes in parts, a cap and sinks together, in layers
 with a window and in those without."""
 
-_OF_SOME_HEADS = {"window_both_ways": ((256, 256),), "window_chunks": ((128, 128),)}
+_BIASED = ("biases", "window_biases")
+"""Flags of kernels of their own."""
+_OF_SOME_HEADS = {
+    "window_both_ways": ((256, 256),),
+    **dict.fromkeys(("window_chunks", *_BIASED), ((128, 128),)),
+}
 """Flags that only models with these heads have: images that see themselves both ways in layers with a window (Gemma 4),
-and windows that are chunks (Llama 4)."""
+windows that are chunks (Llama 4), biases by distance (Inkling)."""
 GROUP = 8
 """Query heads a kv head, in every row: with 1 to 128 of them shared memory is the same, and none takes more registers
 but 12, which takes up to 10 more and spills no more."""
@@ -117,6 +128,22 @@ FORM_RULES = {
         at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),
         counts=frozenset({"num_seqs", "num_blocks", "num_kv_heads", "window", "stride_rt"}),
         absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
+    ),
+    "extend_biased.extend_biased_kernel": FormRule(
+        free=frozenset({"GROUP"}),
+        at_most=frozenset({"HAS_PREFIX", "HAS_PARTS"}),
+        counts=frozenset({"num_seqs", "num_blocks", "num_kv_heads", "num_parts", "window", "extent", "stride_rt"}),
+        absent={
+            "HAS_PREFIX": _PREFIX,
+            "HAS_PARTS": ("part_o_ptr", "part_lse_ptr", "num_parts"),
+            "HAS_WINDOW": ("window",),
+        },
+    ),
+    "decode_biased.decode_biased_kernel": FormRule(
+        free=frozenset({"GROUP"}),
+        at_most=frozenset({"HAS_GUESSES"}),
+        counts=frozenset({"num_heads", "num_head_tiles", "num_tokens", "window", "extent", "stride_rt"}),
+        absent={"HAS_WINDOW": ("window",), "HAS_GUESSES": ("prefix_lens_ptr", "num_tokens")},
     ),
     "latent_decode.latent_decode_kernel": FormRule(
         at_most=frozenset({"HAS_GUESSES"}),
@@ -229,16 +256,22 @@ def _of_tile(
     elif not default and op != "latent_prompt_attention":  # what a launch carries over changes shared memory
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
         # e4m3 costs. This halves the time to compile the ledger.
-        flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
+        # A kernel of its own counts for itself.
+        others = [(name, names) for name, names in flags if name == _BIASED[0]]
+        flags = [] if kv_dtype == "fp8_e5m2" else [*flags[:1], *others]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
         if name == "custom_mask" and kv_dtype != "bfloat16":
+            continue
+        if name in _BIASED and kv_dtype == "fp4_e2m1":
             continue
         if head_dims in _OF_SOME_HEADS.get(name, (head_dims,)):
             yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
 
 
-def _kernel(op: str, head_dims: tuple[int, int], kv_dtype: str) -> Any:
+def _kernel(op: str, head_dims: tuple[int, int], kv_dtype: str, flags_name: str = "") -> Any:
+    if flags_name in _BIASED:
+        return decode_biased_kernel if op == "decode_attention" else extend_biased_kernel
     if kv_dtype == "fp4_e2m1":
         return decode_fp4_kernel if op == "decode_attention" else extend_fp4_kernel
     if op == "decode_attention":
@@ -256,7 +289,7 @@ def describe(
     default: bool = True,
 ) -> Variant:
     """The launch of `op` with one tile, in the table or not (negative tests, searches for new tiles)."""
-    fn = _kernel(op, head_dims, kv_dtype)
+    fn = _kernel(op, head_dims, kv_dtype, flags_name)
     constexprs = _shape_constexprs(head_dims, kv_dtype, tile, "BLOCK_M" if "BLOCK_M" in tile else "BLOCK_H")
     constexprs = {name: value for name, value in constexprs.items() if name in fn.arg_names}
     if "PDL" in fn.arg_names:
@@ -267,7 +300,8 @@ def describe(
         if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
             constexprs[name] = name in flags
     if op == "extend_attention":
-        constexprs["CAUSAL"] = flags_name != "window_both_ways"
+        if "CAUSAL" in fn.arg_names:
+            constexprs["CAUSAL"] = flags_name != "window_both_ways"
         constexprs |= {"HAS_PREFIX": True} if "HAS_PREFIX" in fn.arg_names else {}
     signature = {name: _type_of(name, kv_dtype, constexprs) for name in fn.arg_names}
     divisible = _multiples(fn, signature, head_dims)
@@ -313,7 +347,7 @@ def _type_of(name: str, kv_dtype: str, constexprs: dict[str, Any]) -> str:
         return KV_DTYPES[kv_dtype]
     if name == "cache_ptr":  # float8 in pairs
         return "*bf16" if kv_dtype == "bfloat16" else "*i16"
-    if name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr"):
+    if name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "bias_ptr"):
         return "*bf16"
     if name.endswith("_ptr"):
         return "*i32"

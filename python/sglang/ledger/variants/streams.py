@@ -1,4 +1,4 @@
-"""Launch variants of gated residual streams, n-gram embeddings and attention to selected blocks, for the ledger."""
+"""Launch variants of gated residual streams, n-gram embeddings, short convolutions and attention to selected blocks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglang.srt.layers.attention.entry_shares import MOST_SHARES
 from sglang.srt.layers.attention.triton_ops import selected_blocks
 from sglang.srt.layers.attention.triton_ops.sparse_attention import LEAST_SHARES, MERGE_COLS
 from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_kernel
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
+from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
 from sglang.srt.layers.triton_ops import gated_streams
 from sglang.srt.layers.triton_ops.norm import row_launch
 from sglang.srt.plan.engram import SCALE_GROUP
 
-OPS = ("gated_streams", "ngram_embedding", "selected_block_attention")
+OPS = ("gated_streams", "ngram_embedding", "short_convolution", "selected_block_attention")
 ENGRAM_DIM, ENGRAM_HIDDEN, ENGRAM_LONGEST = 256, 5120, 4
 """Columns of a row of DeepSeek-V4.1's tables, its hidden size, and the tokens of its longest n-grams."""
 
@@ -46,7 +46,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     if op == "selected_block_attention":
         yield from _attention(features)
     else:
-        yield from {"gated_streams": _streams, "ngram_embedding": _ngrams}[op]()
+        yield from {"gated_streams": _streams, "ngram_embedding": _ngrams, "short_convolution": _convolutions}[op]()
 
 
 _POINTERS = {
@@ -106,6 +106,16 @@ def _ngrams() -> Iterator[Variant]:
     for longest in (LONGEST, ENGRAM_LONGEST):
         ids = _of(op, f"keep/ids/{longest}", kernel, {"SIZE": longest - 1}, module.ONE_VALUE, new="*i64", kept="*i32")
         yield replace(ids, ones=("width",))
+
+
+def _convolutions() -> Iterator[Variant]:
+    op, launch = "short_convolution", short_convolution.LAUNCH
+    yield _of(
+        op, "convolve", short_convolution.convolve_kernel, {"TAPS": TAPS}, launch, ("width", "out_stride"),
+        kept="*bf16", weight="*bf16",
+    )  # fmt: skip
+    kernel, rows = ngram_embedding.keep_last_kernel, {"SIZE": TAPS - 1}
+    yield _of(op, "keep", kernel, rows, ngram_embedding.LAUNCH, ("width",), new="*bf16", kept="*bf16")
 
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:

@@ -137,13 +137,25 @@ them as its default."""
 _OF_THE_WHOLE = ("architectures", "tie_word_embeddings")  # the output head is outside of the text part
 
 
+STORED_VOCABULARY = "stored_vocab_size"
+"""Key for the rows of an embedding whose last ones are padding; `vocab_size` is then without these."""
+
+
+def _without_padding(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config with the tokens of the vocabulary that exist, where it says how many these are."""
+    stored, real = config.get("vocab_size"), config.get("unpadded_vocab_size")
+    if type(stored) is int and type(real) is int and 0 < real < stored:
+        return {**config, "vocab_size": real, STORED_VOCABULARY: stored}
+    return config
+
+
 def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the language model's part of a multimodal config, with the outer keys that it does not repeat; else
     `config`. Of keys that both have, the inner one counts, but for those of the model as a whole."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
-        return rotary_by_type(dict(config))
+        return rotary_by_type(_without_padding(dict(config)))
     outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "audio_config")}
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     defaults = TEXT_DEFAULTS.get(str(inner.get("model_type")), {})
-    return rotary_by_type(outer | {**defaults, **inner} | whole)
+    return rotary_by_type(_without_padding(outer | {**defaults, **inner} | whole))

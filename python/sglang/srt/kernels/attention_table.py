@@ -10,6 +10,7 @@ from sglang.srt.kernels.conditions import (
     TCGEN05,
     WGMMA,
     all_of,
+    biased_heads,
     e4m3_or_16_bits,
     flashinfer_head_dims,
     flashinfer_latents,
@@ -40,7 +41,8 @@ _NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 
 _FLASHINFER_REFUSES = all_of(
     only_full_heads, flashinfer_head_dims, HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
-    lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer", "chunked"),
+    lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer", "chunked",
+          "relative_bias"),
 )  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             "triton",
             tiled=True,
             kernel_module=f"{_ATTENTION}.triton_ops.{op}",
-            refuse=all_of(HALF, no_e4m3_conversion, lacks("sparse")),
+            refuse=all_of(HALF, no_e4m3_conversion, lacks("sparse"), biased_heads),
             graph_prefill=True,
             remark=hybrid_choice,
         ),

@@ -27,6 +27,14 @@ def lacks(*traits: str) -> Refuse:
     return lambda need, arch: [f"no support for {trait.replace('_', ' ')}" for trait in traits if trait in need.traits]
 
 
+def biased_heads(need: Need, arch: ArchTraits) -> list[str]:
+    """Reasons against a kernel that adds biases by distance to heads of one size."""
+    equal = need.head_dim == need.v_head_dim and not need.head_dim & (need.head_dim - 1)
+    if equal or "relative_bias" not in need.traits:
+        return []
+    return [f"relative bias: heads of {need.head_dim}, {need.v_head_dim} dims (has equal powers of two)"]
+
+
 def only_dtypes(*dtypes: str) -> Refuse:
     return lambda need, arch: [] if need.q_dtype in dtypes else [f"no {need.q_dtype} (has {', '.join(dtypes)})"]
 

@@ -32,6 +32,8 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
     "custom_mask": ("custom_mask",),
     "window_both_ways": ("both_ways",),
     "window_chunks": ("chunked",),
+    "biases": ("relative_bias",),
+    "window_biases": ("relative_bias",),
 }
 """Last part of a variant's key -> the traits that need it."""
 _SAME_CODE = {"float16": "bfloat16"}

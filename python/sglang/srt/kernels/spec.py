@@ -37,7 +37,8 @@ class Need:
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
     "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm",
-    "kept_longer" (a window's cache keeps more than the window), "chunked" (windows are chunks), "expert_bias",
+    "kept_longer" (a window's cache keeps more than the window), "chunked" (windows are chunks), "relative_bias" (scores
+    get one by their distance), "expert_bias",
     "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for), "token_shares" (ranks share out the
     tokens, and merge what they make of theirs), "uneven_sizes" (some are no powers of two, of ops that say so).
     `heads`: (query, kv) heads of a rank;

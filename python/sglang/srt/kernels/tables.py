@@ -318,6 +318,12 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         ),
         KernelSpec("torch_native", f"{_NGRAMS}.native:NGRAM_EMBEDDING"),
     ),
+    "short_convolution": (
+        KernelSpec(
+            "triton", f"{_NGRAMS}.triton_ops.short_convolution:SHORT_CONVOLUTION", CP_ASYNC, "triton", refuse=HALF
+        ),
+        KernelSpec("torch_native", "sglang.srt.layers.native_convolution:SHORT_CONVOLUTION"),
+    ),
     "hyper_connection": (
         KernelSpec(
             "triton",

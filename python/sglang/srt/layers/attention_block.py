@@ -18,6 +18,7 @@ from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope, share_param
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
@@ -62,7 +63,7 @@ class GQAttention:
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
         self.value_scale, self.interleaved = spec.value_scale, spec.interleaved
-        self.growth = (spec.query_growth, spec.query_length, spec.query_offset)
+        self.growth = (spec.query_growth, spec.query_length, spec.query_offset, spec.smooth_growth)
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
@@ -99,6 +100,17 @@ class GQAttention:
                 eps=self.eps,
                 from_keys=spec.values_from_keys,
             )
+        self.convolution: ConvolvedRows | None = None
+        if spec.conv_taps:
+            parts = {"k": kv_rows, "v": kv_heads.of_dims(spec.v_head_dim)}
+            weight = convolution_weight(scope.sub("convolution"), spec.conv_taps, parts)
+            self.convolution = ConvolvedRows(scope, weight, scope.cache(site.layer_id, "kv_rows"), "rows")
+        self.relative: ColumnParallelLinear | None = None
+        self.bias_dims = spec.bias_dims
+        if spec.bias_extent:
+            relative = scope.sub("relative")
+            self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.of_dims(spec.bias_dims)})
+            self.profiles = scope.sub("profiles").param("proj", (spec.bias_dims, spec.bias_extent))
         self.k_scale = self.v_scale = None
         self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
         self.cache_shared = spec.cache_shared
@@ -129,6 +141,7 @@ class GQAttention:
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
             token_ranks=spec.token_ranks(group.size, scope.groups.context.size),
+            bias_extent=spec.bias_extent,
             top_k=spec.top_k,
         )
 
@@ -141,7 +154,7 @@ class GQAttention:
             batch.metadata[self.attention.site].keys_values[self.layer_id] = (k, v)
         if self.indexer is not None:
             self.indexer(x, batch, batch.metadata[self.attention.site].sparse)
-        out = self.attention(q, k, v, batch)
+        out = self.attention(q, k, v, batch, self._biases(x, batch))
         if self.output_gate is not None:
             out = self.output_gate(out, gates)
         if self.head_gate is not None:
@@ -149,6 +162,15 @@ class GQAttention:
         if self.value_scale != 1.0:
             out.mul_(self.value_scale)  # attention is linear in v; here there is one tensor, of new tokens only
         return self.o(out)
+
+    def _biases(self, x: Rows, batch: ForwardBatch) -> torch.Tensor | None:
+        """Returns the biases [T, Hq, E] of the keys at each distance; None: there are none."""
+        if self.relative is None:
+            return None
+        rows = self.relative(values_of(x))
+        if self.growth[0]:
+            rows = (rows * growth_of_queries(batch, *self.growth)).to(rows.dtype)
+        return (rows.view(-1, self.bias_dims) @ self.profiles).view(len(rows), self.num_heads, -1)
 
     def _stored(self, x: Rows, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q [T, Hq, D], k and v [T, Hkv, D], which are in the cache, and the output's gates."""
@@ -159,7 +181,9 @@ class GQAttention:
             self.whole_norm(qkv)
         if self.value_norm is not None:
             qkv = self.value_norm(qkv)
-        if self.growth[0]:  # a rotation keeps factors
+        if self.convolution is not None:
+            self.convolution.in_place(qkv[:, self.num_heads * self.head_dim :], batch)
+        if self.growth[0] and self.q_norm is None:  # a rotation keeps factors
             qkv[:, : self.num_heads * self.head_dim] *= growth_of_queries(batch, *self.growth).to(qkv.dtype)
         if self.output_gate is not None:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -183,6 +207,8 @@ class GQAttention:
             k_group_scales=scales.get("k_group_scales"),
             v_group_scales=scales.get("v_group_scales"),
         )
+        if self.growth[0] and self.q_norm is not None:
+            q.mul_(growth_of_queries(batch, *self.growth)[..., None])
         return q, k, v, gates
 
     def _take_cache_scales(self) -> None:
@@ -199,13 +225,19 @@ def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def growth_of_queries(batch: ForwardBatch, growth: float, length: int, offset: int = 0) -> torch.Tensor:
+def growth_of_queries(
+    batch: ForwardBatch, growth: float, length: int, offset: int = 0, smooth: bool = False
+) -> torch.Tensor:
     """Returns the factors [T, 1] fp32 of a step's queries by their positions; the first layer makes them. Source:
-    Llama 4's attention temperature (arXiv 2501.19399); Ministral 3 has it without an offset."""
-    name = f"query_growth.{growth}.{length}.{offset}"
+    Llama 4's attention temperature (arXiv 2501.19399); Ministral 3 has it without an offset, Inkling smooth."""
+    name = f"query_growth.{growth}.{length}.{offset}.{smooth}"
     if name not in batch.handed_on:
-        runs = torch.div(batch.positions + offset, length, rounding_mode="floor")
-        batch.handed_on[name] = (1.0 + growth * torch.log1p(runs.float()))[:, None]
+        ends = batch.positions + offset
+        if smooth:
+            logs = torch.log((ends / length).clamp(min=1.0))
+        else:
+            logs = torch.log1p(torch.div(ends, length, rounding_mode="floor").float())
+        batch.handed_on[name] = (1.0 + growth * logs)[:, None]
     return batch.handed_on[name]
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import EmbeddingRowsOp, LinearOp
-from sglang.srt.layers.parameter import Part, Scope, Shard
+from sglang.srt.layers.parameter import Init, Part, Scope, Shard
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.plan.ranks import Share, exact_share, padded_share, whole
@@ -23,10 +23,13 @@ def _vocab_rows(group: Group, vocab_size: int) -> Share:
     return padded_share(vocab_size, -(-vocab_size // group.size), group.rank)
 
 
-def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
-    """This rank's rows [ceil(V / ranks), H]. Rows past the vocabulary (of the last ranks) stay zero."""
+def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int, stored: int = 0) -> torch.Tensor:
+    """This rank's rows [ceil(V / ranks), H]. Rows past the vocabulary (of the last ranks) stay zero. stored: rows that
+    checkpoints have, with padding behind those of the vocabulary; 0: there is none, and some have none anyway."""
     rows = _vocab_rows(scope.groups.vocabulary, vocab_size)
     part = Part((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
+    if stored > vocab_size:
+        part = replace(part, shape=(stored, hidden_size), other=part)
     weight = scope.param("weight", (rows.padded_count, hidden_size), {PartKey(): part})
     if not weight.is_meta:
         weight[rows.count :].zero_()
@@ -38,15 +41,31 @@ class VocabParallelEmbedding:
     when the parameters are filled, without weights of the norm."""
 
     def __init__(
-        self, scope: Scope, vocab_size: int, hidden_size: int, scale: float = 1.0, norm_eps: float | None = None
+        self,
+        scope: Scope,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float = 1.0,
+        norm_eps: float | None = None,
+        stored: int = 0,
     ) -> None:
+        """stored: as of `_vocab_weight`."""
         self.scale = float(torch.tensor(scale, dtype=scope.dtype))
         self.group = scope.groups.vocabulary
-        self.weight = _vocab_weight(scope, vocab_size, hidden_size)
+        self.weight = _vocab_weight(scope, vocab_size, hidden_size, stored)
         if norm_eps is not None:
             scope.finish.append(functools.partial(_norm_rows, self.weight, norm_eps))
         self.first = self.group.rank * self.weight.shape[0]
         self.rows: EmbeddingRowsOp | None = scope.plan.entry("embedding_rows") if self.group.size > 1 else None
+
+    def multiply_by(self, scope: Scope) -> None:
+        """Makes the norm one with weights, of this scope, which are multiplied into the rows as well."""
+        norm = scope.param("weight", (self.weight.shape[1],), init=Init.ONES)
+
+        def multiply() -> None:
+            self.weight.mul_(norm)
+
+        scope.finish.append(multiply)
 
     def __call__(self, ids: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
         """exchange: the ranks that share the vocabulary have tokens of their own, which come together by it."""
@@ -107,7 +126,9 @@ class LMHead:
         tied_to: VocabParallelEmbedding | None = None,
         cap: float = 0.0,
         scale: float = 1.0,
+        stored: int = 0,
     ) -> None:
+        """stored: as of `_vocab_weight`."""
         hidden_size = scope.plan.weights.head.cols
         self.vocab_size = vocab_size
         self.cap, self.scale = cap, scale
@@ -118,7 +139,7 @@ class LMHead:
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:
-            weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
+            weight = _vocab_weight(scope, vocab_size, hidden_size, stored) if tied_to is None else tied_to.weight
             linear: LinearOp = scope.plan.entry("linear")
             self.product = lambda hidden: linear(values_of(hidden), weight, out_dtype=torch.float32)
 

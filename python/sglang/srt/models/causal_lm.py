@@ -12,6 +12,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.turns import Blocks, Turns
 from sglang.srt.errors import UserError
+from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
@@ -40,11 +41,20 @@ from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
+from sglang.srt.layers.short_convolution import ConvolvedOutput
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kimi_delta import KimiDelta
-from sglang.srt.plan.layer_spec import ABSENT, GatedStreams, HyperConnections, LayerSpec, Sum
+from sglang.srt.plan.layer_spec import (
+    ABSENT,
+    BLOCK_ROWS,
+    GatedStreams,
+    HyperConnections,
+    LayerSpec,
+    ShortConvolution,
+    Sum,
+)
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
@@ -83,6 +93,10 @@ def _compressed(scope: Scope, spec: CompressedSparse, site: Site) -> Block:
     return (BlockWindowAttention if spec.block > 1 else CompressedAttention)(scope, spec, site)
 
 
+def _dense(scope: Scope, spec: Dense, site: Site) -> Block:
+    return AlternatingMLP(scope, spec) if spec.alternating else GatedMLP(scope, spec)
+
+
 def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
     return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec)
 
@@ -97,7 +111,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     KimiDelta: BlockKind("kda", KimiDeltaAttention),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
-    Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, spec)),
+    Dense: BlockKind("mlp", _dense),
     MoE: BlockKind("moe", _experts),
     PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
     NgramEmbedding: BlockKind("ngrams", NgramBlock),
@@ -123,7 +137,7 @@ class DecoderLayer:
         """`around`: makes the block that stands in each one's place, given its name."""
         around = around or (lambda name, block: block)
         self.blocks = [
-            (residual.join(scope, name), around(name, _of_layer(scope, name, block, site)))
+            (residual.join(scope, name), around(name, _of_layer(scope, name, block, site, spec.convolution)))
             for name, block in ((NGRAMS, spec.ngrams), (MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
@@ -153,13 +167,17 @@ class DecoderLayer:
         return all(isinstance(join, SumJoin) and join.group is not None for join, _ in self.blocks)
 
 
-def _of_layer(scope: Scope, name: str, spec: object, site: Site) -> Any:
-    """Builds a block of a layer. A feed-forward block computes the tokens of all attention groups, other blocks those
-    of the requests of their ranks."""
+def _of_layer(scope: Scope, name: str, spec: object, site: Site, convolution: ShortConvolution | None) -> Any:
+    """Builds a block of a layer, with the convolution behind it. A feed-forward block computes the tokens of all
+    attention groups, other blocks those of the requests of their ranks."""
     block = build_block(scope, spec, site)
-    if name != FFN or scope.groups.dp.size == 1:
+    if name == FFN and scope.groups.dp.size > 1:
+        block = SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
+    place = {MIXER: "mixer", FFN: "ffn"}.get(name)
+    if convolution is None or place is None:
         return block
-    return SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
+    cache = scope.cache(site.layer_id, BLOCK_ROWS)
+    return ConvolvedOutput(scope.sub(f"{place}_convolution"), convolution, block, cache, place)
 
 
 def captured_name(layer: int) -> str:
@@ -244,8 +262,11 @@ class CausalLM:
                 model.vocab_size,
                 model.hidden_size,
                 model.embedding_scale,
-                model.norm_eps if model.normed_embedding else None,
+                model.norm_eps if model.normed_embedding or model.embedding_norm else None,
+                model.stored_vocab_size,
             )
+            if model.embedding_norm:
+                self.embed.multiply_by(scope.sub("embed_norm"))
         inputs = model.per_layer_inputs
         self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
         rotary = RotaryTables(plan.context_len, scope.device)
@@ -267,7 +288,14 @@ class CausalLM:
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
-            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, tied_to, model.logit_cap, model.logit_scale)
+            self.head = LMHead(
+                scope.sub("lm_head"),
+                model.vocab_size,
+                tied_to,
+                model.logit_cap,
+                model.logit_scale,
+                model.stored_vocab_size,
+            )
         self.captures = Captures.of(plan.captures, [not layer.elsewhere for layer in model.layers])
         """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
         `batch.captured`."""

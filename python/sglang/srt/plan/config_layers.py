@@ -24,6 +24,7 @@ from sglang.srt.plan.config_chunks import chunked_mixers
 from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
 from sglang.srt.plan.config_projections import projection_stripes
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
+from sglang.srt.plan.config_relative import relative_mixers, short_convolution
 from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
     Override,
@@ -64,6 +65,7 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str], quan
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
     inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
+    convolution = short_convolution(keys, keys.positive("hidden_size")) if family.relative_biases else None
     ngrams: dict[int, Any] = {**ngram_embeddings(keys, num_layers, quantized), **engrams(keys, num_layers, quantized)}
     layers = []
     ffns: list[Dense | MoE] = []
@@ -77,7 +79,7 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str], quan
             ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
         if isinstance(ffn, MoE) and ffn.branches and isinstance(residual, Sum):
             residual = replace(residual, ffn_norms=False)
-        layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT))
+        layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT), convolution)
         shares = isinstance(mixer, GQA) and not mixer.caches_tokens
         layers.append(widened(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
     return tuple(layers)
@@ -136,6 +138,8 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
             plain, rotated = (_compressed(keys, rate, rotation, indexed_rate=0) for rate in (0, 2))
             return [*shared_sparse_mixers(keys, rates, plain, rotated)]
         return [_compressed(keys, rate, rotation) for rate in rates]
+    if family.relative_biases:
+        return [*relative_mixers(keys, lambda window: _grouped(keys, family, window, rotation), num_layers)]
     if family.chunks:
         return [*chunked_mixers(keys, _grouped(keys, family, 0, rotation), num_layers)]
     if keys.count("kv_lora_rank") and family.pooled_index:
@@ -462,7 +466,14 @@ def _activation(keys: ConfigReader, family: Family) -> Activation:
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
     size = keys.count("dense_intermediate_size", "intermediate_size_mlp") or keys.positive("intermediate_size")
-    return Dense(size, keys.default("mlp_bias", bool, False), _activation(keys, family), joined=family.joined_gate_up)
+    return Dense(
+        size,
+        keys.default("mlp_bias", bool, False),
+        _activation(keys, family),
+        joined=family.joined_gate_up,
+        alternating=family.alternating_gate_up,
+        scaled=family.scaled_mlp,
+    )
 
 
 def _score(keys: ConfigReader, template: Router) -> str:
@@ -485,6 +496,10 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
         num_groups=1 if ungrouped else keys.count("n_group") or 1,
         top_groups=1 if ungrouped else keys.count("topk_group") or 1,
     )
+    shared = Shared(keys.positive("intermediate_size")) if family.expert_branches else _shared(keys, size)
+    if family.shared_sinks and shared is not None:
+        sinks = keys.positive("n_shared_experts")
+        router, shared = replace(router, sinks=sinks), replace(shared, members=sinks)
     unsupported += [f"{keys.source}: impossible routing: {what}" for what in router.problems(num_experts)]
     return MoE(
         num_experts=num_experts,
@@ -492,7 +507,7 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
         router=router,
         activation=_activation(keys, family),
         bias=family.expert_bias,
-        shared=Shared(keys.positive("intermediate_size")) if family.expert_branches else _shared(keys, size),
+        shared=shared,
         form=family.expert_form,
         latent_size=keys.count("moe_latent_size"),
         branches=family.expert_branches,

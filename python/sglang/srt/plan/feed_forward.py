@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
@@ -11,15 +11,6 @@ from sglang.srt.configs.quant_scheme import dense_unit
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
 from sglang.srt.plan.ranks import RankLayout, Share, share_of_units
-
-
-def _mlp(prefix: str, size: int, hidden_size: int, bias: bool, activation: Activation) -> Weights:
-    """Returns the weights of an MLP of `size` intermediate dims: gate (where there is one) and up stacked, and down."""
-    parts = up_parts(activation)
-    return (
-        Matrix(f"{prefix}.gate_up", parts, len(parts) * size, hidden_size, bias),
-        Matrix(f"{prefix}.down", ("down",), hidden_size, size, bias),
-    )
 
 
 def up_parts(activation: Activation) -> tuple[str, ...]:
@@ -30,13 +21,18 @@ def up_parts(activation: Activation) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class Dense:
     """An MLP. `scale_group`: neighbouring intermediate dims that share scales in the checkpoint. `joined`: gate and up
-    are one tensor there, the rows of up behind those of gate."""
+    are one tensor there, the rows of up behind those of gate. `alternating`: they are one tensor in 16 bits, whose rows
+    are gate's and up's in turns; `members` > 1: so many MLPs are one of three dimensions, and are computed side by
+    side, each of an equal part of the intermediate dims. `scaled`: a number of the checkpoint multiplies the output."""
 
     intermediate_size: int
     bias: bool = False
     activation: Activation = SILU
     scale_group: int = 1
     joined: bool = False
+    alternating: bool = False
+    members: int = 1
+    scaled: bool = False
 
     def share(self, rank: int, tp_size: int) -> Share:
         """Returns the intermediate dims of a rank. Raises UserError."""
@@ -51,7 +47,16 @@ class Dense:
         yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        return _mlp("mlp", self.padded_rows(ranks.tp_size), hidden_size, self.bias, self.activation)
+        return self.matrices("mlp", hidden_size, ranks.tp_size)
+
+    def matrices(self, prefix: str, hidden_size: int, tp_size: int) -> Weights:
+        """Returns the weights of a rank: gate (where there is one) and up stacked, and down."""
+        parts, rows, quantized = up_parts(self.activation), self.padded_rows(tp_size), not self.alternating
+        return (
+            Matrix(f"{prefix}.gate_up", parts, len(parts) * rows, hidden_size, self.bias, quantized=quantized),
+            Matrix(f"{prefix}.down", ("down",), hidden_size, rows, self.bias, quantized=quantized),
+            Elements(int(self.scaled), "float32"),
+        )
 
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
         return 3 * self.padded_rows(ranks.tp_size)
@@ -70,7 +75,9 @@ class Router:
     empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
     linear layer. `scales_inputs`: an expert's weight multiplies what it takes, and not what it makes; of one expert a
     token. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
-    type, and the sums of their products are not rounded to it.
+    type, and the sums of their products are not rounded to it. `sinks`: so many shared experts are scored as the
+    routed ones are; their scores are among those that sum to 1, and weight what they make. `scaled`: a number of the
+    checkpoint multiplies all weights.
     """
 
     top_k: int
@@ -85,6 +92,8 @@ class Router:
     scales_inputs: bool = False
     float32: bool = False
     exact_logits: bool = False
+    sinks: int = 0
+    scaled: bool = False
 
     @property
     def op(self) -> str:
@@ -112,17 +121,20 @@ class Router:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """An expert that every token goes to; `gated`: weighted by the sigmoid of a linear layer's one output.
-    `scale_group`: as in Dense. `activation` None: that of the routed experts."""
+    `scale_group`: as in Dense. `activation` None: that of the routed experts. `members` > 0: it stands for so many
+    experts that the router weights (`Router.sinks`), which are one alternating tensor in the checkpoint."""
 
     intermediate_size: int
     gated: bool = False
     scale_group: int = 1
     activation: Activation | None = None
+    members: int = 0
 
     def dense(self, activation: Activation) -> Dense:
         """Returns the MLP that the shared expert is, where it is computed apart from the routed ones, whose activation
         is given."""
-        return Dense(self.intermediate_size, activation=self.activation or activation, scale_group=self.scale_group)
+        mlp = Dense(self.intermediate_size, activation=self.activation or activation, scale_group=self.scale_group)
+        return replace(mlp, alternating=True, members=self.members) if self.members else mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +173,9 @@ class MoE:
         experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
+        scored = self.num_experts + router.sinks
         parts: list[Matrix | Elements] = [
-            Matrix("moe.router", ("",), self.num_experts, hidden_size, router.bias, quantized=False, dtype=dtype),
+            Matrix("moe.router", ("",), scored, hidden_size, router.bias, quantized=False, dtype=dtype),
             Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts),
             Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts),
         ]
@@ -171,11 +184,12 @@ class MoE:
             parts.append(Matrix("moe.latent_out", ("",), hidden_size, width))
         if router.correction:
             parts.append(Elements(self.num_experts, "float32"))
+        if router.scaled:
+            parts.append(Elements(1, "float32"))
         if router.hash_table:
             parts.append(Elements(self.vocab_size * router.top_k, "int32"))
         if self.shared is not None and not self.fused_shared:
-            rows = self.shared.dense(self.activation).padded_rows(ranks.tp_size)
-            parts += _mlp("moe.shared", rows, hidden_size, False, self.activation)
+            parts += self.shared.dense(self.activation).matrices("moe.shared", hidden_size, ranks.tp_size)
         if self.shared is not None and self.shared.gated:
             parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
         if self.branches:  # beside the norm that every block has

@@ -240,6 +240,22 @@ def shared_out(cache: CacheSpec, token_ranks: int) -> CacheSpec:
     return replace(cache, entries_per_token=cache.entries_per_token / token_ranks, token_ranks=token_ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """x + a causal convolution of x over `taps` tokens, channel by channel (Inkling). A request keeps what came in of
+    its last taps - 1 tokens."""
+
+    taps: int
+    channels: int
+
+    def rows(self, name: str, dtype: str) -> CacheTensor:
+        """Returns what a request keeps, of position p at p % (taps - 1)."""
+        return CacheTensor(name, (self.taps - 1, self.channels), dtype)
+
+    def weights(self) -> Elements:
+        return Elements(self.taps * self.channels)
+
+
 class Mixer(Protocol):
     """The block of a layer in which the tokens of a request see each other."""
 
@@ -441,13 +457,20 @@ class Absent:
 ABSENT = Absent()
 
 
+BLOCK_ROWS = "block_rows"
+"""Name of the cache of a layer whose blocks' outputs are convolved: tensors "mixer" and "ffn"."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
+    """`convolution`: of what the mixer and the feed-forward block make, each with weights and a state of its own."""
+
     mixer: Mixer
     ffn: FeedForward
     residual: Residual = SUM
     inputs: FeedForward = ABSENT
     ngrams: NgramBlock = ABSENT
+    convolution: ShortConvolution | None = None
 
     @property
     def elsewhere(self) -> bool:
@@ -461,9 +484,15 @@ class LayerSpec:
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         """Returns the caches of the layer's blocks, on one rank."""
-        return (*self.ngrams.caches(serving), *self.mixer.caches(serving))
+        return (*self.ngrams.caches(serving), *self.mixer.caches(serving), *self._convolved(serving))
+
+    def _convolved(self, serving: Serving) -> Iterator[CacheSpec]:
+        if self.convolution is not None:
+            rows = (self.convolution.rows(block, serving.dtype) for block in ("mixer", "ffn"))
+            yield CacheSpec(BLOCK_ROWS, tuple(rows), lifetime=PER_REQUEST)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the layer's blocks."""
         others = (part for block in self.token_blocks for part in block.weights(hidden_size, ranks, expert_rows))
-        return (*self.mixer.weights(hidden_size, ranks.attn_tp_size), *others)
+        convolutions = () if self.convolution is None else (self.convolution.weights(),) * 2
+        return (*self.mixer.weights(hidden_size, ranks.attn_tp_size), *others, *convolutions)

@@ -15,7 +15,7 @@ from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.layer_spec import LayerSpec, Mixer
 from sglang.srt.plan.media import FEATURE_BYTES, PATCH_BUFFERS, PATCHES_A_STEP
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
@@ -180,14 +180,22 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
 
 
 def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
-    """Returns the bytes of what layers with a recurrent state keep of the tokens of a step that verifies guesses, until
-    it is known which of them stand."""
+    """Returns the bytes of what layers with recurrent states or convolutions keep of the tokens of a step that
+    verifies guesses, until it is known which of them stand."""
     if sizes.verified_tokens == 1:
         return 0
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, (GatedDelta, KimiDelta, Mamba2))]
     kept = [mixer.verified_elements(sizes.ranks.attn_tp_size) for mixer in mixers]
     of_token = sum(elements * KV_DTYPE_BYTES[dtype] + 4 * wide for elements, wide in kept)
+    of_token += KV_DTYPE_BYTES[dtype] * sum(_convolved(layer, sizes.ranks.attn_tp_size) for layer in model.layers)
     return sizes.max_running_requests * sizes.verified_tokens * of_token
+
+
+def _convolved(layer: LayerSpec, tp_size: int) -> int:
+    """Returns the elements of a token that a layer's short convolutions take."""
+    blocks = 0 if layer.convolution is None else 2 * layer.convolution.channels
+    mixer = layer.mixer
+    return blocks + (mixer.convolution(tp_size).channels if isinstance(mixer, GQA) and mixer.conv_taps else 0)
 
 
 def _selected_slots(mixer: Mixer, tp_size: int) -> int:

@@ -14,12 +14,14 @@ from sglang.srt.plan.fused_rows import FUSED_PART, fused_rows, keep_groups
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, refuse_fp4
 from sglang.srt.plan.layer_spec import (
     FULL,
+    PER_REQUEST,
     AttentionShape,
     CacheSpec,
     CacheTensor,
     Elements,
     Matrix,
     Serving,
+    ShortConvolution,
     Weights,
     Window,
     key_value_cache,
@@ -63,7 +65,11 @@ class GQA:
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
     rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `query_growth`:
     queries at position p are multiplied by 1 + query_growth * ln(1 + floor((p + query_offset) / query_length)).
+    With `smooth_growth` it is 1 + query_growth * ln((p + query_offset) / query_length), from where that is more than 1.
     `stripes` > 0: the checkpoint has q, k and v as one tensor, as `fused_rows` says.
+    `conv_taps` > 0: k and v are convolved over so many tokens (`ShortConvolution`), before the norm of k.
+    `bias_extent` > 0: a query's products with the keys at each distance below it get a bias of that distance, which
+    `bias_dims` numbers of each head and token make, by learned profiles; it grows as queries do.
     """
 
     num_heads: int
@@ -101,7 +107,11 @@ class GQA:
     query_growth: float = 0.0
     query_length: int = 1
     query_offset: int = 0
+    smooth_growth: bool = False
     stripes: int = 0
+    conv_taps: int = 0
+    bias_dims: int = 0
+    bias_extent: int = 0
 
     @property
     def value_dim(self) -> int:
@@ -129,10 +139,10 @@ class GQA:
 
     def token_ranks(self, tp_size: int, dcp_size: int) -> int:
         """Returns how many ranks share out the tokens of the cache: all of a group, where they would hold the same KV
-        head. A window is short, and stays whole, and so do blocks that an indexer selects."""
+        head. A window is short, and stays whole, and so do blocks that an indexer selects, and what has biases."""
         copies = self.shares(tp_size).kv_copies
         shared = copies is not None and copies % dcp_size == 0
-        shared = shared and not self.window and self.block == 1 and self.indexer is None
+        shared = shared and not self.window and self.block == 1 and self.indexer is None and not self.bias_extent
         return dcp_size if shared else 1
 
     def widened(self, tp_size: int) -> bool:
@@ -175,6 +185,8 @@ class GQA:
             yield HeadDims("attn.qkv", ("gate",), 0, self.v_head_dim)
         if self.head_gate:
             yield HeadDims("attn.head_gate", ("",), 0, 1)
+        if self.bias_extent:
+            yield HeadDims("attn.relative", ("",), 0, self.bias_dims)
         if self.indexer is not None:
             yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
@@ -198,6 +210,7 @@ class GQA:
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
             "kept_longer": self.window > 0 and self.kept_longer > 0,
+            "relative_bias": self.bias_extent > 0,
         }
         traits = [name for name, here in present.items() if here]
         traits += [self.among_recurrent] if self.among_recurrent else []
@@ -209,6 +222,8 @@ class GQA:
         if self.indexer is not None:
             yield from self.indexer.needs(serving, heads[1], self.rotary_dim)
             yield serving.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
+        if self.conv_taps:
+            yield Need("short_convolution", q_dtype=serving.dtype)
         if self.output_gate:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
         if self.head_gate and not self.softplus_gates:
@@ -224,10 +239,20 @@ class GQA:
         token_ranks = self.token_ranks(serving.attn_tp_size, serving.dcp_size)
         if token_ranks > 1:
             refuse_fp4(serving.kv_dtype, f"with --dcp-size {serving.dcp_size} ranks share out their tokens")
+        if self.bias_extent:
+            refuse_fp4(serving.kv_dtype, "attention with relative biases has no kernel for them")
+        if self.conv_taps:
+            rows = self.convolution(serving.attn_tp_size).rows("rows", serving.dtype)
+            return cache, CacheSpec("kv_rows", (rows,), lifetime=PER_REQUEST)
         if self.indexer is None:
             return (shared_out(cache, token_ranks),)
         refuse_fp4(serving.kv_dtype, "keys and values that an indexer selects by blocks have a byte an element")
         return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(serving))
+
+    def convolution(self, tp_size: int) -> ShortConvolution:
+        """Returns the convolution of a rank's k and v, whose channels follow one another."""
+        channels = self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
+        return ShortConvolution(self.conv_taps, channels)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         """The rows of a block have the keys of the same tokens, so their heads are those of one row."""
@@ -253,15 +278,23 @@ class GQA:
             Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.widened(tp_size)),
             *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
+            *(self._bias_rows(heads, width) if self.bias_extent else ()),
             Elements(norms, "float32" if self.fp32_norms else None),
+            Elements(self.bias_dims * self.bias_extent),
+            self.convolution(tp_size).weights(),
             Elements(heads if self.sinks else 0, "float32"),
             *(self.indexer.weights(hidden_size, kv_heads) if self.indexer is not None else ()),
         )
 
+    def _bias_rows(self, heads: int, width: int) -> Weights:
+        return (Matrix("attn.relative", ("",), heads * self.bias_dims, width, quantized=False),)
+
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
         index = 0 if self.indexer is None else 2 * (shares.padded_kv_heads + 1) * self.indexer.head_dim
-        return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim + index
+        biases = shares.padded_heads * (self.bias_dims + self.bias_extent)
+        convolved = 2 * self.convolution(tp_size).channels if self.conv_taps else 0
+        return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim + index + biases + convolved
 
 
 @dataclass(frozen=True, slots=True)

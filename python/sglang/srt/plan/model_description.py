@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.activation import FUNCTIONS
-from sglang.srt.configs.hf_config import ConfigReader, select_text_config
+from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
@@ -54,6 +54,8 @@ class ModelDescription:
     quantization: QuantConfig | None
     embedding_scale: float = 1.0
     normed_embedding: bool = False  # embeddings are normed, without weights
+    embedding_norm: bool = False  # they are, with weights
+    stored_vocab_size: int = 0  # rows of the embedding in checkpoints, where padding follows the tokens; 0: as many
     plain_final_norm: bool = False  # the weights of the final norm are stored as they are, whatever the others' are
     logit_scale: float = 1.0  # logits are multiplied by it, before they are bent
     logit_cap: float = 0.0  # logits are bent to within +-that; 0: they are not
@@ -94,7 +96,8 @@ class ModelDescription:
 
     @property
     def expert_quant(self) -> ModuleQuant | None:
-        """Storage of the routed experts; None: 16 bits. Raises UserError where there are several."""
+        """Storage of the routed experts, but for layers that have them in 16 bits (`wide_experts`); None: all have.
+        Raises UserError where there are several."""
         quants = {
             self.quant_of(i, matrix)
             for i, layer in enumerate(self.layers)
@@ -102,6 +105,7 @@ class ModelDescription:
             for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
             if isinstance(matrix, Matrix) and matrix.experts
         }
+        quants -= {None}
         if len(quants) > 1:
             assert self.quantization is not None
             schemes = ", ".join(sorted(quant.scheme if quant else "16 bits" for quant in quants))
@@ -109,6 +113,17 @@ class ModelDescription:
                 f"{self.quantization.source}: experts that are quantized in several ways are not supported: {schemes}."
             )
         return next(iter(quants), None)
+
+    @property
+    def wide_experts(self) -> bool:
+        """Returns whether some layers have experts in 16 bits beside others that are quantized."""
+        return self.expert_quant is not None and any(
+            self.quant_of(i, matrix) is None
+            for i, layer in enumerate(self.layers)
+            if isinstance(layer.ffn, MoE)
+            for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
+            if isinstance(matrix, Matrix) and matrix.experts
+        )
 
     @property
     def head_quant(self) -> ModuleQuant | None:
@@ -224,8 +239,10 @@ def describe_as(
         norm_eps=keys.default(family.norm_eps, float, 1e-6),
         embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
         normed_embedding=family.normed_embedding,
+        embedding_norm=family.embedding_norm,
+        stored_vocab_size=keys.count(STORED_VOCABULARY),
         plain_final_norm=family.plain_final_norm,
-        logit_scale=keys.default("output_multiplier", float, 1.0),
+        logit_scale=_logit_scale(keys),
         logit_cap=keys.default("final_logit_softcapping", float, 0.0),
         zero_centred_norms=family.zero_centred_norms,
         layers=layers,
@@ -234,6 +251,13 @@ def describe_as(
         quantization=quantization,
     )
     return with_fused_shared(_with_scale_groups(model), keep_shared_apart)
+
+
+def _logit_scale(keys: ConfigReader) -> float:
+    divisor = keys.default("logits_mup_width_multiplier", float, 1.0)
+    if divisor <= 0:
+        raise UserError(f"{keys.source}: 'logits_mup_width_multiplier' must be more than 0; got {divisor}.")
+    return keys.default("output_multiplier", float, 1.0) / divisor
 
 
 def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Iterator[str]:

@@ -29,8 +29,19 @@ def needs_of(of_rank: RankWeights, serving: Serving) -> tuple[Need, ...]:
         *_merged(_seeing(need, model) for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
+        *_wide_experts(feed_forward, model, experts),
         *([Need("all_reduce", q_dtype=dtype, ranks=serving.tp_size)] if sharded else []),
     )
+
+
+WIDE_EXPERTS = "16_bits"
+"""Variant of the need of experts in 16 bits, where other layers have quantized ones."""
+
+
+def _wide_experts(needs: Iterable[Need], model: ModelDescription, experts: dict[str, Any]) -> Iterator[Need]:
+    if model.wide_experts:
+        need = next(need for need in needs if need.op == "fused_moe")
+        yield replace(need, **experts | {"quant": None}, variant=WIDE_EXPERTS)
 
 
 def _experts(of_rank: RankWeights) -> dict[str, Any]:

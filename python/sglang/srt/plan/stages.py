@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from sglang.srt.plan.caches import CacheGroup
-from sglang.srt.plan.layer_spec import ABSENT
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
@@ -94,12 +94,10 @@ def stage_model(model: ModelDescription, layers: range) -> ModelDescription:
     names, first, last = model.names, layers.start == 0, layers.stop == len(model.layers)
     others = [i for i in range(len(model.layers)) if i not in layers]
     unread = [names.layer_prefix.format(layer=i) for i in others]
-    unread += [f"{names.model['embed']}."] * (not first and not (last and model.tie_embeddings))
+    embedding = [f"{names.model[name]}." for name in ("embed", "embed_norm") if name in names.model]
+    unread += embedding if not first and not (last and model.tie_embeddings) else []
     unread += [*(f"{names.model[name]}." for name in ("norm", "lm_head")), *names.behind] if not last else []
-    cut = [
-        layer if i in layers else replace(layer, mixer=ABSENT, ffn=ABSENT, inputs=ABSENT, ngrams=ABSENT)
-        for i, layer in enumerate(model.layers)
-    ]
+    cut = [layer if i in layers else LayerSpec(ABSENT, ABSENT, layer.residual) for i, layer in enumerate(model.layers)]
     return replace(
         model,
         layers=tuple(cut),

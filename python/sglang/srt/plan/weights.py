@@ -26,7 +26,7 @@ def rank_weight_bytes(
     the bytes are those of the weights as stored."""
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
-    total = of_rank.head.rows * hidden * item if model.has_embedding else 0
+    total = (of_rank.head.rows + model.embedding_norm) * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
     if model.last_stage:
         if not model.tie_embeddings:

@@ -15,13 +15,17 @@ def attend(
     scale: float,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [N, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv], visible [N, L] -> [N, Hq, Dv] fp32; nothing visible gives zero."""
+    """q [N, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv], visible [N, L], bias [Hq, N, L] -> [N, Hq, Dv] fp32; nothing visible
+    gives zero."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,lhd->hnl", q.float(), k) * scale
     if logit_cap > 0:
         scores = logit_cap * torch.tanh(scores / logit_cap)
+    if bias is not None:
+        scores = scores + bias.float()
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, q.shape[0], 1)], dim=2)
@@ -39,6 +43,15 @@ def visible_keys(
         return (distance >= 0) & (q_positions[:, None] // window == keys // window)
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return seen & (distance < window) if window > 0 else seen
+
+
+def biases_of_keys(bias: torch.Tensor, q_positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """bias [N, Hq, E] by distance, [N] -> [Hq, N, num_keys] fp32: of keys 0 to E - 1 before a query; 0 of others."""
+    rows = torch.zeros(bias.shape[1], len(bias), num_keys, device=bias.device)
+    for n, position in enumerate(q_positions.tolist()):
+        for distance in range(min(bias.shape[2], position + 1)):
+            rows[:, n, position - distance] = bias[n, :, distance].float()
+    return rows
 
 
 @dataclass
@@ -124,6 +137,7 @@ def reference_extend(
     sinks: torch.Tensor | None = None,
     masks: list[torch.Tensor] | None = None,
     chunked: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """New tokens over prefix and themselves -> [T, Hq, Dv] fp32; masks[i] [new, prefix + new] bool goes on top."""
     out, start = [], 0
@@ -135,7 +149,8 @@ def reference_extend(
         visible = visible_keys(positions, prefix + new, causal, window, chunked)
         if masks is not None:
             visible = visible & masks[i]
-        out.append(attend(p.q[rows], k, v, visible, scale, logit_cap, sinks))
+        of_keys = None if bias is None else biases_of_keys(bias[rows], positions, prefix + new)
+        out.append(attend(p.q[rows], k, v, visible, scale, logit_cap, sinks, of_keys))
         start += new
     return torch.cat(out)
 
@@ -147,13 +162,16 @@ def reference_decode(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     chunked: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last token of each sequence (new_lens are 1; its key is in the cache) -> [B, Hq, Dv] fp32."""
     out = []
     for i, prefix in enumerate(p.prefix_lens):
         k, v = p.cached(i, prefix + 1)
-        visible = visible_keys(torch.tensor([prefix], device=p.q.device), prefix + 1, True, window, chunked)
-        out.append(attend(p.q[i : i + 1], k, v, visible, scale, logit_cap, sinks))
+        position = torch.tensor([prefix], device=p.q.device)
+        visible = visible_keys(position, prefix + 1, True, window, chunked)
+        of_keys = None if bias is None else biases_of_keys(bias[i : i + 1], position, prefix + 1)
+        out.append(attend(p.q[i : i + 1], k, v, visible, scale, logit_cap, sinks, of_keys))
     return torch.cat(out)
 
 

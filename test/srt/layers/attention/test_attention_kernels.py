@@ -22,9 +22,11 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     merge_pieces,
     plan_decode,
 )
+from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import (
     extend_attention_fwd,
 )
+from sglang.srt.layers.attention.triton_ops.extend_biased import extend_biased_fwd
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
 from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
@@ -67,7 +69,8 @@ def run_extend(
 ) -> torch.Tensor:
     out = poisoned_output(p, out_dtype)
     tile = tile or first_tile("extend_attention", p.head_dim, p.v_head_dim, p.k_cache.dtype)
-    extend_attention_fwd(
+    attend = extend_biased_fwd if "bias" in kwargs else extend_attention_fwd
+    attend(
         p.q, p.k, p.v, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, p.prefix, p.start_loc,
         scale=p.head_dim**-0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, **kwargs,
     )  # fmt: skip
@@ -91,7 +94,8 @@ def run_decode(
     workspace.work.fill_(1 << 30)
     seq_lens = p.prefix + 1
     plan_decode(seq_lens, workspace, tile)
-    decode_attention_fwd(
+    attend = decode_biased_fwd if "bias" in kwargs else decode_attention_fwd
+    attend(
         p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, seq_lens, workspace, scale=p.head_dim**-0.5,
         tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, **kwargs,
     )  # fmt: skip
@@ -187,6 +191,21 @@ def test_chunks(size: int) -> None:
             stale = problem.req_to_token[problem.req_pool_indices[i], : prefix // size * size].long()
             problem.k_cache[stale] = problem.v_cache[stale] = float("nan")
         assert relative_error(run(problem, sliding_window=size, chunked=True), expected) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("extent", [33, 300])
+def test_biases_by_distance(extent: int, window: int) -> None:
+    """Bands that end within a block of keys, at the window, and behind the longest context; of fp32 and 16 bits."""
+    for problem, run, reference, dtype in (
+        (extend_problem(), run_extend, reference_extend, torch.bfloat16),
+        (decode_problem(), run_decode, reference_decode, torch.float32),
+    ):
+        bias = 3 * torch.randn(len(problem.q), problem.num_heads, extent, device=problem.device).to(dtype)
+        expected = reference(problem, 64**-0.5, window=window, bias=bias)
+        assert relative_error(expected, reference(problem, 64**-0.5, window=window)) > 10 * BF16_BOUND
+        assert relative_error(run(problem, sliding_window=window, bias=bias), expected) < BF16_BOUND
 
 
 @interpreter.kernel_test

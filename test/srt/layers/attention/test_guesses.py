@@ -14,12 +14,13 @@ from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
 from sglang.srt.layers.step_rows import ExtendRows, Guesses, TokenSlots
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
-from srt.layers.attention.reference import Problem, attend, relative_error, visible_keys
+from srt.layers.attention.reference import Problem, attend, biases_of_keys, relative_error, visible_keys
 from srt.layers.test_fp4_cache import stored
 
 BOUNDS = {None: 2e-3, torch.float8_e4m3fn: 2e-2, torch.float8_e5m2: 2e-2}
@@ -48,7 +49,8 @@ def run(
     plan_decode(lens, workspace, tile)
     out = torch.full((len(p.q), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
     caches = fp4 or {"k_cache": p.k_cache, "v_cache": p.v_cache}
-    (decode_fp4_fwd if fp4 else decode_attention_fwd)(
+    usual = decode_biased_fwd if "bias" in features else decode_attention_fwd
+    (decode_fp4_fwd if fp4 else usual)(
         p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=lens, workspace=workspace,
         scale=p.head_dim**-0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, prefix_lens=p.prefix, **caches,
         **features,
@@ -65,7 +67,9 @@ def check(p: Problem, rows: int, bound: float, fp4: dict[str, torch.Tensor] | No
         k, v = (cached.nan_to_num(0.0) for cached in p.cached(i, end))
         own = slice(i * rows, i * rows + end - prefix)
         seen = visible_keys(torch.arange(prefix, end, device=p.device), end, True, window, "chunked" in features)
-        want = attend(p.q[own], k, v, seen, p.head_dim**-0.5, features.get("logit_cap", 0.0), sinks)
+        positions, bias = torch.arange(prefix, end, device=p.device), features.get("bias")
+        biases = None if bias is None else biases_of_keys(bias[own], positions, end)
+        want = attend(p.q[own], k, v, seen, p.head_dim**-0.5, features.get("logit_cap", 0.0), sinks, biases)
         assert relative_error(out[own], want) < bound, f"sequence {i}"
 
 
@@ -93,6 +97,14 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("rows", "heads"), [(2, (4, 4)), (3, (8, 1)), (16, (10, 2)), (4, (40, 2))], ids=str)
 def test_groupings(rows: int, heads: tuple[int, int]) -> None:
     check(problem(rows, heads, (64, 64)), rows, BOUNDS[None])
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("extent", "window"), [(5, 0), (40, 33)])
+def test_biases_by_distance(extent: int, window: int) -> None:
+    p = problem(3, (6, 2), (64, 64))
+    bias = 3 * torch.randn(len(p.q), 6, extent, device=p.device).to(torch.bfloat16)
+    check(p, 3, BOUNDS[None], bias=bias, **({"sliding_window": window} if window else {}))
 
 
 @interpreter.kernel_test

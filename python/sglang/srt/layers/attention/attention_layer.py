@@ -28,6 +28,8 @@ class AttentionLayer:
     logit_cap: float = 0.0
     sinks: torch.Tensor | None = None
     """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
+    bias_extent: int = 0
+    """> 0: scores of keys at each distance below it get a bias, which comes with the queries."""
     top_k: int = 0
     """> 0: attention is over so many tokens that an indexer selects."""
     token_ranks: int = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
@@ -13,15 +15,27 @@ class Attention(AttentionLayer):
 
     __slots__ = ()
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already -> [T, Hq * Dv]."""
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already, bias [T, Hq, bias_extent] of the keys at each
+        distance, of layers that have some -> [T, Hq * Dv]."""
+
+        def biases(count: int) -> dict[str, Any]:
+            return {} if bias is None else {"bias": bias[:count]}
+
         out = torch.empty((q.shape[0], self.num_heads, self.v_head_dim), dtype=q.dtype, device=q.device)
         metadata = batch.metadata[self.site]
         if metadata.decode is not None:  # first: its padding rows may lie over those of the prompts
             count = batch.num_decodes
-            metadata.decode.attend(q[:count], self, out[:count])
+            metadata.decode.attend(q[:count], self, out[:count], **biases(count))
         if metadata.extend is not None:
-            metadata.extend.attend(q, k, v, self, out)
+            metadata.extend.attend(q, k, v, self, out, **biases(len(q)))
         if metadata.sparse is not None:
             tokens = metadata.sparse.tokens
             metadata.sparse.attend(q[tokens], self, out[tokens])

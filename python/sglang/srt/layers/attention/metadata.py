@@ -8,6 +8,9 @@ builder makes the metadata of a step, and metadata attends:
     metadata.decode.attend(q[:D], layer, out[:D])
     metadata.extend.attend(q, k, v, layer, out)
 
+Where a layer has biases by distance, `attend` also takes `bias` [rows of q, Hq, bias_extent]: metadata of backends
+that serve "relative_bias" does.
+
 Metadata reads the layer's cache through the row table of that cache, so layers of one site may have caches of several
 lifetimes. New keys and values are stored before anything attends.
 

@@ -85,7 +85,13 @@ class NativeExtendMetadata:
     causal: bool
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> None:
         extend = self.rows
         start = int(extend.start_loc[0])
@@ -102,7 +108,8 @@ class NativeExtendMetadata:
                 positions = torch.arange(prefix + first, last, device=q.device)
                 keys_at = torch.arange(begin, end, device=q.device)
                 mask = _visible(positions, keys_at, layer, self.causal)
-                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer)
+                band = None if bias is None else _band(bias[rows], positions, keys_at)
+                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=band)
             start += new
 
 
@@ -111,11 +118,14 @@ class NativeDecodeMetadata:
     rows: DecodeRows
     seq_lens: list[int]
 
-    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+    def attend(
+        self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
         start = 0
         while start < len(q):
             group = _group(self.seq_lens, start, layer.num_heads)
-            out[group] = self._attend_group(q[group], layer, group)
+            biased = None if bias is None else bias[group]
+            out[group] = self._attend_group(q[group], layer, group, bias=biased)
             start = group.stop
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -127,7 +137,12 @@ class NativeDecodeMetadata:
             start = group.stop
 
     def _attend_group(
-        self, q: torch.Tensor, layer: AttentionLayer, group: slice, lse: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        group: slice,
+        lse: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, seq_lens = self.rows, self.seq_lens[group]
         lens = rows.seq_lens[group].long()
@@ -138,7 +153,8 @@ class NativeDecodeMetadata:
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
         keys, values = _gather(layer.cache, loc)
-        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None])[:, 0]
+        band = None if bias is None else _band(bias[:, None], lens[:, None] - 1, key_positions)
+        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], band)[:, 0]
 
 
 def attend(
@@ -148,10 +164,12 @@ def attend(
     mask: torch.Tensor,
     layer: AttentionLayer,
     lse: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv], mask [..., N, L] bool, True where a query sees a key
     -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key. With `lse` [..., N, Hq], which takes the
-    logarithms of the sums of exponentials, some may see none, and sinks are left out."""
+    logarithms of the sums of exponentials, some may see none, and sinks are left out. bias [..., N, Hq, L] is added to
+    the scores."""
     group = q.shape[-2] // layer.num_kv_heads
     # Query heads of one kv head become rows of one product: [..., Hkv, group * N, D].
     queries = torch.unflatten(q.float(), -2, (layer.num_kv_heads, group)).movedim(-4, -2).flatten(-3, -2)
@@ -160,7 +178,10 @@ def attend(
     scores = (queries @ keys.transpose(-2, -1)) * layer.scale
     if layer.logit_cap > 0:
         scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-    scores = torch.unflatten(scores, -2, (group, -1)).masked_fill(~mask[..., None, None, :, :], float("-inf"))
+    scores = torch.unflatten(scores, -2, (group, -1))
+    if bias is not None:
+        scores = scores + torch.unflatten(bias.transpose(-3, -2), -3, (layer.num_kv_heads, group))
+    scores = scores.masked_fill(~mask[..., None, None, :, :], float("-inf"))
     if lse is not None:
         sums = scores.logsumexp(dim=-1)
         lse.copy_(sums.flatten(-3, -2).transpose(-1, -2))
@@ -172,6 +193,15 @@ def attend(
         probs = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
     out = probs.flatten(-3, -2) @ values
     return torch.unflatten(out, -2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
+
+
+def _band(bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    """bias [..., N, Hq, E] by distance, positions [..., N] and [L] -> [..., N, Hq, L] fp32: that of each key; 0 behind
+    the query, and from E tokens before it on."""
+    distance = (query_positions[..., None] - key_positions)[..., None, :]
+    inside = (distance >= 0) & (distance < bias.shape[-1])
+    index = distance.clamp(0, bias.shape[-1] - 1).expand(*bias.shape[:-1], -1)
+    return bias.float().gather(-1, index).masked_fill(~inside, 0.0)
 
 
 def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

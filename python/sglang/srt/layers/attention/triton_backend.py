@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,10 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     keep_all_pieces,
     plan_decode,
 )
+from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+from sglang.srt.layers.attention.triton_ops.extend_biased import extend_biased_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE, PrefixParts, count_parts
 
@@ -128,21 +130,29 @@ class TritonDecodeMetadata:
     builder: TritonDecode
     rows: DecodeRows
 
-    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out))
+    def attend(
+        self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, bias=bias))
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
         """As `shared_tokens.PartMetadata` says."""
         self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, lse))
 
     def _launch(
-        self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        tile: Tile,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         builder, rows = self.builder, self.rows
         if tile is not builder.tile:
             builder.step_down(tile, lambda: builder.plan(rows.seq_lens))
         sinks = layer.sinks if lse is None else None
-        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, sinks=sinks, lse=lse)
+        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, bias, sinks=sinks, lse=lse)
 
 
 def _decode(
@@ -153,10 +163,14 @@ def _decode(
     out: torch.Tensor,
     rows: DecodeRows | ExtendRows,
     seq_lens: torch.Tensor,
+    bias: torch.Tensor | None,
     **options: torch.Tensor | None,
 ) -> None:
     cache, scales = layer.cache, layer.cache.group_scales()
     attend: Callable[..., None] = decode_fp4_fwd if scales else decode_attention_fwd
+    features: dict[str, Any] = {"chunked": layer.chunked, "logit_cap": layer.logit_cap, **options, **scales}
+    if bias is not None:  # where there is none of the others
+        attend, features = decode_biased_fwd, {"bias": bias, "prefix_lens": options.get("prefix_lens")}
     attend(
         q,
         out,
@@ -169,12 +183,9 @@ def _decode(
         scale=layer.scale,
         tile=tile,
         sliding_window=layer.sliding_window,
-        chunked=layer.chunked,
-        logit_cap=layer.logit_cap,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
-        **options,
-        **scales,
+        **features,
     )
 
 
@@ -209,16 +220,24 @@ class TritonGuessMetadata:
     guesses: Guesses
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> None:
-        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out))
+        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, bias))
 
-    def _launch(self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+    def _launch(
+        self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         builder, rows, guesses = self.builder, self.rows, self.guesses
         if tile is not builder.tile:
             builder.step_down(tile, lambda: builder.plan(guesses))
-        workspace, lens = builder.workspaces[guesses.width], rows.prefix_lens
-        _decode(tile, workspace, q, layer, out, rows, guesses.ends, sinks=layer.sinks, prefix_lens=lens)
+        options = {"sinks": layer.sinks, "prefix_lens": rows.prefix_lens}
+        _decode(tile, builder.workspaces[guesses.width], q, layer, out, rows, guesses.ends, bias, **options)
 
 
 class TritonExtend:
@@ -267,10 +286,20 @@ class TritonExtendMetadata:
     parts: PrefixParts | None = None
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> None:
         rows, cache, scales = self.rows, layer.cache, layer.cache.group_scales()
         attend: Callable[..., None] = extend_fp4_fwd if scales else extend_attention_fwd
+        features: dict[str, Any] = {"chunked": layer.chunked, "logit_cap": layer.logit_cap, "sinks": layer.sinks}
+        features |= {"causal": self.causal, **scales}
+        if bias is not None:  # where there is none of the others
+            attend, features = extend_biased_fwd, {"bias": bias}
         if self.parts is not None and not layer.sliding_window:
             attend = partial(attend, parts=self.parts)
         self.ladder.run(
@@ -288,13 +317,9 @@ class TritonExtendMetadata:
                 scale=layer.scale,
                 tile=tile,
                 sliding_window=layer.sliding_window,
-                chunked=layer.chunked,
-                logit_cap=layer.logit_cap,
-                sinks=layer.sinks,
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
                 has_prefix=self.has_prefix,
-                causal=self.causal,
-                **scales,
+                **features,
             )
         )

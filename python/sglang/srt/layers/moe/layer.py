@@ -15,9 +15,11 @@ import torch
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
+from sglang.srt.layers.moe.sink_routing import SinkTopK
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
@@ -25,6 +27,7 @@ from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
 from sglang.srt.layers.quantization.quantized_rows import LEAST_ROWS, RowFormat, Rows, row_format, values_of
 from sglang.srt.plan.feed_forward import MoE, Shared
+from sglang.srt.plan.needs import WIDE_EXPERTS
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -55,10 +58,16 @@ class MoELayer:
             groups.ep.size,
         )
         self.first_expert = sizes.local.start
-        self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
+        self.route: TopK
+        if spec.router.sinks:
+            self.route = SinkTopK(scope, spec.router, sizes.local)
+        else:
+            self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
-        self.products: FusedMoEOp = scope.plan.entry("fused_moe")
-        self.bands, self.features = scope.plan.tiles("fused_moe"), scope.plan.arch.features
+        wide = f"fused_moe/{WIDE_EXPERTS}"
+        self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
+        self.products: FusedMoEOp = scope.plan.entry(self.op)
+        self.bands, self.features = scope.plan.tiles(self.op), scope.plan.arch.features
         self.scales_inputs = spec.router.scales_inputs
         apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router
         self.row_format = None if apart else self._row_format(scope, spec)
@@ -69,23 +78,31 @@ class MoELayer:
                 ReplicatedLinear(scope.sub("latent_out")),
             )
         self.shared: SharedExpert | None = None
-        if spec.shared is not None and not fused:
+        self.sinks: AlternatingMLP | None = None
+        if spec.shared is not None and spec.shared.members:
+            self.sinks = AlternatingMLP(scope.sub("shared"), spec.shared.dense(spec.activation), reduce=False)
+        elif spec.shared is not None and not fused:
             self.shared = SharedExpert(scope, spec.shared, spec.activation)
 
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
         """Rows whose experts are computed pair by pair stay in 16 bits."""
         quant, extra = self.experts.quant, spec.fused_shared
-        rows = quant and row_format(scope.plan.choices["fused_moe"], quant.format, scope.plan.arch)
+        rows = quant and row_format(scope.plan.choices[self.op], quant.format, scope.plan.arch)
         if not rows:
             return None
         pairs, experts = spec.top_k + extra, spec.num_experts + extra
         return replace(rows, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
 
     def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
-        weights, ids = self.route(values_of(x), batch)
+        if isinstance(self.route, SinkTopK):
+            weights, ids, of_shared = self.route.with_sinks(values_of(x), batch)
+        else:
+            (weights, ids), of_shared = self.route(values_of(x), batch), None
         out = self.routed(x, weights, ids)
         if self.shared is not None:
             out = out + self.shared(x)
+        if self.sinks is not None:
+            out = out + self.sinks(x, weights=of_shared)
         return self.group.all_reduce(out) if self.reduce else out
 
     def defer_all_reduce(self) -> Group | None:

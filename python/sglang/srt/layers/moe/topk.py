@@ -28,7 +28,7 @@ class TopK:
         self.spec, self.with_shared = spec, with_shared
         router = scope.sub("router")
         weights = router.matrix()
-        num_experts, dtype = weights.rows, getattr(torch, weights.dtype) if weights.dtype else None
+        num_experts, dtype = weights.rows - spec.sinks, getattr(torch, weights.dtype) if weights.dtype else None
         self.weight = router.param("weight", (weights.rows, weights.cols), dtype=dtype)
         self.bias = router.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if weights.bias else None
         self.linear: LinearOp = scope.plan.entry("linear")

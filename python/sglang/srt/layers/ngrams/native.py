@@ -13,11 +13,12 @@ from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """fp32, or fp64 as it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _before(
+def token_before(
     new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, distance: int, first: torch.Tensor
 ) -> torch.Tensor:
     """new [T, ...] of the step's tokens, kept [requests, R, ...] of each request's last R tokens, of position p at
@@ -35,7 +36,7 @@ def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests,
     fill = ids.new_full((), hashed.filling)
     mixed, mixes, ended = ids * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
     for place in range(1, len(hashed.multipliers)):
-        earlier = _before(ids, kept, requests, place, fill)
+        earlier = token_before(ids, kept, requests, place, fill)
         mixed = mixed ^ (torch.where(ended, fill, earlier) * hashed.multipliers[place])
         ended = ended | (earlier == hashed.end_token)
         mixes.append(mixed)
@@ -74,8 +75,8 @@ def ngram_rows(
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    values = _wide(x)
-    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * _wide(weight)
+    values = wide(x)
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * wide(weight)
 
 
 def gate_values(
@@ -95,9 +96,9 @@ def gate_values(
     keys, value = products.split((num * size, size), dim=1)
     keys = _normed(keys.unflatten(1, (num, size)), key_weight, eps).to(streams.dtype)
     queries = _normed(streams, query_weight, eps).to(streams.dtype)
-    gate = (_wide(keys) * _wide(queries)).sum(-1, keepdim=True) / math.sqrt(size)
+    gate = (wide(keys) * wide(queries)).sum(-1, keepdim=True) / math.sqrt(size)
     gate = gate.abs().clamp(min=1e-6).sqrt() * gate.sign()
-    values = (gate.sigmoid() * _wide(value)[:, None]).to(streams.dtype)
+    values = (gate.sigmoid() * wide(value)[:, None]).to(streams.dtype)
     return values, _normed(values, conv_weight, eps).to(streams.dtype)
 
 
@@ -114,11 +115,11 @@ def convolve_values(
     the last R tokens of each request was convolved, of position p at p % R."""
     taps = weight.shape[1]
     rows = normed.flatten(1)
-    total = _wide(rows) * _wide(weight)[:, -1]
+    total = wide(rows) * wide(weight)[:, -1]
     zero = rows.new_zeros(())
     for tap in range(1, taps):
-        earlier = _before(rows, kept, requests, tap * dilation, zero)
-        total = total + _wide(earlier) * _wide(weight)[:, taps - 1 - tap]
+        earlier = token_before(rows, kept, requests, tap * dilation, zero)
+        total = total + wide(earlier) * wide(weight)[:, taps - 1 - tap]
     values += torch.nn.functional.silu(total).to(values.dtype).view(values.shape)
 
 

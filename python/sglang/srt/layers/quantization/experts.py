@@ -21,6 +21,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
+from sglang.srt.layers.quantization.experts_alternating import AlternatingExperts, alternates
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
 from sglang.srt.layers.quantization.experts_fused import FUSED, PROJECTIONS, FusedForm, FusedLeaf, then
 from sglang.srt.layers.quantization.experts_joined import JoinedExperts, is_joined
@@ -107,6 +108,8 @@ def _create(
         return _stacked_codes(scope, product, sizes, quant)
     if sizes.bias:
         raise UserError(f"{scope.path}: experts with a bias that are stored one by one are not supported")
+    if quant is not None and alternates(sizes, quant):
+        return AlternatingExperts(scope, product, sizes, quant).stored()
     if quant is not None and is_joined(sizes, quant):
         return JoinedExperts(scope, product, sizes, quant).stored()
     if quant is None:

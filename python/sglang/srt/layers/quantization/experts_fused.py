@@ -129,6 +129,7 @@ FUSED: Mapping[str, FusedForm] = {
     # In 16 bits: Qwen3.5, Mistral 4, and Qwen3-VL as published; transformers 5 writes the last as the first.
     "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
     "columns": FusedForm(_COLUMNS, None, _BIAS, alternating=False),  # Llama 4
+    "alternating": FusedForm(_ROWS, None, _BIAS, alternating=True),  # Inkling
     "stacked_columns": FusedForm(replace(_COLUMNS, other=_ROWS), None, _BIAS, alternating=False),
 }
 """The forms by storage, or for 16-bit weights by the form that the family declares."""

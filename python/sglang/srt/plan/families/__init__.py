@@ -22,6 +22,7 @@ from sglang.srt.plan.families.glm4_moe import GLM4_MOE, GLM4V_MOE
 from sglang.srt.plan.families.glm5_next import GLM5_NEXT
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.hy_v3 import HY_V3
+from sglang.srt.plan.families.inkling import INKLING
 from sglang.srt.plan.families.kimi_linear import KIMI_LINEAR
 from sglang.srt.plan.families.laguna import LAGUNA
 from sglang.srt.plan.families.llama import LLAMA
@@ -72,6 +73,7 @@ FAMILIES: tuple[Family, ...] = (
         STEP3P7,
         MUSE_GLIMMER,
         LAGUNA,
+        INKLING,
     ),
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),

@@ -36,6 +36,7 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)  # keys of published configs, and the usual ones
     one_block_layers: bool = False  # a layer is a mixer or a feed-forward block
     normed_embedding: bool = False  # as ModelDescription.normed_embedding
+    embedding_norm: bool = False  # as ModelDescription.embedding_norm
     plain_final_norm: bool = False  # as ModelDescription.plain_final_norm
     scaled_embeddings: bool = False  # times the root of the hidden size
     residual: Residual = SUM
@@ -49,6 +50,7 @@ class Family:
     optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
     recurrent_pattern: int = 0  # every so many layers one is attention and no gated delta net, likewise
+    relative_biases: bool = False  # attention has biases by distance, and convolutions: `config_relative`
     chunks: bool = False  # layers see chunks of tokens, or do not rotate heads: `config_chunks`
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
     pooled_index: bool = False  # attention without a window is as PooledSparse, or as PooledLatent
@@ -74,6 +76,9 @@ class Family:
     indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
     # feed-forward
     joined_gate_up: bool = False  # as Dense.joined
+    alternating_gate_up: bool = False  # as Dense.alternating
+    scaled_mlp: bool = False  # as Dense.scaled
+    shared_sinks: bool = False  # the router weights the shared experts, as Router.sinks
     has_experts: bool = False
     first_dense: int = 0  # layers without experts before the others, unless the config says which
     router: Router = Router(0)  # noqa: RUF009 - frozen

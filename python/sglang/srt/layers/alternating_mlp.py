@@ -1,0 +1,96 @@
+"""Gated feed-forward blocks whose gate and up are one tensor in the checkpoint, their rows in turns (Inkling): one MLP,
+or several side by side, whose outputs are weighted and added up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.mlp import gate_of
+from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.parameter import Convert, Init, Part, Scope
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.plan.feed_forward import Dense
+from sglang.srt.plan.ranks import Share
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class AlternatingMLP:
+    """[T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
+
+    def __init__(self, scope: Scope, spec: Dense, reduce: bool = True) -> None:
+        self.group = scope.groups.tp
+        self.reduce = reduce and self.group.size > 1
+        share = spec.share(self.group.rank, self.group.size)
+        self.up, self.down, self.member_of = _weights(scope, spec, share)
+        self.linear: LinearOp = scope.plan.entry("linear")
+        self.activation = gate_of(scope, spec.activation)
+        self.factor = 1.0
+        if spec.scaled:
+            self.scale = scope.param("global_scale", (1,), init=Init.ONES, dtype=torch.float32)
+            scope.finish.append(self._read_factor)
+
+    def _read_factor(self) -> None:
+        self.factor = float(self.scale)
+
+    def defer_all_reduce(self) -> Group | None:
+        if not self.reduce:
+            return None
+        self.reduce = False
+        return self.group
+
+    def __call__(self, x: Rows, batch: ForwardBatch | None = None, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """weights: [T, members] fp32, of what each of them makes; None: all are 1."""
+        inner = self.activation(self.linear(values_of(x), self.up, None, None))
+        if weights is not None:
+            inner = (inner * weights[:, self.member_of]).to(inner.dtype)
+        out = self.linear(inner, self.down, None, None)
+        if self.factor != 1.0:
+            out = out * self.factor
+        return self.group.all_reduce(out) if self.reduce else out
+
+
+def _weights(scope: Scope, spec: Dense, share: Share) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gate above up [2 * room, H] and down [H, room] of a rank's intermediate dims, and of which member each is
+    [room]."""
+    gate_up, down = scope.sub("gate_up"), scope.sub("down")
+    hidden, room, size = gate_up.matrix().cols, share.padded_count, spec.intermediate_size // spec.members
+    up_parts, down_parts = dict[PartKey, Part](), dict[PartKey, Part]()
+    stacked = (spec.members,) if spec.members > 1 else ()
+    for member in range(spec.members):
+        first, stop = max(share.run.start, member * size), min(share.run.stop, (member + 1) * size)
+        if first >= stop:
+            continue
+        at, dims = first - share.run.start, slice(first - member * size, stop - member * size)
+        place = (slice(member, member + 1),) if stacked else ()
+        columns = slice(at, at + stop - first)
+        for row, part in enumerate(("gate", "up")):
+            up_parts[PartKey(part, piece=member)] = Part(
+                (*stacked, 2 * size, hidden),
+                (*place, slice(2 * dims.start, 2 * dims.stop)),
+                (slice(row * room + columns.start, row * room + columns.stop),),
+                convert=_every_second(row, hidden),
+            )
+        down_parts[PartKey(piece=member)] = Part(
+            (*stacked, hidden, size),
+            (*place, slice(0, hidden), dims),
+            (slice(0, hidden), columns),
+            convert=lambda stored: stored.flatten(0, -2),
+        )
+    up_weight = gate_up.param("weight", (2 * room, hidden), up_parts)
+    down_weight = down.param("weight", (hidden, room), down_parts)
+    for weight in (up_weight, down_weight):
+        if share.padded and not weight.is_meta:
+            weight.zero_()
+    dims_of_rank = torch.arange(room, device=scope.device) + share.run.start
+    return up_weight, down_weight, (dims_of_rank // size).clamp(max=spec.members - 1)
+
+
+def _every_second(first: int, columns: int) -> Convert:
+    """Rows first, first + 2, ... of [.., rows, columns]."""
+    return lambda stored: stored.reshape(-1, columns)[first::2]

@@ -1,0 +1,102 @@
+"""Short convolutions: x plus a causal convolution of x over a few tokens (Inkling).
+
+A request's state is the inputs of its last tokens, as they came in: a step that may be taken back leaves it as it is
+and records its tokens. The convolution is linear, so that ranks may convolve their summands before they are added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
+from sglang.srt.layers.convolution_kernels import ConvolutionKernels
+from sglang.srt.layers.parameter import Part, Scope
+from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.layer_spec import ShortConvolution
+from sglang.srt.plan.ranks import Share, whole
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionRecord:
+    """Implements StateRecord: k tokens of each of B requests, which the state does not have yet."""
+
+    kernels: ConvolutionKernels
+    kept: torch.Tensor
+    rows: torch.Tensor  # [B k, C]
+    requests: TokenRequests
+    width: int
+    """k."""
+
+    def commit(self, counts: torch.Tensor) -> None:
+        requests = self.requests.accepted(counts, self.width)
+        self.kernels.keep(self.rows[: len(requests.slots)], self.kept, requests)
+
+    def copy(self) -> ConvolutionRecord:
+        return replace(self, rows=self.rows.clone(), requests=self.requests.copy())
+
+
+class ConvolvedRows:
+    """x [T, C] -> [T, C]. `tensor`: the name in the cache of what a request keeps."""
+
+    def __init__(self, scope: Scope, weight: torch.Tensor, cache: CacheStore, tensor: str) -> None:
+        """weight: [C, taps]."""
+        self.weight, self.cache, self.tensor = weight, cache, tensor
+        self.kernels: ConvolutionKernels = scope.plan.entry("short_convolution")
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._convolve(x.contiguous(), out, batch)
+        return out
+
+    def in_place(self, x: torch.Tensor, batch: ForwardBatch) -> None:
+        """Convolves x [T, C], whose rows may lie apart."""
+        self._convolve(x.clone(memory_format=torch.contiguous_format), x, batch)
+
+    def _convolve(self, rows: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
+        kernels, kept, requests = self.kernels, self.cache[self.tensor], compressed_step(batch).requests
+        kernels.convolve(rows, self.weight, kept, requests, out)
+        if batch.state_records is None:
+            kernels.keep(rows, kept, requests)
+        else:
+            assert batch.extend is not None
+            width = len(rows) // len(batch.extend)
+            batch.state_records.append(ConvolutionRecord(kernels, kept, rows, requests, width))
+
+
+def convolution_weight(scope: Scope, taps: int, parts: dict[str, Share]) -> torch.Tensor:
+    """A parameter [channels, taps], of checkpoints' [channels, 1, taps] of each part; zeros where a share has more
+    room."""
+    cuts, begin = dict[PartKey, Part](), 0
+    for name, share in parts.items():
+        dest = (slice(begin, begin + share.count),)
+        cuts[PartKey(name)] = Part((share.total, 1, taps), (share.run,), dest, convert=lambda stored: stored[:, 0])
+        begin += share.padded_count
+    weight = scope.param("weight", (begin, taps), cuts)
+    if any(share.padded for share in parts.values()) and not weight.is_meta:
+        weight.zero_()
+    return weight
+
+
+class ConvolvedOutput:
+    """A layer's block whose output is convolved. Implements residual.Block."""
+
+    def __init__(self, scope: Scope, spec: ShortConvolution, block: Any, cache: CacheStore, tensor: str) -> None:
+        self.block = block
+        self.row_format = getattr(block, "row_format", None)
+        weight = convolution_weight(scope, spec.taps, {"": whole(spec.channels)})
+        self.convolution = ConvolvedRows(scope, weight, cache, tensor)
+
+    def defer_all_reduce(self) -> Group | None:
+        return self.block.defer_all_reduce()
+
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+        return self.convolution(self.block(x, batch), batch)
