@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -97,13 +96,9 @@ class ModelRunner:
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
         self.widths = tuple(sorted(widths)) or (width,)
-        drafts = None
-        if drafter is not None and self.samples:
-            drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler)
+        drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
-        of_groups = None
-        if groups.dp.size > 1:
-            of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups)
+        of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups) if groups.dp.size > 1 else None
         self.halves = StepHalves.of_plan(plan, self.state, groups)
         """Steps that run as two halves; they have no graph."""
         self.launches = PromptLaunches()
@@ -196,16 +191,12 @@ class ModelRunner:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
         return self.sample(self.forward(step))
 
+    @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
         """Launch a step up to its logits."""
-        started = time.perf_counter()
-        launched = self._forward(step)
-        if step.prompts is not None:
-            self.launches.prompt_steps += 1
-            self.launches.prompt_launch_seconds += time.perf_counter() - started
-        return launched
+        with self.launches.timed(step):
+            return self._forward(step)
 
-    @torch.inference_mode()
     def _forward(self, step: StepInput) -> LaunchedForward:
         graphs, loads = self.graphs, None
         if step.loads:
@@ -237,8 +228,7 @@ class ModelRunner:
             hidden = self.model(batch)
         else:
             hidden = self.halves.compute(batch, halves, loads)
-            self.launches.halved_steps += 1
-            self.launches.halved_tokens += len(step.out_cache_loc)
+            self.launches.count_halved(step)
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,6 +112,19 @@ class PromptLaunches:
     prompt_launch_seconds: float = 0.0
     halved_steps: int = 0
     halved_tokens: int = 0
+
+    @contextmanager
+    def timed(self, step: StepInput) -> Iterator[None]:
+        """Counts the launch of a step, if it has prompts."""
+        started = time.perf_counter()
+        yield
+        if step.prompts is not None:
+            self.prompt_steps += 1
+            self.prompt_launch_seconds += time.perf_counter() - started
+
+    def count_halved(self, step: StepInput) -> None:
+        self.halved_steps += 1
+        self.halved_tokens += len(step.out_cache_loc)
 
 
 @dataclass(frozen=True, slots=True)
