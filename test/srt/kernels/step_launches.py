@@ -145,9 +145,9 @@ class _Part:
     def __init__(self, recorder: Recorder, layer: Any, name: str) -> None:
         self.recorder, self.layer, self.name = recorder, layer, name
 
-    def __call__(self, *args: Any) -> Any:
+    def by_block(self, *args: Any) -> Iterator[None]:
         before, self.recorder.part = self.recorder.part, self.name
-        self.layer(*args)
+        yield from self.layer.by_block(*args)
         self.recorder.part = before if self.name != "layer" else "after"
 
 

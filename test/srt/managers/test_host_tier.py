@@ -513,7 +513,7 @@ def test_a_prompt_begins_when_its_first_layer_is_there(
     server = Server(folder)
     answer = server.keep_in_main_memory_alone(PROMPT)
     order: list[str] = []
-    arrived, compute = LayerArrivals.arrived, DecoderLayer.__call__
+    arrived, compute = LayerArrivals.arrived, DecoderLayer.by_block
     layers = server.runner.model.layers
 
     def arrives(self: LayerArrivals, index: int, stream: Any) -> None:
@@ -522,12 +522,12 @@ def test_a_prompt_begins_when_its_first_layer_is_there(
         order.append(f"arrived {self.layers[index]}")
         arrived(self, index, stream)
 
-    def computes(self: DecoderLayer, stream: Any, batch: Any) -> None:
+    def computes(self: DecoderLayer, stream: Any, batch: Any) -> Iterator[None]:
         order.append(f"layer {layers.index(self)}")
-        compute(self, stream, batch)
+        return compute(self, stream, batch)
 
     monkeypatch.setattr(LayerArrivals, "arrived", arrives)
-    monkeypatch.setattr(DecoderLayer, "__call__", computes)
+    monkeypatch.setattr(DecoderLayer, "by_block", computes)
     assert server.answer("returns", PROMPT) == answer
     last = len(layers) - 1
     assert order.index("arrived 0") < order.index("layer 0") < order.index(f"arrived {last}")

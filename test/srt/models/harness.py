@@ -779,6 +779,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+OF_WRAPPERS: dict[str, dict[str, int]] = {"MuseGlimmerConfig": {"out_hidden_size": 64, "projector_hidden_size": 40}}
+"""What configs of these classes have beside a text and a tower."""
 BARE = {"mistral4": "Mistral4ForCausalLM"}
 """Text models that transformers' AutoModelForCausalLM knows beside an image encoder only, by `model_type`."""
 
@@ -791,7 +793,9 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     # Some of these classes write into what they are given.
     values, wrapper = copy.deepcopy(SIZES | changes | more), WRAPPED.get(class_name)
     config_class = getattr(transformers, class_name)
-    config = config_class(**values) if wrapper is None else config_class(text_config=values, vision_config=wrapper)
+    if wrapper is not None:
+        values = {"text_config": values, "vision_config": wrapper} | OF_WRAPPERS.get(class_name, {})
+    config = config_class(**values)
     torch.manual_seed(seed)
     kind = transformers.AutoModelForCausalLM if wrapper is None else transformers.AutoModelForImageTextToText
     bare = BARE.get(config.model_type)

@@ -83,9 +83,10 @@ def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
         TinyRunner(plan_for(tmp_path, quantization="fp8"))
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if not name.startswith(("deepseek_v4", "step3p7"))])
+@pytest.mark.parametrize("name", [name for name in TINY if not name.startswith(("deepseek_v4", "step3p7", "inkling"))])
 def test_every_large_matrix_is_quantized(name: str) -> None:
-    """Of DeepSeek-V4 and Step-3.7 transformers writes keys that no published config.json has."""
+    """Of DeepSeek-V4 and Step-3.7 transformers writes keys that no published config.json has. Inkling's modules have
+    names of their own, and stay in 16 bits."""
     class_name, changes = TINY[name]
     values = copy.deepcopy(SIZES | changes)  # some of these classes write into what they are given
     config = json.loads(getattr(transformers, class_name)(**values).to_json_string(use_diff=False))

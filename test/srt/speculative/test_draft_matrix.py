@@ -70,27 +70,32 @@ ALIKE_ON_RANKS = ("deepseek_v3", "glm_moe_dsa", "kimi_linear")
 """Models of which the ranks of a group would hold the same tokens."""
 
 
+def save_target(name: str, target: Path) -> None:
+    """Inkling without padding behind its vocabulary, which the drafts here have as long."""
+    save_tiny(name, target, **({"unpadded_vocab_size": None} if name == "inkling" else {}))
+
+
 def no_weights(name: str, target: Path, folder: Path) -> dict[str, Any]:
     """N-grams."""
-    save_tiny(name, target)
+    save_target(name, target)
     return {"speculative_algorithm": "NGRAM", "speculative_ngram_external_corpus_max_tokens": 100}
 
 
 def small_model(name: str, target: Path, folder: Path) -> dict[str, Any]:
-    save_tiny(name, target)
+    save_target(name, target)
     save_tiny("llama", folder)
     return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
 
 
 def eagle(name: str, target: Path, folder: Path) -> dict[str, Any]:
-    save_tiny(name, target)
+    save_target(name, target)
     test_eagle3_drafts.save(folder, test_other_drafts.EAGLE_CONFIG, test_other_drafts.eagle1_weights(True))
     return {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(folder)}
 
 
 def eagle3(name: str, target: Path, folder: Path) -> dict[str, Any]:
     """A head that captures three layers, the last one of which is the target's."""
-    save_tiny(name, target)
+    save_target(name, target)
     config = test_eagle3_drafts.CONFIG | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     test_eagle3_drafts.save(folder, config, test_eagle3_drafts.weights(config))
     return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folder)}
@@ -115,7 +120,7 @@ def shared_selection(name: str, target: Path, folder: Path) -> dict[str, Any]:
 
 
 def dflash(name: str, target: Path, folder: Path, variant: str = "plain") -> dict[str, Any]:
-    save_tiny(name, target)
+    save_target(name, target)
     config = test_dflash_drafts.VARIANTS[variant]
     config = config | {"dflash_config": config["dflash_config"] | {"target_layer_ids": [0, 1]}}
     test_eagle3_drafts.save(folder, config, test_dflash_drafts.weights(config))
@@ -127,7 +132,7 @@ def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
     if name == "deepseek_v4":
         save_v4(target, dspark=True, name=name)
         return {"speculative_algorithm": "DSPARK"}
-    save_tiny(name, target)
+    save_target(name, target)
     config = test_dspark_drafts.CONFIG | {"target_layer_ids": [0, 1], "markov_head_type": "rnn"}
     test_eagle3_drafts.save(folder, config, test_dspark_drafts.weights(config))
     return {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(folder)}
