@@ -56,6 +56,16 @@ class Sight:
     cuts: Cuts
 
 
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """Names inside a layer of `VisionEncoder._plain_block`: of both norms, and of the projections of attention. `{}`
+    stands for q, k and v."""
+
+    norms: tuple[str, str]
+    projections: str
+    out: str
+
+
 class VisionEncoder(ABC, Generic[AnyTower]):
     """The ranks share out its heads and widths, as `tower.ranks` says, or each has all of it and encodes by itself.
     Implements Loadable and LayeredEncoder."""
@@ -168,6 +178,32 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
         sight.turn(heads[:, :2].flatten(1, 2), rows)
         return heads.unbind(1)
+
+    def _plain_block(
+        self, names: BlockNames, name: str, x: torch.Tensor, sight: Sight, eps: float
+    ) -> Pieces[torch.Tensor]:
+        """A layer with norms before attention and before a block of two products with a GELU between; projections of q,
+        k and v apart. Writes to x [P, hidden], and returns it."""
+        heads = (self.tower.rank_heads, self.tower.head_dim)
+
+        def project(rows: slice) -> Heads:
+            normed = self._norm(name + names.norms[0], x[rows], eps)
+            q, k, v = (
+                self._linear(name + names.projections.format(part), normed).unflatten(-1, heads) for part in "qkv"
+            )
+            sight.turn(q, rows)
+            sight.turn(k, rows)
+            return q, k, v
+
+        def rest(rows: slice) -> None:
+            patches = x[rows]
+            patches += self._linear(name + names.out, attended[rows])
+            wide = self._linear(name + "mlp.fc1", self._norm(name + names.norms[1], patches, eps))
+            patches += self._linear(name + "mlp.fc2", gelu_(wide))
+
+        attended = yield from self._attended(project, len(x), sight)
+        yield from self._row_by_row(rest, len(x), sight)
+        return x
 
     def _attended(
         self, project: Callable[[slice], Heads], count: int, sight: Sight, scale: float | None = None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang.srt.models.vision.encoder import (
-    Heads,
+    BlockNames,
     PatchPart,
     Pieces,
     Sight,
@@ -24,6 +24,8 @@ from sglang.srt.models.vision.encoder import (
 from sglang.srt.models.vision.patch_places import ROW_BY_ROW, Grid, squares
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.llama4 import NORM_EPS, Llama4Tower
+
+_BLOCK = BlockNames(("input_layernorm", "post_attention_layernorm"), "self_attn.{}_proj", "self_attn.o_proj")
 
 
 class Llama4Encoder(VisionEncoder[Llama4Tower]):
@@ -51,30 +53,10 @@ class Llama4Encoder(VisionEncoder[Llama4Tower]):
         sight = Sight(turn, places["starts"], tower.side**2 + 1, cuts)
         yield
         for i in range(tower.num_layers):
-            x = yield from self._block(f"{prefix}model.layers.{i}.", x, sight)
+            x = yield from self._plain_block(_BLOCK, f"{prefix}model.layers.{i}.", x, sight, NORM_EPS)
             yield
         x = self._norm(prefix + "layernorm_post", x, NORM_EPS).unflatten(0, (-1, tower.side**2 + 1))
         x = x[:, :-1].flatten(0, 1)[places["squares"]].view(-1, tower.hidden_size * tower.merge**2)
         for name in ("fc1", "fc2"):
             x = gelu_(self._linear(f"{prefix}vision_adapter.mlp.{name}", x))
         return self._linear(projector + "linear_1", x)
-
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
-        heads = (self.tower.rank_heads, self.tower.head_dim)
-
-        def project(rows: slice) -> Heads:
-            normed = self._norm(name + "input_layernorm", x[rows], NORM_EPS)
-            q, k, v = (self._linear(f"{name}self_attn.{part}_proj", normed).unflatten(-1, heads) for part in "qkv")
-            sight.turn(q, rows)
-            sight.turn(k, rows)
-            return q, k, v
-
-        def rest(rows: slice) -> None:
-            patches = x[rows]
-            patches += self._linear(name + "self_attn.o_proj", attended[rows])
-            wide = self._linear(name + "mlp.fc1", self._norm(name + "post_attention_layernorm", patches, NORM_EPS))
-            patches += self._linear(name + "mlp.fc2", gelu_(wide))
-
-        attended = yield from self._attended(project, len(x), sight)
-        yield from self._row_by_row(rest, len(x), sight)
-        return x

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang.srt.models.vision.encoder import (
-    Heads,
+    BlockNames,
     PatchPart,
     Pieces,
     Sight,
@@ -24,6 +24,8 @@ from sglang.srt.models.vision.encoder import (
 from sglang.srt.models.vision.patch_places import Grid, clip_starts, frame_indices, num_patches, rows_and_columns
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.minimax_m3 import MiniMaxM3Tower
+
+_BLOCK = BlockNames(("layer_norm1", "layer_norm2"), "self_attn.{}_proj", "self_attn.out_proj")
 
 
 class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
@@ -44,33 +46,13 @@ class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
         sight = Sight(turn, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
         yield
         for i in range(tower.num_layers):
-            x = yield from self._block(f"{prefix}encoder.layers.{i}.", x, sight)
+            x = yield from self._plain_block(_BLOCK, f"{prefix}encoder.layers.{i}.", x, sight, tower.norm_eps)
             yield
         x = self._projected(projector, x)
         return self._projected(merger, x.view(-1, tower.out_size * tower.merge**2))
 
     def _projected(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         return self._linear(prefix + "linear_2", gelu_(self._linear(prefix + "linear_1", x)))
-
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
-        eps, heads = self.tower.norm_eps, (self.tower.rank_heads, self.tower.head_dim)
-
-        def project(rows: slice) -> Heads:
-            normed = self._norm(name + "layer_norm1", x[rows], eps)
-            q, k, v = (self._linear(f"{name}self_attn.{part}_proj", normed).unflatten(-1, heads) for part in "qkv")
-            sight.turn(q, rows)
-            sight.turn(k, rows)
-            return q, k, v
-
-        def rest(rows: slice) -> None:
-            patches = x[rows]
-            patches += self._linear(name + "self_attn.out_proj", attended[rows])
-            wide = self._linear(name + "mlp.fc1", self._norm(name + "layer_norm2", patches, eps))
-            patches += self._linear(name + "mlp.fc2", gelu_(wide))
-
-        attended = yield from self._attended(project, len(x), sight)
-        yield from self._row_by_row(rest, len(x), sight)
-        return x
 
 
 def _turn_front(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.models.vision.encoder import (
-    Heads,
+    BlockNames,
     PatchPart,
     Pieces,
     Sight,
@@ -33,6 +33,8 @@ from sglang.srt.models.vision.patch_places import (
 )
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.muse_glimmer import BLOCK_EPS, MuseGlimmerTower
+
+_BLOCK = BlockNames(("norm1", "norm2"), "attn.{}_proj", "attn.proj")
 
 
 class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
@@ -72,7 +74,7 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
         yield
         for i in range(tower.num_layers):
             sight = of_frames if tower.sees_whole_clips(i) else of_windows
-            x = yield from self._block(f"{prefix}layers.{i}.", x, sight)
+            x = yield from self._plain_block(_BLOCK, f"{prefix}layers.{i}.", x, sight, BLOCK_EPS)
             yield
         x = self._norm(prefix + "ln_post", x, tower.norm_eps)[places["squares"]]
         # The patches of a token stand behind one another in each dim, not dim behind dim in each patch.
@@ -81,23 +83,3 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
             x = gelu_(self._linear(adapter + name, x))
         x = self._linear(projection.removesuffix("."), x)
         return F.rms_norm(x.float(), (tower.out_size,), eps=tower.text_eps).to(self.dtype)
-
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
-        heads = (self.tower.rank_heads, self.tower.head_dim)
-
-        def project(rows: slice) -> Heads:
-            normed = self._norm(name + "norm1", x[rows], BLOCK_EPS)
-            q, k, v = (self._linear(f"{name}attn.{part}_proj", normed).unflatten(-1, heads) for part in "qkv")
-            sight.turn(q, rows)
-            sight.turn(k, rows)
-            return q, k, v
-
-        def rest(rows: slice) -> None:
-            patches = x[rows]
-            patches += self._linear(name + "attn.proj", attended[rows])
-            wide = self._linear(name + "mlp.fc1", self._norm(name + "norm2", patches, BLOCK_EPS))
-            patches += self._linear(name + "mlp.fc2", gelu_(wide))
-
-        attended = yield from self._attended(project, len(x), sight)
-        yield from self._row_by_row(rest, len(x), sight)
-        return x
