@@ -194,8 +194,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
         """Launch a step up to its logits."""
-        with self.launches.timed(step):
-            return self._forward(step)
+        return self._forward(step) if step.prompts is None else self.launches.timed(self._forward, step)
 
     def _forward(self, step: StepInput) -> LaunchedForward:
         graphs, loads = self.graphs, None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,14 +112,13 @@ class PromptLaunches:
     halved_steps: int = 0
     halved_tokens: int = 0
 
-    @contextmanager
-    def timed(self, step: StepInput) -> Iterator[None]:
-        """Counts the launch of a step, if it has prompts."""
+    def timed(self, launch: Callable[[StepInput], LaunchedForward], step: StepInput) -> LaunchedForward:
+        """Launches a step with prompts, and counts it."""
         started = time.perf_counter()
-        yield
-        if step.prompts is not None:
-            self.prompt_steps += 1
-            self.prompt_launch_seconds += time.perf_counter() - started
+        launched = launch(step)
+        self.prompt_steps += 1
+        self.prompt_launch_seconds += time.perf_counter() - started
+        return launched
 
     def count_halved(self, step: StepInput) -> None:
         self.halved_steps += 1
