@@ -552,6 +552,15 @@ def test_projections_of_several_schemes_are_one_product_in_16_bits() -> None:
     assert schemes == ["nvfp4", "nvfp4", "nvfp4", ""]
 
 
+def test_experts_of_several_schemes_are_refused() -> None:
+    quantized = compressed("mixed-precision", CHANNEL, TOKEN, [])
+    of_layer_2 = {"targets": ["re:.*layers.2.mlp.experts.*"], "weights": INT4_G32, "format": "pack-quantized"}
+    quantized["config_groups"]["group_1"] = of_layer_2 | {"input_activations": None}
+    config = MOE | {"quantization_config": quantized}
+    with pytest.raises(UserError, match="quantized in several ways are not supported: fp8_channel, int4_g32"):
+        needs_of(rank_weights(describe_model(config, detect(config, HERE)), ONE_RANK), Serving("bfloat16", "bfloat16"))
+
+
 def test_experts_of_some_layers_may_be_in_16_bits() -> None:
     ignore = ["re:.*layers.2.mlp.experts.*"]
     config = MOE | {"quantization_config": compressed("float-quantized", CHANNEL, TOKEN, ignore)}
