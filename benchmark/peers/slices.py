@@ -3,8 +3,10 @@
 
     python benchmark/peers/slices.py --out DIR [--only NAME,NAME]
 
-Prints the directories. Widths, experts and formats are the published ones. `compare.py --model DIR/NAME` then runs this
-server and upstream with random weights.
+Prints the directories. Widths, experts and formats are the published ones. `compare.py --model DIR/NAME
+--peer-flags="--mem-fraction-static 0.6 --trust-remote-code"` then runs this server and upstream with random weights:
+upstream's own share for caches leaves no memory for long prompts of few layers, and a type of configuration that
+transformers does not know comes with its class, as in the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +31,17 @@ LAYERS: Mapping[str, int] = {
 }
 """As many of each as take 20 to 35 GB. MiMo's sixth and Step's fifth layer are the second of full attention, Scout's
 fourth the first without rotary embedding."""
+CLASSES: Mapping[str, str] = {"mimo_v2_flash": "MiMoV2FlashConfig"}
+"""By type of configuration, where transformers has none: the class that the directory brings."""
+MODULE = "slice_config"
+CLASS = '''"""A configuration as its file has it."""
+
+from transformers import PretrainedConfig
+
+
+class {class_name}(PretrainedConfig):
+    model_type = "{model_type}"
+'''
 TEXT_ALONE = {"llama4": ("Llama4ForCausalLM", "llama4_text")}
 """Architecture and type of the text, where a configuration holds a tower as well."""
 
@@ -59,6 +72,9 @@ def write(name: str, folder: Path) -> Path:
     config = cut(text_of(json.loads((PUBLISHED / name / "config.json").read_text())), LAYERS[name])
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
+    if (class_name := CLASSES.get(model_type := config["model_type"])) is not None:
+        config["auto_map"] = {"AutoConfig": f"{MODULE}.{class_name}"}
+        (path / f"{MODULE}.py").write_text(CLASS.format(class_name=class_name, model_type=model_type))
     (path / "config.json").write_text(json.dumps(config, indent=1))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, path)

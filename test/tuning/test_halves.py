@@ -11,6 +11,7 @@ import pytest
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.halves_table import HALVES, halves_from
+from sglang.srt.plan.halves import least_tokens
 from sglang.srt.plan.layer_spec import Serving
 from sglang.tuning.halves import Stretch, halved_seconds, halves_of, in_turns, runs_in_halves, step_time
 from sglang.tuning.steps import Step, decode_step, prefill_step, time_step, total, verify_step
@@ -41,7 +42,8 @@ def test_halves_are_predicted_to_gain_where_no_flag_asks_for_them(
         model = model_of(name, tmp_path)
         mode = "prefill" if eight_bits else "off"
         serving = Serving(model.dtype, model.dtype, tp_size=ranks, quantized_sums=mode)
-        for tokens in sorted({band.least, *(size for size in CHUNKS if size > band.least)}):
+        least = least_tokens(band, model, 1)
+        for tokens in sorted({least, *(size for size in CHUNKS if size > least)}):
             step = prefill_step(tokens)
             whole = total(time_step(model, serving, step, CARD)).seconds
             gains.append(whole / halved_seconds(model, serving, step, CARD))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.halves_table import HalvesBand, halves_from
-from sglang.srt.plan.halves import has_experts, why_whole
+from sglang.srt.plan.halves import has_experts, least_tokens, turns_by_block, why_whole
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
@@ -33,9 +33,11 @@ from sglang.tuning.steps import (
 
 SLOWDOWN = 1.1
 """A guess: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
-TURN_S = 0.85e-3
-"""What the host takes to launch a half up to its next sum, and for the other one to go on: measured beside an H100,
-where a whole step takes half of it for as many launches (benchmark/results/2026-11-26-divided-h100.md)."""
+TURN_S = 0.43e-3
+"""What the host takes to launch a half up to its next sum, as much as a whole step: measured beside an H100
+(benchmark/results/2026-11-26-divided-h100.md)."""
+THREADS_TURN_S = 2 * TURN_S
+"""The same where halves are threads, and the other one goes on: measured there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def runs_in_halves(model: ModelDescription, serving: Serving, step: Step, arch: 
     if serving.two_batch == "off" or whole or not prompt:
         return False
     band = _band(model, serving, arch)
-    return step.tokens >= band.least and (band.unasked or serving.two_batch == "on")
+    least = least_tokens(band, model, serving.attn_dp_size)
+    return step.tokens >= least and (band.unasked or serving.two_batch == "on")
 
 
 def _band(model: ModelDescription, serving: Serving, arch: ArchTraits) -> HalvesBand:
@@ -80,7 +83,8 @@ def halved_seconds(
     unserved = unserved_ops(model, serving, arch)
     first, second = (stretches(model, serving, half, unserved, arch) for half in halves_of(step))
     head = timed(head_ops(model, serving, step.batch), unserved, arch)
-    return in_turns(first, second, slowdown) + sum(row.seconds for row in head)
+    turn = TURN_S if turns_by_block(model, serving.attn_dp_size) else THREADS_TURN_S
+    return in_turns(first, second, slowdown, turn) + sum(row.seconds for row in head)
 
 
 def halves_of(step: Step) -> tuple[Step, Step]:

@@ -19,6 +19,7 @@ from sglang.srt.distributed.turns import Turns
 from sglang.srt.layers import embedding
 from sglang.srt.model_executor import step_halves
 from sglang.srt.model_executor.step_halves import StepHalves
+from sglang.srt.plan.halves import turns_by_block
 from sglang.srt.plan.ranks import RankLayout
 from srt.models.harness import save_tiny
 
@@ -79,7 +80,9 @@ class Halved(Counter[str]):
             first, second = both
             inside = bool(first.slots[-1] == second.slots[0])
             self.update(steps=1, mixed=first.num_decodes > 0, inside=inside, between=not inside)
-            self["by block"] += halves.state.model.leaves_sums
+            model = halves.state.model
+            assert model.leaves_sums == turns_by_block(model.description, halves.groups.dp.size)
+            self["by block"] += model.leaves_sums
             return compute(halves, batch, both, loads)
 
         def counted_start(turns: Any, what: Any, collective: Any) -> Any:

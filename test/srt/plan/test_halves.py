@@ -21,6 +21,7 @@ from srt.models.harness import save_tiny
 ARCH = arch_by_name("rtx-pro-6000-server")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
+    "norms behind blocks": ("gemma3", {}),
     "wide heads": ("qwen3", {"head_dim": 64}),
     "long heads": ("qwen3", {"head_dim": 128}),
     "experts": ("qwen3_moe", {}),
@@ -49,8 +50,9 @@ def plan_of(
 @pytest.mark.parametrize(
     ("name", "links", "flags", "least"),
     [
-        ("dense", Topology.HOST_BRIDGE, {}, 4096),
-        ("dense", Topology.CROSS_NUMA, {}, 4096),
+        ("dense", Topology.HOST_BRIDGE, {}, 2048),
+        ("dense", Topology.CROSS_NUMA, {}, 2048),
+        ("norms behind blocks", Topology.HOST_BRIDGE, {}, 4096),
         ("experts", Topology.SWITCH, {}, 8192),
         ("experts", Topology.SWITCH, {"enable_quantized_all_reduce": "prefill"}, None),
         ("experts", Topology.SWITCH, {"enable_quantized_all_reduce": "all", "enable_two_batch_overlap": True}, 8192),

@@ -3,7 +3,8 @@ computes: by how the GPUs are connected, how many they are, and what is computed
 
 Below, a half has too few tokens for the weights that it reads, as with experts both halves choose nearly all of them,
 or for the host, which launches everything twice. Everything is predicted (`explain --time`), with what the host was
-measured to take; a test holds the rows to the predictions.
+measured to take; a test holds the rows to the predictions. Rows are for halves that take turns block by block in one
+thread; as threads they need twice the tokens (`plan.halves`).
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _EXPERTS = "predicted: sums take longer than reading the experts once more"
 _NOTHING = "predicted: nothing to gain beside eight bits"
 
 HALVES: tuple[HalvesBand, ...] = (
-    HalvesBand(PCIE, _TWO, False, None, 4096, True, _SUMS, exact=True),
-    HalvesBand(PCIE, _MORE, False, None, 4096, True, _SUMS),
+    HalvesBand(PCIE, _TWO, False, None, 2048, True, _SUMS, exact=True),
+    HalvesBand(PCIE, _MORE, False, None, 2048, True, _SUMS),
     HalvesBand(PCIE, _TWO, True, False, 8192, True, _EXPERTS, exact=True),
     HalvesBand(PCIE, _TWO, True, True, 8192, False, _NOTHING, exact=True),
-    HalvesBand(PCIE, _FOUR, True, False, 4096, True, _EXPERTS),
-    HalvesBand(PCIE, _FOUR, True, True, 8192, True, _EXPERTS),
+    HalvesBand(PCIE, _FOUR, True, False, 2048, True, _EXPERTS),
+    HalvesBand(PCIE, _FOUR, True, True, 4096, True, _EXPERTS),
     HalvesBand(PCIE, _EIGHT, True, False, 2048, True, _EXPERTS),
-    HalvesBand(PCIE, _EIGHT, True, True, 4096, True, _EXPERTS),
+    HalvesBand(PCIE, _EIGHT, True, True, 2048, True, _EXPERTS),
 )  # fmt: skip
 """Of two ranks halves keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens took 118
 ms so, 131 with both, 153 in eight bits alone and 177 with neither."""

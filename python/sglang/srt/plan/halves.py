@@ -7,14 +7,19 @@ from dataclasses import dataclass
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.halves_table import halves_from
+from sglang.srt.kernels.halves_table import HalvesBand, halves_from
 from sglang.srt.kernels.spec import Choice
-from sglang.srt.plan.feed_forward import MoE
+from sglang.srt.plan.feed_forward import Dense, MoE
+from sglang.srt.plan.layer_spec import LayerSpec, Sum
+from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.recurrent import Mamba2
 from sglang.srt.server_args import ServerArgs
 
 FLAG = "--enable-two-batch-overlap"
 ATTENTION = ("decode_attention", "extend_attention")
+THREADS_LEAST = 2
+"""So many times a table's tokens where halves take turns as threads: to hand over takes the host as long as launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,31 @@ def halves_rule(
         return None
     if args.two_batch_overlap_min_tokens is not None:
         return HalvesRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens", band.exact)
-    return HalvesRule(band.least, band.reason, band.exact)
+    return HalvesRule(least_tokens(band, model, args.attn_dp_size), band.reason, band.exact)
+
+
+def least_tokens(band: HalvesBand, model: ModelDescription, attn_dp_size: int) -> int:
+    """Returns from how many tokens on steps of the model run as two halves by the row of the table."""
+    return band.least * (1 if turns_by_block(model, attn_dp_size) else THREADS_LEAST)
+
+
+def turns_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
+    """Returns whether every block leaves its sum over ranks to the norm that follows it and asks for no other
+    collective, so that halves take turns block by block in one thread (`CausalLM.leaves_sums`)."""
+    return attn_dp_size == 1 and model.per_layer_inputs is None and all(map(_leaves_sums, model.layers))
+
+
+def _leaves_sums(layer: LayerSpec) -> bool:
+    """Not where a bias belongs to the sum, where a norm, a factor or a convolution comes behind it, or where a norm
+    spans the heads of all ranks."""
+    residual, mixer, ffn = layer.residual, layer.mixer, layer.ffn
+    if not isinstance(residual, Sum) or residual.norms_after or residual.layer_scale:
+        return False
+    if isinstance(mixer, GQA) and (mixer.o_bias or mixer.qk_norm == "whole"):
+        return False
+    if isinstance(mixer, Mamba2) and mixer.proj_bias:
+        return False
+    return layer.convolution is None and not (isinstance(ffn, Dense) and ffn.bias)
 
 
 def has_experts(model: ModelDescription) -> bool:
