@@ -26,9 +26,9 @@ from sglang.srt.utils.device_arrays import send
 ALIGNMENT = 64
 """Prompts are cut at multiples of so many positions, if they are long enough: tiles and groups of tokens stay whole."""
 OFF_MIDDLE = 32
-"""One of so many tokens of a step may lie between its middle and the end of a prompt at which it is cut. Where sums take as
-long as what is computed, halves of 3 and 5 eighths take a fifth longer than equal ones: the shorter one is computed before
-the sum of the other has arrived."""
+"""One of so many tokens of a step may lie between its middle and the end of a prompt at which it is cut. Where sums
+take as long as what is computed, halves of 3 and 5 eighths take a fifth longer than equal ones: the shorter one is
+computed before the sum of the other has arrived."""
 
 
 Halves = tuple[StepInput, StepInput]

@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 FLAG = "--enable-two-batch-overlap"
 ATTENTION = ("decode_attention", "extend_attention")
 THREADS_LEAST = 2
-"""So many times a table's tokens where halves take turns as threads: to hand over takes the host as long as launches."""
+"""So many times a table's tokens where halves are threads: to hand over takes the host as long as to launch."""
 
 
 @dataclass(frozen=True, slots=True)
