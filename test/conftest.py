@@ -1,15 +1,18 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device."""
+"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` become `thorough`."""
 
 from __future__ import annotations
 
 import os
 
+import pairs
 import pytest
 
 os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # seconds of two processors for each server of a test
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    pairs.mark_others(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

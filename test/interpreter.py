@@ -11,6 +11,11 @@ them, so kernel tests run in a subprocess. A file of kernel tests reads
 
     def test_in_interpreter(): interpreter.run_file(__file__)
 
+or, with tests marked `pairs`,
+
+    @interpreter.in_two_parts
+    def test_in_interpreter(part): interpreter.run_file(__file__, part)
+
 What is repaired (Triton 3.6 to 3.9 hold bfloat16 and float8 as raw integers in numpy arrays): casts, which truncate or
 wrap; arithmetic and `tl.dot`, which use the raw bits. Here both go through fp32, casts with torch's rounding, and
 float8 saturates as the GPU's conversion does. Fused multiplications and additions round twice up to 3.8, here
@@ -46,12 +51,19 @@ def kernel_test(test: _Test) -> _Test:
     return pytest.mark.gpu(needs_gpu(test))
 
 
-def run_file(path: str) -> None:
-    """Run the kernel tests of one file in the repaired interpreter. Raises AssertionError with pytest's output."""
+in_two_parts = pytest.mark.parametrize(
+    "part", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)], ids=["quick", "others"]
+)
+"""For `test_in_interpreter(part)` of a file with tests marked `pairs`, whose other cases `make thorough` runs."""
+
+
+def run_file(path: str, part: str = "not thorough") -> None:
+    """Run the kernel tests of one file, those that the expression of marks selects, in the repaired interpreter. Raises
+    AssertionError with pytest's output."""
     if INTERPRETED:
         pytest.skip("this is the interpreted run")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", path]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", part, path]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout, done.stdout
@@ -59,6 +71,7 @@ def run_file(path: str) -> None:
 
 def repair() -> None:
     """Patch the interpreter of this process. Idempotent."""
+    import interpreter_speed
     import triton.language as tl
     from triton._C.libtriton import ir
     from triton.language.semantic import TritonSemantic
@@ -189,6 +202,7 @@ def repair() -> None:
     InterpreterBuilder.create_dot_scaled = create_dot_scaled
     TritonSemantic.dot_scaled = dot_scaled
     InterpreterBuilder.binary_op = binary_op
+    interpreter_speed.apply()
 
 
 if INTERPRETED:

@@ -32,6 +32,17 @@ def add_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + offs, tl.load(x_ptr + offs) + tl.load(y_ptr + offs))
 
 
+@triton.jit
+def doubled(x):
+    return x + x
+
+
+@triton.jit
+def doubled_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, doubled(tl.load(x_ptr + offs)) - doubled(1))
+
+
 def values() -> torch.Tensor:
     """Both signs, ties, subnormals of float8, and everything between; within the range of every dtype."""
     torch.manual_seed(0)
@@ -116,6 +127,20 @@ def test_scaled_dot_is_the_product_of_the_dequantized_operands(name: str) -> Non
         q.global_scale = None  # of the whole matrix: no part of the instruction
     expected = reference.dequantize(a, scheme) @ reference.dequantize(b, scheme).T + 2.0
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@interpreter.kernel_test
+def test_a_launch_leaves_the_language_as_it_was() -> None:
+    """Also one that calls device functions, and one that failed."""
+    stock = (tl.load, tl.tensor.__add__, tl.range)
+    x, out = torch.arange(16, device=interpreter.DEVICE), torch.zeros(16, dtype=torch.int64, device=interpreter.DEVICE)
+    with pytest.raises(Exception):  # noqa: B017
+        doubled_kernel[(1,)](x, out, 15)
+    for _ in range(2):
+        assert (tl.load, tl.tensor.__add__, tl.range) == stock
+        doubled_kernel[(1,)](x, out, 16)
+        assert torch.equal(out, 2 * x - 2)
+    assert (tl.load, tl.tensor.__add__, tl.range) == stock
 
 
 def test_in_interpreter() -> None:

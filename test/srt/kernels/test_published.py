@@ -67,7 +67,7 @@ def explained(path: str, tp_size: int, product: str, **flags: object) -> explain
     """None: such a model is not served, or not on so many ranks."""
     args = ServerArgs.from_kwargs(model_path=path, load_format="dummy", tp_size=tp_size, **flags)
     try:
-        found = explain.explain(args, arch_by_name(product), PACKAGES)
+        found = explain.explain(args, arch_by_name(product), PACKAGES, advises=False)
     except UserError:
         return None
     return None if found.not_implemented or found.refused else found

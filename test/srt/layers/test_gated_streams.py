@@ -69,6 +69,7 @@ def embedding(longest: int, taps: int) -> NgramEmbedding:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("longest", [2, 3, 4])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -170,5 +171,6 @@ def test_the_published_table_has_as_many_rows_as_the_checkpoint() -> None:
     assert all(factor % 2 and factor * spec.vocab_size < 1 << 63 for factor in spec.multipliers)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

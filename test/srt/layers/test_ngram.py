@@ -51,6 +51,7 @@ def external(vocab: int, capacity: int, sizes: list[int], longest: int) -> tuple
     return texts.tolist(), [*arrays, torch.tensor([len(order)], dtype=torch.int32)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("longest", [1, 3, 18])
 @pytest.mark.parametrize("vocab", [2, 30, 100_000])
 @pytest.mark.parametrize("sizes", [[], [0], [1], [40, 0, 700]])
@@ -86,6 +87,7 @@ def test_guesses_go_on_with_themselves() -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("corpus", [False, True])
 @pytest.mark.parametrize("vocab", [2, 300])
 @pytest.mark.parametrize(("longest", "count"), [(1, 0), (5, 3), (18, 63)])
@@ -115,5 +117,6 @@ def test_no_requests() -> None:
         assert form.ngram_guesses(history, none, none.int(), none, 4, 7).shape == (0, 7)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

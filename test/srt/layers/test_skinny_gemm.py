@@ -35,6 +35,7 @@ def assert_exact_but_for_rounding(out: torch.Tensor, exact: torch.Tensor, of_sum
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize(("cols", "size"), [(64, 256), (70, 208)])
@@ -148,5 +149,6 @@ def test_dependent_launches_keep_the_order_of_a_graph(rows: int) -> None:
         pdl.enable(False)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

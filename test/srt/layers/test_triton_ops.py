@@ -144,6 +144,7 @@ def test_qk_whole_norm(num_q: int, num_k: int, dtype: torch.dtype) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_tokens", [1, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
@@ -287,5 +288,6 @@ def test_topk_softmax_of_equal_logits_names_distinct_experts() -> None:
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

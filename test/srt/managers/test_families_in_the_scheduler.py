@@ -88,20 +88,13 @@ SIZED_BY_WINDOW = ("inkling",)
 """Models with weights of the window's size."""
 
 
-QUICK = {"gemma3": 16, "llama4": 3, "inkling": 0}
-"""Windows of models that other tests try beside those of Gemma 4 and of Mistral: one size each, in `make test`; 0:
-none."""
-
-
-@pytest.mark.parametrize(
-    ("name", "window"),
-    [
-        pytest.param(name, window, marks=[pytest.mark.thorough] * (QUICK.get(name, window) != window))
-        for name in WINDOWED
-        for window in (1, 3, 16, 40, 300)
-    ],
-)
-def test_windows_and_chunks_of_every_relative_size(name: str, window: int, tmp_path: Path) -> None:
+@pytest.mark.pairs
+@pytest.mark.parametrize(("chunk", "page"), [(1, 1), (16, 4), (17, 1), (-1, 16)])
+@pytest.mark.parametrize("window", [1, 3, 16, 40, 300])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_and_chunks_of_every_relative_size(
+    name: str, window: int, chunk: int, page: int, tmp_path: Path
+) -> None:
     key = WINDOW_KEYS.get(name, "sliding_window")
     save_tiny(name, tmp_path, **({key: window} if name in SIZED_BY_WINDOW else {}))
     path = tmp_path / "config.json"
@@ -110,5 +103,4 @@ def test_windows_and_chunks_of_every_relative_size(name: str, window: int, tmp_p
     path.write_text(json.dumps(config))
     model = reference_of(tmp_path)
     prompts = [prompt(1, 61), prompt(2, 17), prompt(1, 61)[:48] + [3]]
-    for chunk, page in ((1, 1), (16, 4), (17, 1), (-1, 16)):
-        check(model, scheduler(tmp_path, max_total_tokens=1024, chunked_prefill_size=chunk, page_size=page), prompts)
+    check(model, scheduler(tmp_path, max_total_tokens=1024, chunked_prefill_size=chunk, page_size=page), prompts)

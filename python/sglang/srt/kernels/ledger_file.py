@@ -169,6 +169,14 @@ class Ledger:
                 merged.setdefault(key, Row(row.code)).by_target.update(row.by_target)
         return Ledger(merged)
 
+    @functools.cached_property
+    def _of_ops(self) -> dict[str, list[tuple[str, Row]]]:
+        """Op -> key and row of each of its launches."""
+        rows: dict[str, list[tuple[str, Row]]] = {}
+        for (op, key, _), row in self.rows.items():
+            rows.setdefault(op, []).append((key, row))
+        return rows
+
     def measurements(self, need: Need, tile: Tile, arch: ArchTraits) -> Iterator[Measurement]:
         """The measurements of every variant that counts for `need`, for every Triton version."""
         name, target = tile_key(tile), "/" + judged_as(arch)
@@ -193,9 +201,9 @@ class Ledger:
         target, quant = "/" + judged_as(arch), need.quant
         wanted = set() if quant is None else {SAME_LAUNCHES.get(quant, quant)}
         by_widening: dict[bool, list[Measurement]] = {False: [], True: []}
-        for (row_op, key, _), row in self.rows.items():
+        for key, row in self._of_ops.get(need.op, ()):
             pieces = key.split("/")
-            if row_op == need.op and SCHEMES.keys() & set(pieces) == wanted and _launches(need, pieces):
+            if SCHEMES.keys() & set(pieces) == wanted and _launches(need, pieces):
                 measured = [m for name, m in row.by_target.items() if name.endswith(target)]
                 by_widening[WIDENED_TAIL in key] += measured
         widened = "block_scaled_mma" not in arch.features or quant in SAME_LAUNCHES

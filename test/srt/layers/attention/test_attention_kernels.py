@@ -139,6 +139,7 @@ def test_outputs_are_rounded_to_nearest(dtype: torch.dtype) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -315,6 +316,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_sms", [1, 4, 300])
 @pytest.mark.parametrize(
     "lens",
@@ -414,5 +416,6 @@ def test_strided_queries_and_keys() -> None:
     assert not p.q.is_contiguous() and relative_error(run_extend(p), expected) < BF16_BOUND
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

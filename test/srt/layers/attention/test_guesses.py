@@ -194,6 +194,7 @@ def test_the_backend_attends_to_guesses_as_to_prompts() -> None:
         assert relative_error(*outs) < BOUNDS[None]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("most", [2, 4, 9, 16])
 @pytest.mark.parametrize("heads", [(32, 8), (40, 2), (6, 6), (128, 1)], ids=str)
 @pytest.mark.parametrize("batch", [1, 64])
@@ -214,5 +215,6 @@ def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch:
         assert workspace.part_lse.numel() >= rows and workspace.part_o.numel() >= rows * dims[1]
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

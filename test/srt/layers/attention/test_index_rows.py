@@ -24,6 +24,7 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
@@ -86,5 +87,6 @@ def test_packed_latents_lie_together() -> None:
         latent_pack.latent_pack_store(randn(1, 576), torch.zeros(3, 1, 1312, dtype=torch.uint8)[..., :656], randn(1))
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

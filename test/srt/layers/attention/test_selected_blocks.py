@@ -26,6 +26,7 @@ def selection(counts: list[int], tails: list[int], block: int, wide: int) -> Blo
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 1), (8, 2), (40, 2), (2, 2)])
 @pytest.mark.parametrize("block", [2, 4])
@@ -61,5 +62,6 @@ def test_all_blocks_are_dense_attention() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

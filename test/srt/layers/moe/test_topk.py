@@ -176,6 +176,7 @@ SHAPES = [(256, 8, 8, 4), (160, 8, 1, 1), (384, 8, 1, 1), (60, 4, 6, 2), (36, 5,
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize(("experts", "k", "groups", "best"), SHAPES)
@@ -267,5 +268,6 @@ def test_no_tokens() -> None:
     assert weights.shape == ids.shape == (0, 4)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -59,6 +59,7 @@ def test_gives_what_two_launches_give(tokens: int, size: int, form: RowForm) -> 
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("tokens", [2, 5])
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "int8_channel"])
 @pytest.mark.parametrize("form", FORMS)
@@ -117,5 +118,6 @@ def test_norms_quantize_for_blocks_that_take_it(form: RowForm | None) -> None:
         assert isinstance(join.before(stream), QuantizedRows) == (form is not None and tokens == 3)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -96,6 +96,7 @@ def assert_close(
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("arch", [WIDENS, NATIVE], ids=["widens", "native"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [1, 40])
@@ -117,6 +118,7 @@ def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["int4_g32", "int4_g64", "int4_g128"])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("mean", [0.0, 1.0])
@@ -254,5 +256,6 @@ def test_products_of_few_columns_leave_no_sm_idle() -> None:
     assert tile_for("planes", 1792)["BLOCK_N"] == 128, "whose narrow tile widens weights twice"
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -83,6 +83,7 @@ def test_nvfp4(shape: tuple[int, int], factor: float) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(("name", "largest"), [("fp8_tensor", 448.0), ("nvfp4", 448.0 * 6.0)])
@@ -161,5 +162,6 @@ def test_rows_may_be_strided_and_none_is_fine() -> None:
         assert empty.shape == (0, 128)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

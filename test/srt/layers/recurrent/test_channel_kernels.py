@@ -47,6 +47,7 @@ def test_lengths(kind: str, lens: tuple[int, ...], prefixes: tuple[int, ...]) ->
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", ["none", "some", "strong"])
 @pytest.mark.parametrize("repeated", [False, True])
@@ -123,6 +124,7 @@ def test_a_cut_at_a_chunk_changes_no_bit() -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_sms", [1, 10_000])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -184,5 +186,6 @@ def test_published_shapes(kind: str, length: int, heads: int, decay: str) -> Non
     assert relative(states, expected_states) < 2e-2
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -41,6 +41,7 @@ def ragged(lead: int = 0) -> dict[str, torch.Tensor]:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("norm_heads", "head_dim", "channels"), [(0, 0, 200), NORMED])
@@ -99,6 +100,7 @@ def test_a_prompt_in_pieces_is_the_prompt() -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("tokens", "groups", "size"), [(1, 4, 128), (3, 2, 100), (700, 3, 128), (2, 2, 1024)])
@@ -134,5 +136,6 @@ def test_nothing_to_do() -> None:
     assert gated_norm.gated_rmsnorm(x.view(0, 1, 64), x, randn(64), 1e-5).shape == (0, 64)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

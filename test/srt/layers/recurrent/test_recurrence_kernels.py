@@ -40,6 +40,7 @@ def test_lengths(kind: str, lens: tuple[int, ...], prefixes: tuple[int, ...]) ->
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", ["none", "some", "strong"])
 @pytest.mark.parametrize("repeated", [False, True])
@@ -53,6 +54,7 @@ def test_decays_and_repeated_keys(kind: str, decay: str, repeated: bool) -> None
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "dims"), [((2, 4), (24, 40)), ((2, 2), (128, 64)), ((1, 2), (64, 128))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -100,6 +102,7 @@ def test_a_cut_at_a_chunk_changes_no_bit(kind: str) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_sms", [1, 10_000])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -150,5 +153,6 @@ def test_published_shapes(kind: str, length: int, heads: tuple[int, int], dims: 
     assert relative(states, expected_states) < 2e-2
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)
