@@ -144,12 +144,12 @@ def test_digits_of_the_matrix_are_kept() -> None:
 
 @interpreter.kernel_test
 def test_a_token_does_not_depend_on_the_others() -> None:
-    """Bit by bit, within a way of computing."""
+    """Bit by bit on a GPU, within a way of computing."""
     given = problem(40, 4, 128)
     streams, x, placement = joined(kernels.hyper_connection, given)
     some = given | {name: given[name][7:9].clone() for name in ("streams", "out", "placement")}
     for got, want in zip(joined(kernels.hyper_connection, some), (streams, x, placement), strict=True):
-        assert torch.equal(got, want[7:9])
+        torch.testing.assert_close(got, want[7:9], **interpreter.SAME_BITS)
 
 
 @interpreter.kernel_test
