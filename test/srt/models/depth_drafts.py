@@ -1,5 +1,5 @@
-"""Models with a draft layer for each depth, written as MiMo-V2, Step and Inkling publish them, and what they guess: whole
-sequences in transformers' layers, no cache."""
+"""Models with a draft layer for each depth, written as MiMo-V2, Step and Inkling publish them, and what they guess:
+whole sequences in transformers' layers, no cache."""
 
 from __future__ import annotations
 

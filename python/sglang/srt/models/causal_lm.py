@@ -66,6 +66,7 @@ from sglang.srt.plan.shared_sparse import SharedSparse
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.mem_cache.memory_pool import CacheStore
+    from sglang.srt.plan.model_description import ModelDescription
     from sglang.srt.plan.plan import Plan
 
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
