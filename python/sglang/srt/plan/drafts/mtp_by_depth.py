@@ -93,10 +93,9 @@ def _own_keys(keys: ConfigReader, form: MtpForm) -> ConfigReader:
     """Returns the keys of the draft's layers: those of the config, and of its object for these alone."""
     if not form.section:
         return keys
-    alike = {own: keys.values[key] for key, own in form.spellings.items() if keys.values.get(key) is not None}
+    beside = {usual: keys.values[key] for key, usual in form.spellings.items() if keys.values.get(key) is not None}
     unsaid = dict.fromkeys(form.spellings.values())  # what the config says of the model's layers
-    own = keys.default(form.section, dict, {})
-    return ConfigReader({**keys.values, **unsaid, **alike, **own}, keys.source)
+    return ConfigReader({**keys.values, **unsaid, **beside, **keys.default(form.section, dict, {})}, keys.source)
 
 
 def _depths(config: DraftConfig, keys: ConfigReader, target: ModelDescription, form: MtpForm) -> int:
