@@ -1,11 +1,11 @@
-"""Models with a draft layer for each depth, written as MiMo-V2 and Step publish them, and what they guess: whole
-sequences in transformers' layers, no cache."""
+"""Models with a draft layer for each depth, written as MiMo-V2, Step and Inkling publish them, and what they guess:
+whole sequences in transformers' layers, no cache."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ HIDDEN, DEPTHS = SIZES["hidden_size"], 3
 @dataclass(frozen=True)
 class ByDepthForm:
     """`at`: where the names of depth {i} begin, {layer} being its number behind the target's layers; `norm`: the name
-    of its last norm; `renamed`: pieces of names in transformers' layers, and those in place of them. `lists`: keys of
-    the config with an entry for each layer, and the one of a draft's; `keys`: others."""
+    of its last norm, empty: it has none; `renamed`: pieces of names in transformers' layers, and those in place of
+    them. `lists`: keys of the config with an entry for each layer, and the one of a draft's; `more`: others of the
+    model with the draft's layers behind its own; `keys`: what the text's config says of drafts, `outer`: what that of
+    the whole says. `block`: where the names of the decoder layer begin below `at`; `names`: of the projection and the
+    norms before it. `windows`: which depths have one."""
 
     at: str
     norm: str
@@ -33,6 +36,14 @@ class ByDepthForm:
     keys: Mapping[str, Any]
     chained: bool = False
     ignored: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    block: str = ""
+    names: tuple[str, str, str] = ("eh_proj", "enorm", "hnorm")
+    windows: tuple[int, ...] = tuple(range(DEPTHS))
+    final_features: bool = False
+    hidden_first: bool = False
+    centred: bool = False
 
 
 DEPTH_FORMS = {
@@ -52,6 +63,22 @@ DEPTH_FORMS = {
         {"num_nextn_predict_layers": DEPTHS},
         chained=True,
         ignored=("transformer.shared_head.output.weight",),
+        centred=True,
+    ),
+    "inkling": ByDepthForm(
+        "model.mtp.layers.{i}.",
+        "",
+        {},
+        {"mlp_layer_types": "dense"},
+        {},
+        chained=True,
+        more={"local_layer_ids": [0, 2, 4, 6]},
+        outer={"mtp_config": {"num_nextn_predict_layers": DEPTHS, "local_layer_ids": [0, 2]}},
+        block="transformer_block.",
+        names=("input_proj", "embed_norm", "hidden_norm"),
+        windows=(0, 2),
+        final_features=True,
+        hidden_first=True,
     ),
 }
 
@@ -59,43 +86,47 @@ DEPTH_FORMS = {
 @dataclass
 class DepthReference:
     """Guesses of one layer after the other. Layer d computes row i of token i + 1 + d and of features i: the target's
-    stream behind its last layer, or chained that of the layer before."""
+    stream behind its last layer, or its final hidden states, or chained the stream of the layer before."""
 
     w: Tensors
     target: Target
     layers: Sequence[Any]
     prefixes: Sequence[str]
-    norm_name: str
-    chained: bool
+    form: ByDepthForm
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
-        streams, _ = self.target.streams(tokens[:-1])
-        features, known, given = streams[-1], list(tokens), []
+        streams, hidden = self.target.streams(tokens[:-1])
+        features, known, given = hidden if self.form.final_features else streams[-1], list(tokens), []
         for depth in range(count):
             state = self._rows(depth, known[1 + depth :], features)
-            given.append(self.target.logits(self._norm(self._named(depth, self.norm_name), state[-1])))
+            last = self._norm(self._named(depth, self.form.norm), state[-1]) if self.form.norm else state[-1]
+            given.append(self.target.logits(last))
             known.append(int(given[-1].argmax()))
-            features = state if self.chained else features
+            features = state if self.form.chained else features
         return torch.stack(given)
 
     def _rows(self, depth: int, ids: Sequence[int], features: Tensor) -> Tensor:
-        embedded = self._norm(self._named(depth, "enorm"), self.target.embedded(ids))
-        joined = torch.cat((embedded, self._norm(self._named(depth, "hnorm"), features)), dim=-1)
-        x = (joined @ self._named(depth, "eh_proj").T)[None]
+        projection, embedding_norm, hidden_norm = self.form.names
+        embedded = self._norm(self._named(depth, embedding_norm), self.target.embedded(ids))
+        pair = (embedded, self._norm(self._named(depth, hidden_norm), features))
+        joined = torch.cat(pair[::-1] if self.form.hidden_first else pair, dim=-1)
+        x = (joined @ self._named(depth, projection).T)[None]
         decoder = self.target.model.get_decoder()
         row = torch.arange(len(ids))
-        seen = (row[:, None] >= row) & (row[:, None] - row < decoder.config.sliding_window)
+        window = decoder.config.sliding_window if depth in self.form.windows else len(ids)
+        seen = (row[:, None] >= row) & (row[:, None] - row < window)
         mask = torch.zeros(len(ids), len(ids)).masked_fill(~seen, -torch.inf)[None, None]
-        turned = decoder.rotary_emb(x, row[None], "sliding_attention")
-        out = self.layers[depth](x, attention_mask=mask, position_ids=row[None], position_embeddings=turned)
+        rotary = getattr(decoder, "rotary_emb", None)
+        turned = {} if rotary is None else {"position_embeddings": rotary(x, row[None], "sliding_attention")}
+        out = self.layers[depth](x, attention_mask=mask, position_ids=row[None], **turned)
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     def _named(self, depth: int, name: str) -> Tensor:
         return self.w[f"{self.prefixes[depth]}{name}.weight"]
 
     def _norm(self, weight: Tensor, rows: Tensor) -> Tensor:
-        centre = 1.0 if self.chained else 0.0  # Step stores weights of norms minus 1
+        centre = 1.0 if self.form.centred else 0.0  # Step stores weights of norms minus 1
         eps = self.target.model.get_decoder().config.rms_norm_eps
         return rows * (rows.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (weight + centre)
 
@@ -107,10 +138,10 @@ def build_depths(name: str, folder: Path) -> DepthReference:
     more: dict[str, Any] = {
         key: [*changes[key], *[value] * DEPTHS] for key, value in form.lists.items() if key in changes
     }
-    whole, target = hf_model(name, num_hidden_layers=total + DEPTHS, **more), hf_model(name)
+    whole, target = hf_model(name, num_hidden_layers=total + DEPTHS, **more, **form.more), hf_model(name)
     target.load_state_dict({k: v for k, v in whole.state_dict().items() if k in target.state_dict()})
-    whole.save_pretrained(folder / "whole")
-    target.save_pretrained(folder)
+    getattr(whole, "whole", whole).save_pretrained(folder / "whole")
+    getattr(target, "whole", target).save_pretrained(folder)
     tensors, stored = load_file(folder / "whole" / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(6)
     prefixes = [form.at.format(i=i, layer=total + i) for i in range(DEPTHS)]
@@ -120,15 +151,17 @@ def build_depths(name: str, folder: Path) -> DepthReference:
                 short = key.split(f".layers.{total + i}.")[1]
                 for piece, published in form.renamed.items():
                     short = short.replace(piece, published)
-                stored[prefix + short] = tensor
-        stored[f"{prefix}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.15
-        for norm in ("enorm", "hnorm", form.norm):
-            weight = torch.rand(HIDDEN, generator=generator) + (-0.5 if form.chained else 0.5)
+                stored[prefix + form.block + short] = tensor
+        projection, *norms = form.names
+        stored[f"{prefix}{projection}.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.15
+        for norm in filter(None, (*norms, form.norm)):
+            weight = torch.rand(HIDDEN, generator=generator) + (-0.5 if form.centred else 0.5)
             stored[f"{prefix}{norm}.weight"] = weight
         stored |= {prefix + copy: torch.zeros(SIZES["vocab_size"], HIDDEN) for copy in form.ignored}  # never read
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config.get("text_config", config).update(form.keys)
+    config.update(form.outer)
     (folder / "config.json").write_text(json.dumps(config))
     layers = whole.get_decoder().layers[total:]
-    return DepthReference(stored, Target(target), layers, prefixes, form.norm, form.chained)
+    return DepthReference(stored, Target(target), layers, prefixes, form)

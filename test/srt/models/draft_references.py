@@ -72,10 +72,13 @@ class Target:
         return outputs, hidden
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
-        return self.model.get_input_embeddings().weight[torch.tensor(list(tokens))]
+        rows = self.model.get_input_embeddings().weight[torch.tensor(list(tokens))]
+        norm = getattr(self.model.get_decoder(), "embed_norm", None)
+        return rows if norm is None else norm(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.model.get_output_embeddings().weight.T
+        rows = getattr(self.model.config, "unpadded_vocab_size", None)
+        return hidden @ self.model.get_output_embeddings().weight[:rows].T
 
 
 Rows = Callable[[Sequence[int], Tensor], Tensor]

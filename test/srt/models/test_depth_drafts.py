@@ -1,4 +1,5 @@
-"""Checkpoints with a draft layer for each depth, as MiMo-V2 and Step publish them: which are read, and what is refused.
+"""Checkpoints with a draft layer for each depth, as MiMo-V2, Step and Inkling publish them: which are read, and what is
+refused.
 What the layers guess is compared in `speculative/test_draft_chain.py`."""
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.model_loader.loader import filled_draft, load_model
 from sglang.srt.plan.caches import row_tables
-from sglang.srt.plan.layer_spec import Window
+from sglang.srt.plan.layer_spec import Serving, Window
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 
-from .depth_drafts import DEPTH_FORMS, build_depths
+from .depth_drafts import DEPTH_FORMS, ByDepthForm, build_depths
 from .draft_harness import PlanWithDraft
 from .harness import plan_for, save_tiny
 
 Tensors = dict[str, torch.Tensor]
+SERVING = Serving("bfloat16", "bfloat16")
 
 
 def planned(folder: Path, guesses: int = 3, **args: Any) -> PlanWithDraft:
@@ -47,7 +49,7 @@ def test_as_many_layers_as_guesses_are_held_and_counted(name: str, guesses: int,
     build_depths(name, tmp_path)
     plan = planned(tmp_path, guesses)
     draft = filled_draft(plan, load_model(plan))  # type: ignore[arg-type]
-    assert len(draft.caches) == guesses == plan.draft.num_layers
+    assert len({cache.layer_id for cache in draft.caches}) == guesses == plan.draft.num_layers
     held = sum(param.tensor.nbytes for loadable, _ in draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32"), "the plan counts other bytes than the draft allocates"
 
@@ -56,32 +58,35 @@ def test_as_many_layers_as_guesses_are_held_and_counted(name: str, guesses: int,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, at: t.pop(at(1) + "hnorm.weight"), "lacks weights of the model: {1}hnorm"),
-        (lambda t, at: t.update({at(2) + "surprise.weight": torch.ones(2)}), "does not have: {2}surprise"),
+        (lambda t, at, form: t.pop(f"{at(1)}{form.names[2]}.weight"), "lacks weights of the model: {1}{hidden_norm}"),
+        (lambda t, at, form: t.update({at(2) + "surprise.weight": torch.ones(2)}), "does not have: {2}surprise"),
         (
-            lambda t, at: t.update({at(2) + "eh_proj.weight": torch.ones(64, 64)}),
-            r"tensor {2}eh_proj.weight has shape \[64, 64\], but config.json calls for \[64, 128\]",
+            lambda t, at, form: t.update({f"{at(2)}{form.names[0]}.weight": torch.ones(64, 64)}),
+            r"tensor {2}{projection}.weight has shape \[64, 64\], but config.json calls for \[64, 128\]",
         ),
         (
-            lambda t, at: [t.pop(key) for key in list(t) if key.startswith(at(1))],
+            lambda t, at, form: [t.pop(key) for key in list(t) if key.startswith(at(1))],
             "has the draft layers .* not all from",
         ),
         (
-            lambda t, at: [t.pop(key) for i in range(3) for key in list(t) if key.startswith(at(i))],
+            lambda t, at, form: [t.pop(key) for i in range(3) for key in list(t) if key.startswith(at(i))],
             "has no tensors at {0}.* no layers for multi-token prediction",
         ),
     ],
 )
 def test_tensors_that_do_not_fit(
-    name: str, change: Callable[[Tensors, Callable[[int], str]], object], message: str, tmp_path: Path
+    name: str, change: Callable[[Tensors, Callable[[int], str], ByDepthForm], object], message: str, tmp_path: Path
 ) -> None:
+    form = DEPTH_FORMS[name]
+
     def at(depth: int) -> str:
-        return DEPTH_FORMS[name].at.format(i=depth, layer=depth + 4)
+        return form.at.format(i=depth, layer=depth + 4)
 
     build_depths(name, tmp_path)
-    change_tensors(tmp_path, lambda tensors: change(tensors, at))
+    change_tensors(tmp_path, lambda tensors: change(tensors, at, form))
     for depth in range(3):
         message = message.replace(f"{{{depth}}}", at(depth) if "no tensors" not in message else at(depth)[:17])
+    message = message.replace("{projection}", form.names[0]).replace("{hidden_norm}", form.names[2])
     with pytest.raises(UserError, match=message):
         plan = planned(tmp_path)
         filled_draft(plan, load_model(plan))  # type: ignore[arg-type]
@@ -102,6 +107,42 @@ def test_more_guesses_than_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="drafts with 2 layers, .* --speculative-num-steps 2 or fewer"):
         _ = planned(tmp_path).draft
     assert planned(tmp_path, 2).draft.num_layers == 2
+
+
+def change_config(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize("said", ["published", "as transformers says it", "not said"])
+def test_what_configs_say_of_inklings_depths(said: str, tmp_path: Path) -> None:
+    """An object of their own, or keys of the text: which depths have windows, which the model's layers with such ones
+    do not decide."""
+    build_depths("inkling", tmp_path)
+    local = {"local_layer_ids": [0, 2]}
+    if said != "published":
+        text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+        more = {"num_mtp_layers": 3, "mtp_local_layer_ids": local["local_layer_ids"]} if "transformers" in said else {}
+        change_config(tmp_path, mtp_config=None, text_config=text | local | more)
+    plan = planned(tmp_path, 2)
+    description = plan.draft.description
+    mixers = [layer.mixer for layer in description.model.layers]
+    assert [mixer.window for mixer in mixers] == ([0, 0] if said == "not said" else [12, 0])
+    assert [mixer.bias_extent for mixer in mixers] == ([20, 20] if said == "not said" else [12, 20])
+    assert description.captures == () and description.form.final_features
+    assert description.tails == 0, "they are states"
+    caches = [{cache.name: cache for cache in layer.caches(SERVING)} for layer in description.model.layers]
+    assert ["draft_rows" in each for each in caches] == [False, True]
+    for each in caches:
+        rows = [tensor.shape[0] for name in ("kv_rows", "block_rows") for tensor in each[name].tensors]
+        assert rows == [3 + 2] * 3, "those of two guesses more"
+
+
+def test_another_chain_of_inklings_is_refused(tmp_path: Path) -> None:
+    build_depths("inkling", tmp_path)
+    change_config(tmp_path, mtp_config={"num_nextn_predict_layers": 3, "chain_hidden_post_norm": True})
+    with pytest.raises(UserError, match="chain_hidden_post_norm = True is not computed for drafts"):
+        _ = planned(tmp_path).draft
 
 
 def test_a_config_that_says_there_are_none(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ ENGRAM_DIM, ENGRAM_HIDDEN, ENGRAM_LONGEST = 256, 5120, 4
 
 STREAMS, HIDDEN, RANK = 4, 2560, 320
 LONGEST, ROW_DIM, TAPS = 3, 160, 4
+USUAL_GUESSES = 3
+"""Guesses of a step where no flag says how many."""
 BLOCK_TOKENS = 4
 """Sizes of Qwen3.8-Flash-Next."""
 
@@ -109,13 +111,15 @@ def _ngrams() -> Iterator[Variant]:
 
 
 def _convolutions() -> Iterator[Variant]:
+    """Of a model, and of a draft whose rows are computed again."""
     op, launch = "short_convolution", short_convolution.LAUNCH
-    yield _of(
-        op, "convolve", short_convolution.convolve_kernel, {"TAPS": TAPS}, launch, ("width", "out_stride"),
-        kept="*bf16", weight="*bf16",
-    )  # fmt: skip
-    kernel, rows = ngram_embedding.keep_last_kernel, {"SIZE": TAPS - 1}
-    yield _of(op, "keep", kernel, rows, ngram_embedding.LAUNCH, ("width",), new="*bf16", kept="*bf16")
+    for name, kept in (("", TAPS - 1), ("/drafts", TAPS - 1 + USUAL_GUESSES)):
+        yield _of(
+            op, f"convolve{name}", short_convolution.convolve_kernel, {"TAPS": TAPS, "KEPT": kept}, launch,
+            ("width", "out_stride"), kept="*bf16", weight="*bf16",
+        )  # fmt: skip
+        kernel, rows = ngram_embedding.keep_last_kernel, {"SIZE": kept}
+        yield _of(op, f"keep{name}", kernel, rows, ngram_embedding.LAUNCH, ("width",), new="*bf16", kept="*bf16")
 
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:

@@ -16,8 +16,7 @@ def convolve(
     rows: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, out: torch.Tensor
 ) -> None:
     """rows [T, C] -> out [T, C]: rows plus their causal convolution by weight [C, taps], channel by channel. kept
-    [requests, taps - 1, C]: rows of the last taps - 1 tokens of each request before the step, of position p at
-    p % (taps - 1)."""
+    [requests, R, C]: rows of the last R >= taps - 1 tokens of each request before the step, of position p at p % R."""
     taps, factors = weight.shape[1], wide(weight)
     total, zero = wide(rows) * (1.0 + factors[:, -1]), rows.new_zeros(())
     for tap in range(1, taps):

@@ -66,6 +66,7 @@ from sglang.srt.plan.shared_sparse import SharedSparse
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.mem_cache.memory_pool import CacheStore
+    from sglang.srt.plan.model_description import ModelDescription
     from sglang.srt.plan.plan import Plan
 
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
@@ -213,6 +214,22 @@ def build_block(scope: Scope, spec: object, site: Site) -> Any:
     return kind.build(scope.sub(kind.name), spec, site)
 
 
+def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbedding:
+    """Returns the embedding of the model, with the norm that some have behind it."""
+    normed = model.normed_embedding or model.embedding_norm
+    embedding = VocabParallelEmbedding(
+        scope.sub("embed"),
+        model.vocab_size,
+        model.hidden_size,
+        model.embedding_scale,
+        model.norm_eps if normed else None,
+        model.stored_vocab_size,
+    )
+    if model.embedding_norm:
+        embedding.multiply_by(scope.sub("embed_norm"))
+    return embedding
+
+
 class CausalLM:
     """Allocates its parameters when constructed; the loader fills `params`, the runner's pools `caches`.
 
@@ -257,16 +274,7 @@ class CausalLM:
         self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
         self.embed: VocabParallelEmbedding | None = None
         if model.has_embedding:
-            self.embed = VocabParallelEmbedding(
-                scope.sub("embed"),
-                model.vocab_size,
-                model.hidden_size,
-                model.embedding_scale,
-                model.norm_eps if model.normed_embedding or model.embedding_norm else None,
-                model.stored_vocab_size,
-            )
-            if model.embedding_norm:
-                self.embed.multiply_by(scope.sub("embed_norm"))
+            self.embed = embedding_of(scope, model)
         inputs = model.per_layer_inputs
         self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
         rotary = RotaryTables(plan.context_len, scope.device)

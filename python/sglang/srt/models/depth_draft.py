@@ -9,25 +9,34 @@ import torch
 
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.plan.drafts.description import ByDepth
+from sglang.srt.plan.layer_spec import DRAFT_ROWS
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 class DepthDraft:
-    """Features and states are residual streams [T, H], before any final norm."""
+    """Features and states are residual streams [T, H], before any final norm; or those of the first depth are the
+    target's final hidden states.
+
+    `keeps_states`: as in ByDepth; `tails` are then the caches DRAFT_ROWS of all layers but the first."""
 
     def __init__(self, parts: DraftParts, form: ByDepth) -> None:
-        self.parts, self.chained = parts, form.chained
+        self.parts, self.chained, self.final_features = parts, form.chained, form.final_features
         self.captures, self.caches = parts.draft.captures, parts.caches
         self.hidden_size, self.dtype = parts.model.hidden_size, parts.scope.dtype
-        self.depths = [Depth(parts, i) for i in range(form.depths)]
+        self.depths = [Depth(parts, form, i) for i in range(form.depths)]
+        self.keeps_states = form.keeps_states
+        layers = range(1, form.depths if form.keeps_states else 1)
+        self.tails = [parts.scope.cache(i, DRAFT_ROWS) for i in layers]
 
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
     def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the features [T, H] of the first depth, made of the target's step."""
+        if self.final_features:
+            return hidden
         (stream,) = captured
         return stream
 
@@ -37,23 +46,24 @@ class DepthDraft:
 
     def logits(self, depth: int, state: torch.Tensor) -> torch.Tensor:
         """Returns logits, [R, H] -> [R, V] fp32 on every rank."""
-        return self.parts.head(self.depths[depth].norm(state, None)[0])
+        norm = self.depths[depth].norm
+        return self.parts.head(state if norm is None else norm(state, None)[0])
 
 
 class Depth:
     """The layer of one depth, with what stands before and behind it."""
 
-    def __init__(self, parts: DraftParts, i: int) -> None:
-        self.parts = parts
+    def __init__(self, parts: DraftParts, form: ByDepth, i: int) -> None:
+        self.parts, self.hidden_first = parts, form.hidden_first
         self.norms = (parts.norm(f"embedding_norm.{i}"), parts.norm(f"hidden_norm.{i}"))
         self.fc = parts.projection(2 * parts.model.hidden_size, name=f"fc.{i}")
         self.layer = parts.layer(i)
-        self.norm = parts.norm(f"norm.{i}")
+        self.norm = parts.norm(f"norm.{i}") if form.depth_norms else None
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         embedding_norm, hidden_norm = self.norms
-        embedded = embedding_norm(self.parts.embedded(batch), None)[0]
-        joined = torch.cat((embedded, hidden_norm(features, None)[0]), dim=-1)
+        pair = (embedding_norm(self.parts.embedded(batch), None)[0], hidden_norm(features, None)[0])
+        joined = torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1)
         stream = self.parts.residual.begin(self.fc(joined))
         self.layer(stream, batch)
         return stream.summed()

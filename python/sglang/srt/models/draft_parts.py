@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.models.causal_lm import RESIDUALS, Around, CausalLM, DecoderLayer
+from sglang.srt.models.causal_lm import RESIDUALS, Around, CausalLM, DecoderLayer, embedding_of
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -193,9 +193,7 @@ class CopiedEmbedding:
         self.params: dict[str, Param] = {}
         self.finish: list[Callable[[], None]] = []
         model, scope = target.description, replace(scope, weights=target.weights, params=self.params)
-        self.embedding = VocabParallelEmbedding(
-            scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
-        )
+        self.embedding = embedding_of(scope, model)
 
     def ignored_weight(self, name: str) -> bool:
         return True

@@ -243,14 +243,19 @@ def shared_out(cache: CacheSpec, token_ranks: int) -> CacheSpec:
 @dataclass(frozen=True, slots=True)
 class ShortConvolution:
     """x + a causal convolution of x over `taps` tokens, channel by channel (Inkling). A request keeps what came in of
-    its last taps - 1 tokens."""
+    its last `kept` tokens: taps - 1, and `kept_longer` more where tokens may be computed again (drafts that lag)."""
 
     taps: int
     channels: int
+    kept_longer: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.taps - 1 + self.kept_longer
 
     def rows(self, name: str, dtype: str) -> CacheTensor:
-        """Returns what a request keeps, of position p at p % (taps - 1)."""
-        return CacheTensor(name, (self.taps - 1, self.channels), dtype)
+        """Returns what a request keeps, of position p at p % kept."""
+        return CacheTensor(name, (self.kept, self.channels), dtype)
 
     def weights(self) -> Elements:
         return Elements(self.taps * self.channels)
@@ -459,11 +464,15 @@ ABSENT = Absent()
 
 BLOCK_ROWS = "block_rows"
 """Name of the cache of a layer whose blocks' outputs are convolved: tensors "mixer" and "ffn"."""
+DRAFT_ROWS = "draft_rows"
+"""Name of the cache of a draft's layer with features of a request, in the tensor "tail": see
+`speculative.draft_depths`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`convolution`: of what the mixer and the feed-forward block make, each with weights and a state of its own."""
+    """`convolution`: of what the mixer and the feed-forward block make, each with weights and a state of its own.
+    `tail`: elements of the features in DRAFT_ROWS, which layers of a draft have where requests have states."""
 
     mixer: Mixer
     ffn: FeedForward
@@ -471,6 +480,7 @@ class LayerSpec:
     inputs: FeedForward = ABSENT
     ngrams: NgramBlock = ABSENT
     convolution: ShortConvolution | None = None
+    tail: int = 0
 
     @property
     def elsewhere(self) -> bool:
@@ -488,8 +498,10 @@ class LayerSpec:
 
     def _convolved(self, serving: Serving) -> Iterator[CacheSpec]:
         if self.convolution is not None:
-            rows = (self.convolution.rows(block, serving.dtype) for block in ("mixer", "ffn"))
-            yield CacheSpec(BLOCK_ROWS, tuple(rows), lifetime=PER_REQUEST)
+            rows = tuple(self.convolution.rows(block, serving.dtype) for block in ("mixer", "ffn"))
+            yield CacheSpec(BLOCK_ROWS, rows, lifetime=PER_REQUEST)
+        if self.tail:
+            yield CacheSpec(DRAFT_ROWS, (CacheTensor("tail", (self.tail,), serving.dtype),), lifetime=PER_REQUEST)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the layer's blocks."""

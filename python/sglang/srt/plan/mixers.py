@@ -67,7 +67,8 @@ class GQA:
     queries at position p are multiplied by 1 + query_growth * ln(1 + floor((p + query_offset) / query_length)).
     With `smooth_growth` it is 1 + query_growth * ln((p + query_offset) / query_length), from where that is more than 1.
     `stripes` > 0: the checkpoint has q, k and v as one tensor, as `fused_rows` says.
-    `conv_taps` > 0: k and v are convolved over so many tokens (`ShortConvolution`), before the norm of k.
+    `conv_taps` > 0: k and v are convolved over so many tokens (`ShortConvolution`), before the norm of k;
+    `conv_kept_longer`: as there.
     `bias_extent` > 0: a query's products with the keys at each distance below it get a bias of that distance, which
     `bias_dims` numbers of each head and token make, by learned profiles; it grows as queries do.
     """
@@ -110,6 +111,7 @@ class GQA:
     smooth_growth: bool = False
     stripes: int = 0
     conv_taps: int = 0
+    conv_kept_longer: int = 0
     bias_dims: int = 0
     bias_extent: int = 0
 
@@ -252,7 +254,7 @@ class GQA:
     def convolution(self, tp_size: int) -> ShortConvolution:
         """Returns the convolution of a rank's k and v, whose channels follow one another."""
         channels = self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
-        return ShortConvolution(self.conv_taps, channels)
+        return ShortConvolution(self.conv_taps, channels, self.conv_kept_longer)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         """The rows of a block have the keys of the same tokens, so their heads are those of one row."""

@@ -1,4 +1,4 @@
-"""Guesses of a draft with a layer for each depth: MiMo-V2's and Step's layers for multi-token prediction.
+"""Guesses of a draft with a layer for each depth: MiMo-V2's, Step's and Inkling's layers for multi-token prediction.
 
     depth 0    row i   token i + 1, features i    -> guess of token i + 2
     depth d    row i   token i + 1 + d            -> guess of token i + 2 + d
@@ -10,7 +10,8 @@ further back in each step; the last such row of the step before is kept for each
 
 A request whose first computed row is f (behind a cached prefix, or 0) has features from there on only. Until it has as
 many as a depth lags, the rows of this depth begin at f, and those at the end of a run, whose tokens are unknown, are
-computed of any and written over later: rows see only what lies before them.
+computed of any and written over later: rows see only what lies before them. Where requests have states, which are kept
+from position 0 on, features are copied with them, and a request goes on where another one stood.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests, compressed_step
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import requests_of_tokens
 from sglang.srt.models.depth_draft import DepthDraft
@@ -36,15 +38,21 @@ class DraftDepths:
         self.num_depths = self.next_tokens_read = len(model.depths)
         # Nothing is kept behind the computed tokens; the stages before the last one plan as for other chains.
         self.tokens_ahead = num_tokens - 2
-        shape = (self.num_depths - 1, max_requests + 1, model.hidden_size)
-        self.tails = torch.zeros(shape, dtype=model.dtype, device=device)
-        """What depth d + 1 reads at the first row of the next step, by request slot."""
+        shape = (0 if model.keeps_states else self.num_depths - 1, max_requests + 1, model.hidden_size)
+        self._tails = torch.zeros(shape, dtype=model.dtype, device=device)
         self.first = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
         """First position of each request slot with features; -1: nothing was computed yet."""
 
+    @property
+    def tails(self) -> list[torch.Tensor]:
+        """Of each depth but the last, what the next one reads at the first row of the next step, [slots, H] by request
+        slot."""
+        return [store["tail"] for store in self.model.tails] if self.model.keeps_states else [*self._tails]
+
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         """Forgets the features of the slot's last request, in the order of the stream."""
-        self.first[slot] = -1
+        if not self.model.keeps_states:
+            self.first[slot] = -1
 
     def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
         """Computes the guesses. All depths compute the rows of the step, whatever num_guesses is: later guesses read
@@ -97,6 +105,8 @@ class DraftDepths:
             behind = (row + missing[runs.row_slots]).clamp(max=len(row) - 1)
             batch = step.build_lagging(step.next_ids[behind], runs.row_slots, lag)
             batch.embedding_rows = None if images is None else images.at(behind)
+            if self.model.keeps_states:
+                batch.compressed = lagging_step(step.batch, batch.positions, runs.row_slots, lag)
             state = self.model.compute(depth, batch, features)
             first_state = first_state if depth else state
             features = state if self.model.chained else features
@@ -109,6 +119,17 @@ class DraftDepths:
         result = torch.zeros_like(self.first)
         result[slots] = values.to(torch.int32)
         return result
+
+
+def lagging_step(
+    batch: ForwardBatch, positions: torch.Tensor, row_slots: torch.Tensor, lag: torch.Tensor
+) -> CompressedStep:
+    """Returns what layers with states read of a batch whose rows are those of `batch` at earlier positions [T], as
+    `BuildLagging` says. Rows of request slot 0 belong to nobody."""
+    step, back = compressed_step(batch), lag[row_slots]
+    firsts = torch.where(row_slots > 0, step.requests.firsts - back, positions)
+    stops = torch.where(row_slots > 0, step.requests.stops - back, positions + 1)
+    return CompressedStep(TokenRequests(row_slots, positions, firsts, stops), step.longest)
 
 
 @dataclass(frozen=True, slots=True)

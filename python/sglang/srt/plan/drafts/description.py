@@ -83,20 +83,29 @@ class ByStream:
 class ByDepth:
     """A draft of several layers for multi-token prediction (arXiv 2412.19437, section 2.2), each with a projection and
     norms of its own: that of depth d guesses the token d + 2 positions behind a row, from the token before it and
-    features of the row. Features are the target's residual stream behind its last layer; with `chained` those of the
-    depths behind the first are the stream behind the layer before. `wide_norms`: weights of norms are kept in fp32.
+    features of the row. Features are the target's residual stream behind its last layer, or with `final_features` its
+    final hidden states; with `chained` those of the depths behind the first are the stream behind the layer before.
+    `hidden_first`: as in Projected. `depth_norms`: each depth has a norm before the output head. `wide_norms`: weights
+    of norms are kept in fp32. `keeps_states`: a request has states, and among them the features that it goes on from.
     """
 
     depths: int
     chained: bool = False
+    final_features: bool = False
+    hidden_first: bool = False
+    depth_norms: bool = True
     wide_norms: bool = False
+    keeps_states: bool = False
 
-    num_captures = 1
-    final_norm = False  # each depth has one
+    final_norm = False
     reads_streams = False
 
+    @property
+    def num_captures(self) -> int:
+        return 0 if self.final_features else 1
+
     def weights(self, hidden_size: int) -> Weights:
-        norms = Elements(3 * hidden_size, "float32" if self.wide_norms else None)
+        norms = Elements((2 + self.depth_norms) * hidden_size, "float32" if self.wide_norms else None)
         one = (Matrix("fc", ("",), hidden_size, 2 * hidden_size, quantized=False), norms)
         return one * self.depths
 
@@ -248,8 +257,8 @@ class DraftDescription:
 
     @property
     def tails(self) -> int:
-        """Rows of features that are kept for each request from step to step."""
-        return self.form.depths - 1 if isinstance(self.form, ByDepth) else 0
+        """Rows of features that are kept for each request from step to step, beside its states."""
+        return self.form.depths - 1 if isinstance(self.form, ByDepth) and not self.form.keeps_states else 0
 
     @property
     def rows_a_request(self) -> int:

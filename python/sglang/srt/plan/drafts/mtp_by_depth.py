@@ -28,7 +28,11 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
     """Describes as many of the layers as there are guesses. Raises UserError where the checkpoint has fewer, naming the
     flag."""
     keys = config.reader()
-    depths = _depths(config, target, form)
+    keys = _own_keys(keys, form)
+    for key, refused in form.refused.items():
+        if keys.values.get(key) == refused:
+            raise UserError(f"{keys.source}: {key} = {refused!r} is not computed for drafts. {OTHERS}")
+    depths = _depths(config, keys, target, form)
     if config.num_guesses > depths:
         raise UserError(
             f"{keys.source}: the model drafts with {depths} layer{'s' * (depths > 1)}, one for each guess of a step,"
@@ -38,12 +42,15 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
     names = _names(form, family, target, depths, used)
     stored = config.stored(names, _beginnings(form, target, depths))
     keys = ConfigReader(
-        {**keys.values, **_layers(keys, first, used), "architectures": [target.architecture]}, keys.source
+        {**keys.values, **_layers(keys, form, first, used), "architectures": [target.architecture]}, keys.source
     )
     quantization = stored_wide(config.quantization, stored)
     model = describe_as(replace(family, names=names), keys, quantization, config.keep_shared_apart)
     check_target(model, target, keys.source)
-    layers = tuple(_lagging(layer, used - 1) for layer in model.layers)
+    layers = tuple(_lagging(layer, used) for layer in model.layers)
+    keeps_states = any(layer.convolution is not None for layer in layers)
+    if keeps_states:
+        layers = (layers[0], *(replace(layer, tail=model.hidden_size) for layer in layers[1:]))
     return DraftDescription(
         kind=MTP,
         model=replace(
@@ -54,10 +61,18 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
             first_stage=False,
             last_stage=False,
         ),
-        form=ByDepth(used, form.chained, family.zero_centred_norms),
+        form=ByDepth(
+            used,
+            chained=form.chained,
+            final_features=form.final_features,
+            hidden_first=form.hidden_first,
+            depth_norms="norm" in form.names,
+            wide_norms=family.zero_centred_norms,
+            keeps_states=keeps_states,
+        ),
         first_layer=first,
         vocab_size=target.vocab_size,
-        captures=(first - 1,),
+        captures=() if form.final_features else (first - 1,),
         at=_beginnings(form, target, used),
     )
 
@@ -74,10 +89,18 @@ def check_target(model: ModelDescription, target: ModelDescription, source: str)
             raise UserError(f"{source}: {what} is {theirs}, and the model's {ours}. {OTHERS}")
 
 
-def _depths(config: DraftConfig, target: ModelDescription, form: MtpForm) -> int:
+def _own_keys(keys: ConfigReader, form: MtpForm) -> ConfigReader:
+    """Returns the keys of the draft's layers: those of the config, and of its object for these alone."""
+    if not form.section:
+        return keys
+    beside = {usual: keys.values[key] for key, usual in form.spellings.items() if keys.values.get(key) is not None}
+    unsaid = dict.fromkeys(form.spellings.values())  # what the config says of the model's layers
+    return ConfigReader({**keys.values, **unsaid, **beside, **keys.default(form.section, dict, {})}, keys.source)
+
+
+def _depths(config: DraftConfig, keys: ConfigReader, target: ModelDescription, form: MtpForm) -> int:
     """Returns how many layers there are: as many as the checkpoint has; without weights as its config says, or as are
     published. Raises UserError for a checkpoint with none, or with others than those that follow one another."""
-    keys = config.reader()
     stated = next((keys.count(key) for key in form.counts if keys.values.get(key) is not None), form.depths)
     most = _beginnings(form, target, max(stated, form.depths))
     at = form.at or most
@@ -119,21 +142,23 @@ def _names(form: MtpForm, family: Family, target: ModelDescription, depths: int,
         target.names,
         model={**model, "embed": target.names.model["embed"], "lm_head": target.names.model["lm_head"]},
         layer={**family.names.layer, **form.layer_names},
-        layer_prefix=f"{form.at}{{layer}}." if form.at else target.names.layer_prefix,
+        layer_prefix=form.at + (form.layer or "{layer}.") if form.at else target.names.layer_prefix,
         first_layer=0 if form.at else len(target.layers),
         behind=(),
         unread=(*(place + copy for place in places for copy in form.copies), *places[used:]),
     )
 
 
-def _layers(keys: ConfigReader, first: int, used: int) -> Mapping[str, Any]:
+def _layers(keys: ConfigReader, form: MtpForm, first: int, used: int) -> Mapping[str, Any]:
     """Returns the keys of the config as they apply to the draft's layers: windows, and no experts."""
+    windowed, whole = form.kinds
+    local = keys.default("local_layer_ids", list, []) if whole else range(used)
     listed = {key: keys.default(key, list, []) for key in _BY_LAYER}
     limits = {key: (values[first : first + used] + [0.0] * used)[:used] for key, values in listed.items() if values}
     return {
         **limits,
         "num_hidden_layers": used,
-        "layer_types": ["sliding_attention"] * used,
+        "layer_types": [windowed if depth in local else whole for depth in range(used)],
         "mlp_layer_types": ["dense"] * used,
         "moe_layer_freq": None,
         "moe_layers_enum": None,
@@ -142,8 +167,13 @@ def _layers(keys: ConfigReader, first: int, used: int) -> Mapping[str, Any]:
     }
 
 
-def _lagging(layer: LayerSpec, tokens: int) -> LayerSpec:
-    """Returns the layer with a cache that keeps `tokens` more than its window: rows of the last depth lag so far behind
-    the request, whose windows leave what no row of the target sees."""
+def _lagging(layer: LayerSpec, guesses: int) -> LayerSpec:
+    """Returns the layer with a cache that keeps guesses - 1 tokens more than its window: rows of the last depth lag so
+    far behind the request, whose windows leave what no row of the target sees. Convolutions keep `guesses` tokens more
+    than they read: a step may write so many rows that do not stand, or those that are computed again."""
     assert isinstance(layer.mixer, GQA), "families with such drafts have attention of this kind"
-    return replace(layer, mixer=replace(layer.mixer, kept_longer=tokens))
+    mixer, convolution = replace(layer.mixer, kept_longer=guesses - 1), layer.convolution
+    if convolution is None:
+        return replace(layer, mixer=mixer)
+    mixer = replace(mixer, conv_kept_longer=guesses)
+    return replace(layer, mixer=mixer, convolution=replace(convolution, kept_longer=guesses))

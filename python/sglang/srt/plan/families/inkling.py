@@ -5,6 +5,7 @@ a normed embedding, logits divided by a width."""
 from __future__ import annotations
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import INKLING_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -89,5 +90,6 @@ INKLING = Family(
     scaled_mlp=True,
     shared_sinks=True,
     router=Router(0, "sigmoid", correction="bias", exact_logits=True, scaled=True),
+    mtp=INKLING_MTP,
 )
 """The text half of published checkpoints, which have an image encoder and embeddings of sounds."""

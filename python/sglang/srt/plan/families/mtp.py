@@ -22,8 +22,10 @@ class MtpForm:
     `unread`: names of tensors that are not used.
 
     `depths` > 0: the form is `drafts.description.ByDepth` of so many layers, unless the config says how many; `names`
-    and `copies` are then below each layer, and layers have a window. `chained`: as there; `layer_names`: names in these
-    layers that differ from those in the model's.
+    and `copies` are then below each layer, and layers have a window. `chained`, `final_features`: as there;
+    `layer_names`: names in these layers that differ from those in the model's. `section`: the key of an object with
+    keys of these layers alone; `spellings`: keys beside it that say the same, and those in the object. `kinds`: what
+    `layer_types` calls layers with a window, of which `local_layer_ids` lists the depths, and the others.
     """
 
     at: str = ""
@@ -42,7 +44,11 @@ class MtpForm:
     unread: tuple[str, ...] = ()
     depths: int = 0
     chained: bool = False
+    final_features: bool = False
     layer_names: Mapping[str, str] = field(default_factory=dict)
+    section: str = ""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[str, str] = ("sliding_attention", "")
 
 
 EH_PROJ = MtpForm(
@@ -119,6 +125,25 @@ STEP_MTP = MtpForm(
     chained=True,
 )
 """Step-3.5 and 3.7: layers behind the last one."""
+INKLING_MTP = MtpForm(
+    at="model.mtp.layers.",
+    layer="{layer}.transformer_block.",
+    names={"fc": "input_proj", "embedding_norm": "embed_norm", "hidden_norm": "hidden_norm"},
+    refused={"chain_hidden_post_norm": True},
+    hidden_first=True,
+    depths=8,
+    chained=True,
+    final_features=True,
+    section="mtp_config",
+    spellings={
+        "num_mtp_layers": "num_nextn_predict_layers",
+        "mtp_local_layer_ids": "local_layer_ids",
+        "chain_hidden_post_norm": "chain_hidden_post_norm",
+    },
+    kinds=("hybrid_sliding", "hybrid"),
+)
+"""Inkling: dense layers, with convolutions. The token's embedding is the model's, which is normed, and is normed again.
+No norm stands before the output head."""
 QWEN4_MTP = MtpForm(
     at="mtp.",
     layer="layers.{layer}.",

@@ -2,7 +2,7 @@
 
     out[t, c] = x[t, c] + sum over j < TAPS of weight[c, TAPS - 1 - j] * x[t - j, c]
 
-A request keeps its last TAPS - 1 inputs, position p at p % (TAPS - 1), which `keep_last` of n-gram embeddings stores.
+A request keeps its last KEPT >= TAPS - 1 inputs, position p at p % KEPT, which `keep_last` of n-gram embeddings stores.
 
 Reference: `native_convolution.convolve`.
 """
@@ -25,7 +25,7 @@ LAUNCH = {"BLOCK": 256, "num_warps": 2}
 def convolve_kernel(
     rows,  # [T, width]
     weight,  # [width, TAPS]
-    kept,  # [requests, TAPS - 1, width]
+    kept,  # [requests, KEPT, width]
     slots,  # [T]
     positions,  # [T]
     firsts,  # [T]
@@ -33,6 +33,7 @@ def convolve_kernel(
     width,
     out_stride,
     TAPS: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -45,7 +46,7 @@ def convolve_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions + token).to(tl.int64)
     first = tl.load(firsts + token).to(tl.int64)
-    state = kept + tl.load(slots + token).to(tl.int64) * (TAPS - 1) * width
+    state = kept + tl.load(slots + token).to(tl.int64) * KEPT * width
     total = tl.load(rows + token * width + cols, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(TAPS):
         at = position - tap
@@ -53,7 +54,7 @@ def convolve_kernel(
         row = tl.load(rows + (token - tap) * width + cols, mask=(at >= first) & inside, other=0.0).to(tl.float32)
         if tap > 0:
             earlier = (at >= 0) & (at < first) & inside
-            row += tl.load(state + (at % (TAPS - 1)) * width + cols, mask=earlier, other=0.0).to(tl.float32)
+            row += tl.load(state + (at % KEPT) * width + cols, mask=earlier, other=0.0).to(tl.float32)
         total += row * tl.load(weight + cols * TAPS + (TAPS - 1 - tap), mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * out_stride + cols, total.to(out.dtype.element_ty), mask=inside)
 
@@ -66,7 +67,7 @@ def convolve(
     if num_tokens:
         convolve_kernel[(num_tokens, triton.cdiv(width, LAUNCH["BLOCK"]))](
             rows, weight, kept, requests.slots, requests.positions, requests.firsts, out, width, out.stride(0),
-            TAPS=weight.shape[1], **LAUNCH, **pdl.options(),
+            TAPS=weight.shape[1], KEPT=kept.shape[1], **LAUNCH, **pdl.options(),
         )  # fmt: skip
 
 
