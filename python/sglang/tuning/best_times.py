@@ -27,7 +27,8 @@ from sglang.tuning.sglang_times import expert_form, gated, product_form, product
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """`measured`: as it stands in the tables, small operands in the L2. `served`: with reading them from memory.
+    """`measured`: as it stands in the tables, small operands in the L2. `served`: with reading them from memory. Of
+    experts both are with pairs that are shared out evenly.
     `exact`: a row of these sizes was measured; otherwise neighbours were."""
 
     measured: float
@@ -43,7 +44,8 @@ def best(op: Op, arch: ArchTraits) -> Best | None:
     if row is None:
         return None
     measured, exact, table = row
-    served = measured if isinstance(op, AllReduce) else beyond_cache(measured, op.num_bytes, arch)
+    num_bytes = op.even_bytes if isinstance(op, Experts) else op.num_bytes
+    served = measured if isinstance(op, AllReduce) else beyond_cache(measured, num_bytes, arch)
     return Best(measured, served, exact, table)
 
 
@@ -66,7 +68,7 @@ def _linear(op: Linear, tables: _Tables) -> _Row:
 
 def _experts(op: Experts, tables: _Tables) -> _Row:
     form = expert_form(op.scheme)
-    forms = ("fp8_block", "fp8") if op.scheme == "fp8_block" else (form,)
+    forms = {"fp8_block": ("fp8_block", "fp8"), "mxfp4_mxfp8": ("mxfp4_mxfp8", form)}.get(op.scheme or "", (form,))
     # A fused shared expert is one more of the table's, which every token chooses.
     for count, top_k in ((op.num_experts, op.top_k), (op.num_experts - 1, op.top_k - 1)):
         if gated(count, top_k) != op.gate:
