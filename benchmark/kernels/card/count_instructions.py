@@ -104,7 +104,7 @@ def streams(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
     for name in STREAMED:
         scheme = SCHEMES[name] if name else None
         experts = ExpertLaunch(scheme, product_of(scheme, arch.features))
-        variants = list(expert_variants._few(experts, (4096,), (1024,)))
+        variants = list(expert_variants._few(experts, (4096,), (1024,), arch.features))
         if scheme is not None:
             variants += list(quant_variants._few(scheme, experts.product, "", "*bf16", ""))[:1]
         for variant in variants:

@@ -1,7 +1,7 @@
 """sgl-kernel's products of e4m3 by e2m1, as the cost model takes them. No torch.
 
-The ledger has rows of Triton's kernels alone: what these tiles take is in sgl-kernel's own record, to which a test holds
-this file, and what their loop issues besides matrix products is counted in `tables/instructions.json`.
+The ledger has rows of Triton's kernels alone: what these tiles take is in sgl-kernel's own record, to which a test
+holds this file, and what their loop issues besides matrix products is counted in `tables/instructions.json`.
 """
 
 from __future__ import annotations
