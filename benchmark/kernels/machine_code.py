@@ -19,10 +19,14 @@ class Loop:
     others: int
 
 
-def disassemble(ptx: str) -> str:
+def _tools() -> Path:
     import triton
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def disassemble(ptx: str) -> str:
+    tools = _tools()
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert target is not None
     assembler = "ptxas" if target[1].startswith(("sm_8", "sm_9")) else "ptxas-blackwell"
@@ -31,7 +35,22 @@ def disassemble(ptx: str) -> str:
         source.write_text(ptx)
         command = [tools / assembler, "-arch", target[1], source, "-o", cubin]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        return subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+        return _text(cubin)
+
+
+def functions_of(source: Path, target: str, includes: Path) -> dict[str, str]:
+    """The machine code of the kernels of a CUDA source, by symbol; `target` as nvcc names it ("sm_120f")."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernels.cubin")
+        options = ["-std=c++17", "-O3", f"-I{includes}", f"-arch={target}", "--cubin", "-o", str(cubin)]
+        subprocess.run(["nvcc", *options, str(source)], check=True)
+        parts = re.split(r"^\.text\.(\w+):", _text(cubin), flags=re.MULTILINE)
+        return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _text(cubin: Path) -> str:
+    command = [_tools() / "nvdisasm", "-c", cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def loops(text: str) -> list[Loop]:

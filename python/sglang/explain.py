@@ -171,7 +171,7 @@ def explain(
         notes = (*notes, _of_attention_groups(planner, args, plan["max_total_num_tokens"]))
     return replace(
         nothing,
-        serving=replace(serving, library_prompts=any(c.need.op == "long_prompt_attention" for c in chosen.outcomes)),
+        serving=_with_libraries(serving, chosen),
         unfit=unfit,
         draft=draft,
         width=1 if settings is None else settings.num_draft_tokens,
@@ -181,6 +181,16 @@ def explain(
         plan=plan,
         host=host,
         notes=(*notes, uneven) if uneven else notes,
+    )
+
+
+def _with_libraries(serving: Serving, chosen: KernelChoices) -> Serving:
+    """Says which libraries serve, for predicted times."""
+    names = {(choice.need.op, choice.name) for choice in chosen.chosen().values()}
+    return replace(
+        serving,
+        library_prompts=any(outcome.need.op == "long_prompt_attention" for outcome in chosen.outcomes),
+        sgl_kernel_experts=("fused_moe", "sgl_kernel") in names,
     )
 
 

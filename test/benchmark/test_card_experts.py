@@ -11,7 +11,8 @@ import fit_experts as fitting
 import pytest
 from measured_experts import MeasuredLayer
 
-from sglang.tuning.upstream_experts import LARGE, even_blocks
+from sglang.tuning.cost_model import even_blocks
+from sglang.tuning.upstream_experts import LARGE
 
 ROWS = json.loads(Path(fitting.__file__).with_name("measured_sample.json").read_text())
 SAMPLE = [MeasuredLayer(*row) for row in ROWS]
@@ -30,7 +31,7 @@ def test_the_committed_constants_know_the_card() -> None:
 def test_even_routing(tokens: int, expected: tuple[float, float]) -> None:
     """1,040 tokens give each of 128 experts 65 rows: two blocks of 64."""
     layer = MeasuredLayer("bf16", tokens, 2048, 768, 128, 8, 1.0)
-    assert even_blocks(layer, LARGE) == expected
+    assert even_blocks(layer.pairs, layer.num_experts, LARGE["BLOCK_M"]) == expected
 
 
 def test_an_error_is_a_logarithm_of_predicted_over_measured() -> None:

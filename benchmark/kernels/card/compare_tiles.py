@@ -70,7 +70,7 @@ def products() -> Iterator[str]:
 
 LAYERS = (
     ("GPT-OSS-120B on 1", MoeShape(128, 2880, 2880, 4, "mxfp4", True)),
-    ("GPT-OSS-120B on 2", MoeShape(128, 1472, 2880, 4, "mxfp4", True)),
+    ("GPT-OSS-120B on 2", MoeShape(128, 1440, 2880, 4, "mxfp4", True)),
     ("DeepSeek-V4-Flash on 4", MoeShape(256, 512, 4096, 6, "mxfp4")),
     ("GPT-OSS-120B on 1", MoeShape(128, 2880, 2880, 4, "mxfp4_mxfp8", True)),
 )

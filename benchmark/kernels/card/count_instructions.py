@@ -5,13 +5,14 @@
 Compiles for sm_90 and sm_120 what the tables of tiles name, disassembles it (Triton brings the tools) and counts the
 longest loop, as instructions of a lane: for a weight that is widened to other bits before it is multiplied ("tiles"),
 for a weight that is streamed without matrix instructions ("streams"), for a pair of a query and a key ("prompts"). Ten
-minutes of one core with Triton 3.6.0, and no GPU.
+minutes of one core with Triton 3.6.0, and no GPU. "mixed", the weights of sgl-kernel's products, takes nvcc.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,18 +39,23 @@ STREAMED = (None, "fp8_channel", "fp8_block", "int4_g32", "mxfp4", "nvfp4")
 CHOSEN = "mxfp4"
 """The scheme of which all tiles of the tuner's space are counted on sm_120, not only the shipped ones."""
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+CUDA = Path(__file__).parents[3] / "sgl-kernel" / "csrc"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=COUNTS)
-    parser.add_argument("--only", choices=("tiles", "streams", "prompts"), help="of the file's parts; others stay")
+    parser.add_argument(
+        "--only", choices=("tiles", "streams", "prompts", "mixed"), help="of the file's parts; others stay"
+    )
     options = parser.parse_args(argv)
     import triton
 
     content = json.loads(options.out.read_text()) if options.only else {}
-    content |= {"made by": "python benchmark/kernels/card/count_instructions.py", "triton": triton.__version__}
-    for part, counts in (("tiles", tiles), ("streams", streams), ("prompts", prompts)):
+    content |= {"made by": "python benchmark/kernels/card/count_instructions.py"}
+    if options.only != "mixed":
+        content["triton"] = triton.__version__
+    for part, counts in (("tiles", tiles), ("streams", streams), ("prompts", prompts), ("mixed", mixed)):
         if options.only in (None, part):
             content[part] = {}
             for arch in map(arch_by_name, ARCHS):
@@ -98,7 +104,7 @@ def streams(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
     for name in STREAMED:
         scheme = SCHEMES[name] if name else None
         experts = ExpertLaunch(scheme, product_of(scheme, arch.features))
-        variants = list(expert_variants._few(experts, (4096,), (1024,)))
+        variants = list(expert_variants._few(experts, (4096,), (1024,), arch.features))
         if scheme is not None:
             variants += list(quant_variants._few(scheme, experts.product, "", "*bf16", ""))[:1]
         for variant in variants:
@@ -123,6 +129,18 @@ def prompts(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
         # Of the loops over cached and new keys, masked and not: most steps are not masked.
         fewest = min(loop.others for loop in machine_code.loops(text) if loop.matrix)
         yield arch.name, f"{dims[0]}x{dims[1]}", fewest / pairs
+
+
+def mixed(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
+    """A weight of the first of sgl-kernel's products, by all warps, for each number of pairs of a block."""
+    if "block_scaled_mma" not in arch.features:
+        return
+    for symbol, text in machine_code.functions_of(CUDA / "mixed_moe.cu", f"{arch.name}f", CUDA).items():
+        sizes = re.search(r"TileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi\d+EEELb1E", symbol)
+        if sizes is not None:
+            m, rows, *warps = map(int, sizes.groups())
+            weights = rows * STRIP / (32 * warps[0] * warps[1])
+            yield arch.name, str(m), max(machine_code.loops(text)).others / weights
 
 
 if __name__ == "__main__":

@@ -23,17 +23,18 @@ from sglang.tuning.search_space import MoeShape
 
 SHAPES = ("384,256,7168,8,int4_g32", "128,2880,2880,4,mxfp4", "128,1440,2880,4,mxfp4", "128,2880,2880,4,mxfp4_mxfp8")
 TOKENS = (16, 64, 256, 1024)
-TILES = ((128, 4), (256, 2), (256, 3))
-"""BLOCK_K and stages."""
+TILES = ((64, 128, 128, 4), (64, 128, 256, 2), (64, 128, 256, 3), (64, 256, 256, 2), (32, 256, 256, 2))
+"""BLOCK_N of gate and up, and of down, BLOCK_K and stages; the first are the tiles that read 64 bytes."""
 
 
-def pair(rows: int, columns: int, stages: int) -> TilePair:
-    return TilePair(tile(rows, 64, columns, 1, 4, stages), tile(rows, 64, columns, 1, 4, stages))
+def pair(rows: int, gate_up: int, down: int, columns: int, stages: int) -> TilePair:
+    return TilePair(tile(rows, gate_up, columns, 1, 4, stages), tile(rows, down, columns, 1, 4, stages))
 
 
 def main() -> None:
     read = read_ceiling()
-    print(f"read {read / 1e12:.2f} TB/s; BLOCK_K x stages: {', '.join(f'{k} x {s}' for k, s in TILES)}")
+    names = ", ".join(f"{gate_up}/{down} x {columns} x {stages}" for gate_up, down, columns, stages in TILES)
+    print(f"read {read / 1e12:.2f} TB/s; BLOCK_N of gate and up / of down x BLOCK_K x stages: {names}")
     for text in sys.argv[1:] or SHAPES:
         *sizes, scheme = text.split(",")
         experts, inter, hidden, top_k = map(int, sizes)

@@ -13,7 +13,6 @@ minute and needs no GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -26,18 +25,14 @@ from sglang.ledger.compile import compile_for
 from sglang.ledger.variants.expert_products import product_variant
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, GroupedTile, MoeTiles, tile_rows
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, MoeTiles, tile_rows
 from sglang.tuning.cost_model import LANES_PER_SM, constants_of, estimate
+from sglang.tuning.mixed_products import RECORDS, mixed_product, mixed_tile
 from sglang.tuning.rates import rates_of
 from sglang.tuning.search_space import KINDS, MoeShape, candidates, grouped_product
 
-GROUP_M = 8
-"""Of sgl-kernel's launches, and how many warps a block of it has."""
-NUM_WARPS = 8
 TOKENS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-KERNELS = Path(__file__).parents[3] / "sgl-kernel" / "kernels.lock.json"
 CONVERTED, NATIVE = "mxfp4_mxfp8", "mxfp8"
 """Schemes whose tiles are compiled: the second one's loop is that of a product that needs no conversion."""
 
@@ -146,13 +141,9 @@ def report(model: Model, rows: tuple[MoeTiles, ...], arch: ArchTraits) -> None:
 def kernel_seconds(model: Model, tokens: int, arch: ArchTraits) -> dict[int, float]:
     """Of both products of sgl-kernel, by rows of a block."""
     times: dict[int, float] = {}
-    for name, row in json.loads(KERNELS.read_text())["rows"]["120f"].items():
-        kind, sizes, stages, _ = name.split()
-        m, n, k = map(int, sizes.split("x"))
-        columns = n // 2 if kind == "gate_up" else n
-        choice = dict(zip(TILE_KEYS, (m, columns, k, GROUP_M, NUM_WARPS, int(stages)), strict=True))
-        record = TileRecord(row["shared"], row["registers"], row["spills"], row["stack"], ("m16n8k32 mxf8f6f4 1X",))
-        found = estimate(grouped_product(model.shape, kind, record), tokens, choice, record, arch)
+    for (kind, m), record in RECORDS.items():
+        product = mixed_product(model.shape, kind, m)
+        found = estimate(product, tokens, mixed_tile(model.shape, kind, m), record, arch)
         times[m] = times.get(m, 0.0) + (math.inf if found is None else found.total)
     return times
 

@@ -47,6 +47,7 @@ from sglang.tuning.predict import Palette, Point, best_pair, point, small_palett
 from sglang.tuning.search_space import (
     BATCH_SIZES,
     KINDS,
+    STRIP,
     MoeShape,
     candidates,
     deepest_stages,
@@ -84,21 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def worth_recording(shape: MoeShape, kind: str, tile: GroupedTile) -> bool:
-    """A part of the space: weight rows of 64 to 256 bytes that divide the sum if they can, 64 to 256 of them (128 where
-    they are widened, which takes registers; but high blocks need more, else every warp widens all of them); the
-    deepest pipelines (of up to 4 stages) that one and that two programs on an SM allow; 8 warps where 4 would hold
-    many sums. Of one scale a row, whose tiles were also timed on RTX PRO 6000 cards: rows from 32 on and either number
-    of warps, because the fastest there are among those."""
+    """A part of the space: weight rows of 64 to 256 bytes that divide the sum if they can (two strips of widened ones
+    need not), 64 to 256 of them (128 where they are widened one strip at a time, which takes registers; but high blocks
+    need more, else every warp widens all of them); the deepest pipelines (of up to 4 stages) that one and that two
+    programs on an SM allow; 8 warps where 4 would hold many sums. Of one scale a row, whose tiles were also timed on
+    RTX PRO 6000 cards: rows from 32 on and either number of warps, because the fastest there are among those."""
     scheme, width = shape.scheme, 2 if kind == "gate_up" else 1
     sums = tile["BLOCK_M"] * tile["BLOCK_N"] * width // 128
     rows, timed = tile["BLOCK_N"] * width, scheme == "fp8_channel"
-    if rows < (32 if timed else 64) or rows > (128 if widens(scheme, ARCH) and tile["BLOCK_M"] < 64 else 256):
+    widened = widens(scheme, ARCH)
+    few = widened and tile["BLOCK_M"] < 64 and tile["BLOCK_K"] == STRIP
+    if rows < (32 if timed else 64) or rows > (128 if few else 256):
         return False
     if not timed and sums != 64 and (tile["num_warps"] == 8) != (sums > 64):
         return False
     bits = SCHEMES[scheme].bits if scheme else 16
     row_bytes, ragged = tile["BLOCK_K"] * bits // 8, shape.depth(kind) % tile["BLOCK_K"] != 0
-    if row_bytes > 256 or row_bytes < 64 or (ragged and tile["BLOCK_K"] > 128):
+    if row_bytes > 256 or row_bytes < 64 or (ragged and tile["BLOCK_K"] > 128 and not widened):
         return False
     if bits == 8 and row_bytes == 64 and shape.depth(kind) % 128 == 0:
         return False

@@ -16,9 +16,9 @@ def shapes() -> Iterator[MoeShape]:
     for hidden in (7168, 6144):  # DeepSeek-V3.2, GLM-5 on 8 and 4 GPUs
         for experts, top_k in ((256, 8), (257, 9)):
             yield from (MoeShape(experts, inter, hidden, top_k, "fp8_block") for inter in (256, 512))
-    # DeepSeek-V4-Flash on 8, 4, 2 and 1 GPUs; GPT-OSS-120B on 1, 2, 4 and 8, in whole groups of 64
+    # DeepSeek-V4-Flash on 8, 4, 2 and 1 GPUs; GPT-OSS-120B on 1, 2, 4 and 8: half of the columns, or whole groups of 64
     yield from (MoeShape(256, inter, 4096, 6, "mxfp4") for inter in (256, 512, 1024, 2048))
-    yield from (MoeShape(128, inter, 2880, 4, "mxfp4", True) for inter in (2880, 1472, 768, 384))
+    yield from (MoeShape(128, inter, 2880, 4, "mxfp4", True) for inter in (2880, 1440, 768, 384))
     for scheme in (None, "fp8_block"):
         yield MoeShape(128, 768, 2048, 8, scheme)  # Qwen3-30B-A3B
         yield MoeShape(256, 512, 2048, 8, scheme)  # Qwen3.5-35B-A3B

@@ -299,6 +299,8 @@ def _predicted(
     explained: Explanation, model: ModelDescription, serving: Serving, requests: int, length: int
 ) -> Prediction | None:
     draft = None if explained.draft is None else explained.draft.description
+    serves = explained.serving
+    serving = replace(serving, library_prompts=serves.library_prompts, sgl_kernel_experts=serves.sgl_kernel_experts)
     return predict(model, serving, explained.arch, requests, length, draft, explained.width)
 
 

@@ -194,6 +194,13 @@ def used_blocks(num_tokens: int, num_experts: int, top_k: int, block_m: int) -> 
     return used, num_experts * blocks
 
 
+def even_blocks(num_pairs: int, num_experts: int, block_m: int) -> tuple[float, float]:
+    """Experts with a pair, and blocks of BLOCK_M rows, when pairs are shared out evenly, as published times have it."""
+    few, more = divmod(num_pairs, num_experts)
+    blocks = (num_experts - more) * math.ceil(few / block_m) + more * math.ceil((few + 1) / block_m)
+    return float(min(num_experts, num_pairs)), float(blocks)
+
+
 @dataclass(frozen=True)
 class _Launch:
     """One launch of a product with a tile: `blocks` row blocks of `experts` experts, `occupancy` programs on an SM."""

@@ -59,6 +59,11 @@ def widening(scheme: str, unit: str, to_half: bool = True) -> Widening:
     return Widening(by_tile[FIRST], by_tile)
 
 
+def mixed(block_m: int) -> float:
+    """The instructions of a weight in the loop of sgl-kernel's products with blocks of so many pairs."""
+    return _counts()["mixed"]["sm_120"][str(block_m)]
+
+
 @functools.cache
 def streamed(scheme: str | None, arch_name: str) -> Streamed:
     """Other schemes and GPUs count as those that they resemble most."""

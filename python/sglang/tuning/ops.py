@@ -76,8 +76,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's routed experts without the router, on one rank: tokens choose evenly. `gate` False: they have two
-    matrices, up and down (Nemotron 3)."""
+    """A layer's routed experts without the router, on one rank: tokens choose independently, every expert as often.
+    `gate` False: they have two matrices, up and down (Nemotron 3). `sgl_kernel`: where experts get many pairs, by
+    sgl-kernel's products, which are installed."""
 
     tokens: int
     num_experts: int
@@ -87,6 +88,7 @@ class Experts:
     scheme: str | None = None
     bias: bool = False
     gate: bool = True
+    sgl_kernel: bool = False
     kind: ClassVar[str] = "fused_moe"
 
     @property
@@ -100,12 +102,19 @@ class Experts:
     @property
     def weights(self) -> float:
         """Bytes of the experts that are expected to be chosen."""
-        used, _ = used_blocks(self.tokens, self.num_experts, self.top_k, 16)
+        return self._weights(used_blocks(self.tokens, self.num_experts, self.top_k, 16)[0])
+
+    def _weights(self, used: float) -> float:
         return used * self.matrices * self.intermediate * self.hidden * weight_bytes(self.scheme)
 
     @property
     def num_bytes(self) -> float:
         return self.weights + 4.0 * self.tokens * self.hidden
+
+    @property
+    def even_bytes(self) -> float:
+        """The same where pairs are shared out evenly, as in published times."""
+        return self._weights(min(self.num_experts, self.pairs)) + 4.0 * self.tokens * self.hidden
 
     @property
     def operations(self) -> float:
@@ -440,7 +449,7 @@ def parse_shape(text: str) -> Op:
     return _made(name, values)
 
 
-SWITCHES = ("bias", "gate", "latent")
+SWITCHES = ("bias", "gate", "latent", "sgl_kernel")
 WITHOUT_GATE = frozenset({(512, 22), (128, 6)})
 """Numbers of experts and top-k of which every published model, Nemotron 3's, has experts without a gate: what `gate` is
 of a shape that does not say it."""

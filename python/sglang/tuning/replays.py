@@ -14,7 +14,8 @@ LAUNCH = 2.5e-6
 MATRIX: Mapping[str, float] = {"bf16": 440e12, "fp8": 800e12, "fp8_block": 600e12, "nvfp4": 1300e12}
 """Operations a second of large products there, about; by form of the weights."""
 FORM_BYTES: Mapping[str, float] = {
-    "bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625, "int4": 0.5625, "mxfp4": 0.53125
+    "bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625, "int4": 0.5625, "mxfp4": 0.53125,
+    "mxfp4_mxfp8": 0.53125,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from sglang.tuning.best_times import best
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
 from sglang.tuning.halves import runs_in_halves, step_time
 from sglang.tuning.ops import describe, floor, parse_shape
-from sglang.tuning.predicted_times import predicted
+from sglang.tuning.predicted_times import Predicted, predicted
 from sglang.tuning.rates import UNMEASURED, ceilings_of
 from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total, verify_step
@@ -138,8 +138,15 @@ def _details(row: TimedOp) -> tuple[str, ...]:
         ("" if best_known.exact else "~") + _us(best_known.served) if best_known else "",
         _us(row.floor),
         f"{row.seconds * 1e3:.2f}",
-        ours.how if ours else "",
+        _how(ours) if ours else "",
     )
+
+
+def _how(ours: Predicted) -> str:
+    """Where published times had other inputs, with the time to compare with them."""
+    if abs(ours.comparable / ours.seconds - 1.0) < 0.01:
+        return ours.how
+    return f"{ours.how}; {_us(ours.comparable)} with even routing, as best"
 
 
 def _us(seconds: float) -> str:
@@ -185,7 +192,7 @@ def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
         "shape": describe(op),
         "ours_us": ours and ours.seconds * 1e6,
         "error": ours and ours.error,
-        "ours_how": ours and ours.how,
+        "ours_how": ours and _how(ours),
         "sglang_us": theirs and theirs[0] * 1e6,
         "sglang_how": theirs and theirs[1],
         "best_us": best_known and best_known.measured * 1e6,
@@ -215,6 +222,7 @@ def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, conte
                     "op": describe(row.op),
                     "count": row.count,
                     "seconds": row.ours and row.ours.seconds,
+                    "comparable": row.ours and row.ours.comparable,
                     "error": row.ours and row.ours.error,
                     "best": row.best and row.best.served,
                     "floor": row.floor,

@@ -26,8 +26,9 @@ BLOCK_M = (16, 32, 64, 128)
 BLOCK_N = {"gate_up": (16, 32, 64, 128), "down": (16, 32, 64, 128, 256)}
 BLOCK_K = (64, 128, 256)
 NUM_WARPS = (4, 8)
-STRIP = 128
-"""Columns that a step of widened four-bit weights takes, whatever BLOCK_K is."""
+STRIP, FEW_ROWS = 128, 32
+"""Columns of a strip of widened four-bit weights. A step takes one, with up to so many rows also two, which are on
+their way together: 128 bytes of a row."""
 NUM_STAGES = (2, 3, 4, 5)
 MAX_ACCUMULATORS = 128
 """fp32 sums a thread may hold: with twice as many, nothing is left of its 255 registers for operands."""
@@ -105,8 +106,8 @@ def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -
         return f"larger than the weights: BLOCK_N {n} for {shape.columns(kind)} rows"
     if shape.scheme == "fp8_block" and k > 128:
         return f"scales: BLOCK_K {k} spans several blocks of 128"
-    if widens(shape.scheme, arch) and k != STRIP:
-        return f"no effect: widened weights are read {STRIP} columns at a time, not BLOCK_K {k}"
+    if widens(shape.scheme, arch) and k != STRIP and (k != 2 * STRIP or m > FEW_ROWS):
+        return f"no effect: widened weights are read in strips of {STRIP} columns, not BLOCK_K {k}"
     least = least_shared_bytes(shape.scheme, kind, choice)
     if least > arch.smem_per_block:
         return f"too much shared memory: at least {least:,} B, {arch.name} has {arch.smem_per_block:,} B"
@@ -130,15 +131,17 @@ def least_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> in
 
 
 def deepest_stages(scheme: str | None, kind: str, choice: GroupedTile, arch: ArchTraits) -> set[int]:
-    """The numbers of stages, up to 4, that fill the shared memory of an SM with one and with two programs; a narrower
-    space where each tile costs a compilation. x counts with the bits that it has at most."""
+    """The numbers of stages, up to 4, that fill the shared memory of an SM with one and with two programs, with two
+    strips in a step also with four; a narrower space where each tile costs a compilation. x counts with the bits that
+    it has at most."""
     scheme_of = SCHEMES[scheme] if scheme else None
     x_bits = 16 if scheme_of is None or scheme_of.activation is None else 8
     one = (
         least_shared_bytes(scheme, kind, choice | {"num_stages": 2})
         + choice["BLOCK_M"] * choice["BLOCK_K"] * x_bits // 8
     )
-    return {min(4, 1 + max(1, arch.smem_per_block // programs // one)) for programs in (1, 2)}
+    shared_by = (1, 2, 4) if widens(scheme, arch) and choice["BLOCK_K"] > STRIP else (1, 2)
+    return {min(4, 1 + max(1, arch.smem_per_block // programs // one)) for programs in shared_by}
 
 
 def candidates(shape: MoeShape, kind: str, arch: ArchTraits, cost: CostOf) -> Candidates:

@@ -110,8 +110,8 @@ class TimedOp:
 
     @property
     def lost(self) -> float:
-        """Seconds that the best measured kernels would save."""
-        return self.count * (self.ours.seconds - self.best.served) if self.ours and self.best else 0.0
+        """Seconds that the best measured kernels would save, by times with the same inputs."""
+        return self.count * (self.ours.comparable - self.best.served) if self.ours and self.best else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +167,7 @@ def total(rows: list[TimedOp]) -> StepTime:
     off = sum(row.seconds * (row.ours.error if row.ours else 0.3) for row in rows)
     # Errors of different ops partly cancel; those of one kind do not.
     off *= 0.7
-    fastest = sum(
-        row.count * min(row.seconds / row.count, row.best.served if row.best else float("inf")) for row in rows
-    )
+    fastest = sum(row.seconds if row.ours is None else row.seconds - max(0.0, row.lost) for row in rows)
     missing = tuple(dict.fromkeys(row.name for row in rows if row.ours is None))
     return StepTime(seconds, seconds - off, seconds + off, fastest, sum(row.count * row.floor for row in rows), missing)
 
@@ -515,7 +513,8 @@ def _feed_forward(
         top_k = ffn.top_k + ffn.fused_shared
         room = serving.ranks.padded_experts(ffn.num_experts) + ffn.fused_shared
         share, gate = -(-tokens // serving.ranks.ep_size), ffn.activation.gated
-        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, expert_scheme, ffn.bias, gate)
+        sizes = (share, room, min(top_k, room), hidden, rows)
+        yield "fused_moe", Experts(*sizes, expert_scheme, ffn.bias, gate, serving.sgl_kernel_experts)
         if ffn.shared is not None and not ffn.fused_shared:
             size = 6.0 * tokens * ffn.shared.dense(ffn.activation).padded_rows(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

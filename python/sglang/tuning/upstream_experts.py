@@ -6,16 +6,15 @@ the recorder of `scripts/upstream`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
 from sglang.tuning.attention_model import SHARED, from_memory_share, largest
-from sglang.tuning.cost_model import SM120, Constants, GroupedProduct, estimate_blocks
+from sglang.tuning.cost_model import SM120, Constants, GroupedProduct, estimate_blocks, even_blocks
 
 _BF16, _FP8 = ("m16n8k16 bf16",), ("m16n8k32 e4m3",)
 SMALL, LARGE, BLOCKS = tile(16, 32, 64, 1, 4, 3), tile(64, 64, 32, 8, 4, 3), tile(64, 128, 128, 32, 4, 3)
@@ -126,17 +125,9 @@ def _product(layer: ExpertLayer, kind: str, arch: ArchTraits, constants: Constan
         scaled_every=128 if layer.scheme == "fp8_block" else 0,
         gathers_tokens=gate_up,
     )
-    experts, blocks = even_blocks(layer, choice)
+    experts, blocks = even_blocks(layer.pairs, layer.num_experts, choice["BLOCK_M"])
     estimate = estimate_blocks(product, layer.num_tokens, choice, record, arch, experts, blocks, constants)
     assert estimate is not None, "this tile ran on the card"
     if cold == 1.0:
         return estimate.total
     return constants.launch + largest(estimate.chain, estimate.memory * cold, estimate.l2)
-
-
-def even_blocks(layer: ExpertLayer, choice: GroupedTile) -> tuple[float, float]:
-    """Experts with a token, and blocks of BLOCK_M rows, when tokens are shared out evenly."""
-    few, more = divmod(layer.pairs, layer.num_experts)
-    m = choice["BLOCK_M"]
-    blocks = (layer.num_experts - more) * math.ceil(few / m) + more * math.ceil((few + 1) / m)
-    return float(min(layer.num_experts, layer.pairs)), float(blocks)

@@ -66,6 +66,14 @@ def needs(features: frozenset[str]) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("scheme", ["int4_g32", "mxfp4"])
+def test_two_strips_in_a_step(scheme: str) -> None:
+    """Of 320 columns the second step has half a strip, and none behind it."""
+    case = make_case(scheme, 3, num_experts=2, top_k=1, hidden=320, inter=64, bias=scheme == "mxfp4", device=DEVICE)
+    assert_close(run(case, small(block_n=64, block_k=256)), expected(case), HALF_EXACT)
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize(("scheme", "features"), LAYOUTS)
 def test_grouped(scheme: str | None, features: frozenset[str]) -> None:
     needs(features)

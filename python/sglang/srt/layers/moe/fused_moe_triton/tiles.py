@@ -66,8 +66,7 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     "planes": (
         MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
-        MoeTiles(56, tile(64, 128, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
-        MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 2), tile(128, 64, 128, 8, 4, 3)),
+        MoeTiles(_ANY, tile(64, 128, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
     ),
     "mx": (
         MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
@@ -169,6 +168,18 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
 Mostly one warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory,
 and many small programs have more loads on their way than few large ones. Measured on an H200 (benchmark/results).
 """
+
+WITHOUT_WGMMA: Mapping[str, tuple[PairTile, PairTile]] = {
+    "pairs": (PairTile(2048, 1024, 1, 1, 1024), PairTile(2048, 1024, 1, 1, 1024)),
+}
+"""What GPUs without wgmma take instead. Of one token the second product of GPT-OSS-120B is 720 warps of four rows each,
+fewer than four for each of an RTX PRO 6000's 188 SMs, too few to hide their instructions. Predicted, not measured."""
+
+
+def pair_tiles(kind: str, features: Collection[str]) -> tuple[PairTile, PairTile]:
+    """The tiles of a kind for few pairs on a GPU with these features (of ArchTraits)."""
+    return PAIR_TILES[kind] if "wgmma" in features else WITHOUT_WGMMA.get(kind, PAIR_TILES[kind])
+
 
 EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
 """Number of tiles of 256 columns, by kind of product, that the second product of few pairs loads before the first one
