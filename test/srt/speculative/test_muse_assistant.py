@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from rank_processes import run_ranks
 from torch import Tensor
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.speculative.draft_block import DraftBlock
 from sglang.srt.speculative.drafter import DraftStep
 from srt.managers.fake_runner import Collector, add, request, run_to_end
@@ -160,6 +163,44 @@ def test_other_tensors_are_named(
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
         DraftRunner(plan_with_draft(target[0], "DFLASH", tmp_path))
+
+
+def test_a_stage_without_the_embedding_has_a_copy(target: tuple[Path, Target], tmp_path: Path) -> None:
+    """Which is normed as the target's is; the assistant reads it without."""
+    save_assistant(tmp_path)
+    plan, ids = plan_with_draft(target[0], "DFLASH", tmp_path), torch.tensor(PROMPT)
+    runner = DraftRunner(plan)
+    shared, stored = runner.model.embed, target[1].embedded(PROMPT).detach()
+    assert shared is not None and (shared(ids) - stored).abs().max() > 0.1
+    runner.model.embed = None
+    runner.load_draft(plan)
+    copied = runner.draft.parts.copied
+    assert copied is not None and torch.equal(copied.embedding(ids), shared(ids))
+    torch.testing.assert_close(runner.draft.parts.embedding(ids), stored)
+
+
+def _rank(rank: int, folder: Path, draft: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    parallel_state.init(RankLayout(2), rank, "gloo", f"file://{out}/rendezvous")
+    plan = plan_with_draft(folder, "DFLASH", draft, tp_size=2)
+    runner = DraftRunner(plan)
+    with torch.inference_mode():
+        rows = runner.draft.parts.embedding(torch.tensor(PROMPT))
+        torch.save((rows, runner.draft.logits(rows)), out / f"{rank}.pt")
+    sizes = [param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values()]
+    assert sum(sizes) == plan.draft.weight_bytes("float32")
+    parallel_state.shutdown()
+
+
+@pytest.mark.thorough
+def test_two_ranks_read_the_rows_and_the_head_of_one(target: tuple[Path, Target], tmp_path: Path) -> None:
+    save_assistant(tmp_path / "draft")
+    run_ranks(_rank, (target[0], tmp_path / "draft", tmp_path), 2)
+    stored = target[1].embedded(PROMPT).detach()
+    for rank in range(2):
+        rows, logits = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(rows, stored)
+        torch.testing.assert_close(logits, target[1].logits(stored).detach(), rtol=0.0, atol=1e-4)
 
 
 def test_the_plan_counts_its_weights(target: tuple[Path, Target], tmp_path: Path) -> None:

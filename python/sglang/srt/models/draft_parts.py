@@ -193,7 +193,8 @@ class CopiedEmbedding:
         self.weights = target.weights
         self.params: dict[str, Param] = {}
         self.finish: list[Callable[[], None]] = []
-        model, scope = target.description, replace(scope, weights=target.weights, params=self.params)
+        model = target.description
+        scope = replace(scope, weights=target.weights, params=self.params, finish=self.finish)
         self.embedding = VocabParallelEmbedding(
             scope.sub("embed"),
             model.vocab_size,
