@@ -37,6 +37,7 @@ from .media_harness import (
     save_seeing,
     seeing_scheduler,
 )
+from .muse_assistant import save_assistant
 
 NEW_TOKENS = 16
 CAPTURES = [0, 1]
@@ -64,6 +65,11 @@ def block_draft(folder: Path) -> Path:
     return eagle3.save(folder, config, tensors)
 
 
+def assistant(folder: Path) -> Path:
+    save_assistant(folder, target_layer_ids=CAPTURES, num_hidden_layers=2, layer_types=["sliding_attention"] * 2)
+    return folder
+
+
 def model_of_its_own(folder: Path) -> Path:
     save_tiny("llama", folder)
     return folder
@@ -72,14 +78,18 @@ def model_of_its_own(folder: Path) -> Path:
 @dataclass(frozen=True)
 class Kind:
     """A kind of draft. `make`: writes it to a folder and returns its path. `inside`: adds it to the checkpoints of
-    these families, which alone have it. `not_of`: families that are refused by name."""
+    these families, which alone have it. `only`: the family that it was made for; `not_of`: families that are refused
+    by name."""
 
     algorithm: str
     make: Callable[[Path], Path] | None = None
     inside: dict[str, Callable[[Path], None]] | None = None
     not_of: tuple[str, ...] = ()
+    only: str = ""
 
     def of(self, family: str) -> bool:
+        if self.only:
+            return family == self.only
         return family not in self.not_of and (self.inside is None or family in self.inside)
 
 
@@ -95,6 +105,7 @@ KINDS = {
     "eagle3": Kind("EAGLE3", eagle3_head, not_of=_SEVERAL_STREAMS),
     "eagle3 with latents": Kind("EAGLE3", eagle3_latent_head, not_of=_SEVERAL_STREAMS),
     "dflash": Kind("DFLASH", block_draft, not_of=_GATED_STREAMS),
+    "assistant": Kind("DFLASH", assistant, only="muse_glimmer"),
     "standalone": Kind("STANDALONE", model_of_its_own),
     "nextn": Kind(
         "NEXTN",
@@ -112,6 +123,7 @@ _AT_ONCE = {
     ("qwen3_vl", "eagle3"),
     ("qwen3_5", "nextn"),
     ("gemma4", "dflash"),
+    ("muse_glimmer", "assistant"),
     ("glm4v_moe", "standalone"),
     ("qwen3_vl_moe", "ngram"),
 }

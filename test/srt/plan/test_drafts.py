@@ -15,6 +15,8 @@ from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.caches import row_tables
+from sglang.srt.plan.layer_spec import Window
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
 from srt.kernels.published import any_checkpoint, configs
@@ -168,6 +170,24 @@ DFLASH = {
     "dflash_config": {"mask_token_id": 5},
     "torch_dtype": "bfloat16",
 }
+
+
+def test_the_assistant_of_muse_glimmer(tmp_path: Path) -> None:
+    """A config that leaves everything out is that of the published one, whose file has 5.1 GB."""
+    names = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    draft = write(tmp_path / "draft", names | {"dtype": "bfloat16"})
+    target = str(any_checkpoint("Muse-Glimmer-30B", tmp_path))
+    plain = plan_of(target)
+    plan = plan_of(target, speculative_algorithm="DFLASH", speculative_draft_model_path=draft)
+    assert plan.draft is not None and plan.captures == (1, 13, 25, 37, 49)
+    hidden = 6656
+    layer = hidden * (32 + 8 + 8) * 128 + 32 * 128 * hidden + 3 * 19968 * hidden + 2 * hidden + 2 * 128
+    weights = 2 * (5 * layer + 5 * hidden * hidden + 2 * hidden)
+    assert plan.draft.weight_bytes("bfloat16") == weights == pytest.approx(5.1e9, rel=0.01)
+    assert plan.memory.weights == plain.memory.weights + weights
+    # No table beside those of the target: one of all tokens, one of its windows.
+    assert [table.tokens for table in row_tables(plan.caches) if isinstance(table, Window)] == [2048]
+    assert plan.max_total_num_tokens < plain.max_total_num_tokens
 
 
 def test_a_block_attends_as_the_heads_of_one_row(tmp_path: Path) -> None:

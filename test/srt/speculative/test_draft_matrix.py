@@ -45,17 +45,18 @@ from srt.models import (
 )
 from srt.models.depth_drafts import DEPTH_FORMS, build_depths
 from srt.models.harness import VOCAB, save_tiny
+from srt.models.muse_assistant import save_assistant
 from srt.models.v4_drafts import save_v4
 
 NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 24, 9, 14
 MODELS = (
     "qwen3", "qwen3_moe", "qwen3_windows", "mimo_v2", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
     "qwen3_next", "nemotron_h", "minimax_m3", "step3p7", "kimi_linear", "glm5_next", "qwen4_exp", "llama4",
-    "inkling",
+    "inkling", "muse_glimmer",
 )  # fmt: skip
 """Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, blocks,
 windows of other heads with a draft layer for each depth, states beside latents, pooled keys, gated streams with
-embeddings of n-grams, attention by chunks, and biases by distance with convolutions."""
+embeddings of n-grams, attention by chunks, biases by distance with convolutions, and a normed embedding."""
 PAGES = {"deepseek_v4": 16, "minimax_m3": 4, "glm5_next": 4, "qwen4_exp": 4}
 """Sizes of pages that hold what these models cache or read as one."""
 LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
@@ -127,6 +128,13 @@ def dflash(name: str, target: Path, folder: Path, variant: str = "plain") -> dic
     return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder)}
 
 
+def assistant(name: str, target: Path, folder: Path) -> dict[str, Any]:
+    """Muse-Glimmer's, over layers of both kinds, the last one of which is the target's."""
+    save_target(name, target)
+    save_assistant(folder, target_layer_ids=[1, 3, 7])
+    return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder)}
+
+
 def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
     """From a path; of DeepSeek-V4 the draft that its checkpoint brings."""
     if name == "deepseek_v4":
@@ -157,10 +165,14 @@ DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "DOMINO": (functools.partial(dflash, variant="domino"), UNGATED),
     "SELECTOR": (functools.partial(dflash, variant="selector"), UNGATED),
     "SHARED": (shared_selection, ("glm_moe_dsa",)),
+    "ASSISTANT": (assistant, ("muse_glimmer",)),
 }
 """How each is made beside a target, and the targets that it is served with."""
-HEADS = ("DOMINO", "SELECTOR", "SHARED")
-"""Further forms of drafts, which have fewer quick cases: DFLASH with a head, NEXTN with a shared selection."""
+HEADS = ("DOMINO", "SELECTOR", "SHARED", "ASSISTANT")
+"""Further forms of drafts, which have fewer quick cases: DFLASH with a head or of one model, NEXTN with a shared
+selection."""
+LAST_QUICK = ("ASSISTANT", "graphs")
+"""The quick case of the last model."""
 
 
 def cases() -> list[Any]:
@@ -173,7 +185,9 @@ def cases() -> list[Any]:
                 if i < 2:
                     quick = (m + d) % (8 if d >= heads else 4) == 0 and i == (m // 4 + d) % 2
                 else:
-                    quick = 2 <= d < heads and d % 2 != i % 2 and m == 4 * d % (len(MODELS) - 1)
+                    quick = 2 <= d < heads and d % 2 != i % 2 and m == 4 * d % (len(MODELS) - 2)
+                if model == MODELS[-1]:
+                    quick = (drafter, layout) == LAST_QUICK
                 if model in models:
                     rows.append(pytest.param(drafter, model, layout, marks=[] if quick else pytest.mark.thorough))
     return rows

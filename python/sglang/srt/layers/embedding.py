@@ -38,7 +38,7 @@ def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int, stored: int =
 
 class VocabParallelEmbedding:
     """ids [T] -> [T, H], times `scale` as the weight's type has it. With `norm_eps` each row of the weight is normed
-    when the parameters are filled, without weights of the norm."""
+    when the parameters are filled, without weights of the norm; `plain` gives the rows as they were before."""
 
     def __init__(
         self,
@@ -53,8 +53,11 @@ class VocabParallelEmbedding:
         self.scale = float(torch.tensor(scale, dtype=scope.dtype))
         self.group = scope.groups.vocabulary
         self.weight = _vocab_weight(scope, vocab_size, hidden_size, stored)
+        self.lengths: torch.Tensor | None = None
+        """[rows, 1] fp32: what each row was divided by."""
         if norm_eps is not None:
-            scope.finish.append(functools.partial(_norm_rows, self.weight, norm_eps))
+            self.lengths = self.weight.new_empty((len(self.weight), 1), dtype=torch.float32)
+            scope.finish.append(functools.partial(_norm_rows, self.weight, self.lengths, norm_eps))
         self.first = self.group.rank * self.weight.shape[0]
         self.rows: EmbeddingRowsOp | None = scope.plan.entry("embedding_rows") if self.group.size > 1 else None
 
@@ -72,6 +75,16 @@ class VocabParallelEmbedding:
         out = self._rows(ids, exchange)
         return out if self.scale == 1.0 else out * self.scale
 
+    def plain(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [T] -> [T, H] as the checkpoint has them: without the norm and without the scale."""
+        if self.lengths is None:
+            return self._rows(ids, None)
+        if self.rows is None:
+            return _times(F.embedding(ids, self.weight), F.embedding(ids, self.lengths))
+        rows = self.rows(ids, self.weight, self.first)  # zeros for the tokens of other ranks, whatever their lengths
+        here = (ids - self.first).clamp(0, len(self.lengths) - 1)
+        return self.group.all_reduce(_times(rows, F.embedding(here, self.lengths)), exact=True)
+
     def _rows(self, ids: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
         if self.rows is None:
             return F.embedding(ids, self.weight)
@@ -85,10 +98,17 @@ NORMED_AT_ONCE = 1 << 14
 """Rows of an embedding that are normed at once: 400 MB in fp32 of 6,656 columns."""
 
 
-def _norm_rows(weight: torch.Tensor, eps: float) -> None:
-    for rows in weight.split(NORMED_AT_ONCE):
+def _norm_rows(weight: torch.Tensor, lengths: torch.Tensor, eps: float) -> None:
+    for rows, length in zip(weight.split(NORMED_AT_ONCE), lengths.split(NORMED_AT_ONCE), strict=True):
         wide = rows.float()
-        rows.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
+        squares = wide.square().mean(-1, keepdim=True) + eps
+        rows.copy_(wide * torch.rsqrt(squares))
+        length.copy_(squares.sqrt())
+
+
+def _times(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """rows [T, H], lengths [T, 1] fp32 -> [T, H] in the type of the rows."""
+    return (rows * lengths).to(rows.dtype)
 
 
 FEWEST_SHARDED_ROWS = 16
@@ -145,6 +165,11 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.whole(self._columns(hidden))
+
+    def plain(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [R, V] as a call, but neither multiplied nor bent."""
+        assert self.product is not None
+        return self.whole(self.product(hidden))
 
     def of_step(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes the logits as a call does; where there are many rows, only this rank's columns (`is_shard`)."""

@@ -75,13 +75,14 @@ class DraftParts:
         self.embedding = self._embedding(target)
         self.head = self._head(target)
 
-    def _embedding(self, target: CausalLM) -> VocabParallelEmbedding:
+    def _embedding(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
         if self.draft.own_embedding:
             return VocabParallelEmbedding(self.scope.sub("embed"), self.draft.vocab_size, self.model.hidden_size)
-        if target.embed is not None:
-            return target.embed
-        self.copied = CopiedEmbedding(self.scope, target)
-        return self.copied.embedding
+        shared = target.embed
+        if shared is None:
+            self.copied = CopiedEmbedding(self.scope, target)
+            shared = self.copied.embedding
+        return shared.plain if self.draft.plain_ends else shared
 
     def embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns the embeddings [T, H] of the draft's tokens, and the features of images where the batch has them: the
@@ -93,7 +94,7 @@ class DraftParts:
     def _head(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.draft.head_size:
             assert target.head is not None, "the last stage has it"
-            return target.head
+            return target.head.plain if self.draft.plain_ends else target.head
         head = LMHead(self.scope.sub("lm_head"), self.draft.head_size)
         return ReducedHead(self.scope, head, self.draft) if self.draft.reduced else head
 
@@ -192,8 +193,8 @@ class CopiedEmbedding:
         self.weights = target.weights
         self.params: dict[str, Param] = {}
         self.finish: list[Callable[[], None]] = []
-        model, scope = target.description, replace(scope, weights=target.weights, params=self.params)
-        self.embedding = embedding_of(scope, model)
+        scope = replace(scope, weights=target.weights, params=self.params, finish=self.finish)
+        self.embedding = embedding_of(scope, target.description)
 
     def ignored_weight(self, name: str) -> bool:
         return True

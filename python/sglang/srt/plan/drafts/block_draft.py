@@ -46,7 +46,7 @@ class BlockSettings:
     """The keys of a block draft beside those of its layers. `trained`: rows of the blocks that it was trained with.
     `captures`: the target layers whose outputs it reads. `head_size`: tokens of an output head of its
     own, which are some of the target's; 0: the target's head. `unread`: beginnings of the names of tensors that nothing
-    here asks for."""
+    here asks for. `plain_ends`: as of DraftDescription."""
 
     trained: int
     mask_token: int
@@ -57,6 +57,7 @@ class BlockSettings:
     confidence: Confidence | None = None
     head_size: int = 0
     unread: tuple[str, ...] = ()
+    plain_ends: bool = False
 
 
 def names_of(more: Mapping[str, str], in_layers: Mapping[str, str] | None = None) -> WeightMap:
@@ -121,6 +122,7 @@ def describe_block_draft(
         captures=settings.captures,
         head_size=settings.head_size,
         reduced=settings.head_size > 0,
+        plain_ends=settings.plain_ends,
     )
     return finished(draft, target)
 

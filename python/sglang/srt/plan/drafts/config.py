@@ -16,6 +16,7 @@ from sglang.srt.configs.quantization import agree, detect
 from sglang.srt.configs.speculative import BLOCK_ALGORITHMS, DSPARK, EAGLE, NGRAM, UNQUANTIZED, SpeculativeSettings
 from sglang.srt.configs.stored_form import stored_narrow
 from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.muse_assistant import assistant_values
 from sglang.srt.plan.drafts.speculators import block_values
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -85,7 +86,8 @@ def read_draft_config(
             num_guesses=settings.num_steps,
         )
     config = read_config(folder)
-    values, source = select_text_config(config), str(folder / "config.json")
+    source = str(folder / "config.json")
+    values = assistant_values(select_text_config(config), kind, source)
     return DraftConfig(
         kind=kind,
         model_path=str(folder),

@@ -227,7 +227,9 @@ class DraftDescription:
     `first_layer`: the draft's caches are numbered from there, behind the layers of the target, whose vocabulary has
     `vocab_size` tokens. `captures`: the target layers whose outputs it reads. `head_size`: rows of an output head of
     its own, 0: the target's. `reduced`: these rows stand for the tokens that a table in the checkpoint (d2t) names.
-    `own_embedding`: it does not take the target's. `shares_selection`: what an indexer of its layers selects for a row
+    `own_embedding`: it does not take the target's. `plain_ends`: what it takes of the target's embedding and head is
+    what the checkpoint has, without the norm before the first layer and what follows the product with the head.
+    `shares_selection`: what an indexer of its layers selects for a row
     of the target's step is read by all passes that follow, which see the tokens since as well. `at`: the beginnings of
     the tensors' names in the target's checkpoint.
     """
@@ -241,6 +243,7 @@ class DraftDescription:
     head_size: int = 0
     reduced: bool = False
     own_embedding: bool = False
+    plain_ends: bool = False
     shares_selection: bool = False
     at: str | tuple[str, ...] = ""
 

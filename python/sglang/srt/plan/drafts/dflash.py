@@ -26,9 +26,10 @@ from sglang.srt.plan.drafts.block_draft import (
 from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.heads import Convolution, Domino, Head, Selector
+from sglang.srt.plan.drafts.muse_assistant import ASSISTANT_ARCHITECTURE, ASSISTANT_NAMES, fit_assistant
 from sglang.srt.plan.model_description import ModelDescription
 
-DFLASH_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DominoDraftModel")
+DFLASH_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DominoDraftModel", ASSISTANT_ARCHITECTURE)
 _DOMINO = "domino"
 _BACKBONE = frozenset({"mask_token_id", "target_layer_ids", "block_size", "num_target_layers"})
 _HEADS: Mapping[str, tuple[str, ...]] = {
@@ -65,7 +66,9 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     """Describes a DFlash draft. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
     the target."""
     keys = config.reader()
-    check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES)
+    assistant = check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES) == ASSISTANT_ARCHITECTURE
+    if assistant:
+        config = fit_assistant(config, target)
     inner = _settings(keys)
     head, size = _head(inner, target.vocab_size), reduced_head(keys, target)
     if head is not None and size:
@@ -79,8 +82,10 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
         head_size=size,
         unread=OF_VERIFIER,
         convolution=_convolution(inner, keys.positive("hidden_size")),
+        plain_ends=assistant,
     )
-    return describe_block_draft(config, target, settings, names_of(_HEAD_NAMES, _CONVOLUTION_NAMES))
+    own_names = ASSISTANT_NAMES if assistant else {}
+    return describe_block_draft(config, target, settings, names_of({**_HEAD_NAMES, **own_names}, _CONVOLUTION_NAMES))
 
 
 def dflash_rows(keys: ConfigReader) -> int:

@@ -11,6 +11,7 @@ from sglang.srt.configs.speculative import DFLASH, DSPARK, USUAL_BLOCK_SIZE
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, config_keys, dspark_folder
 from sglang.srt.plan.drafts.dflash import dflash_first_row, dflash_rows
 from sglang.srt.plan.drafts.dspark import block_rows, dspark_keys, first_row
+from sglang.srt.plan.drafts.muse_assistant import assistant_values
 from sglang.srt.plan.drafts.speculators import block_values
 from sglang.srt.server_args import ServerArgs
 
@@ -46,7 +47,8 @@ def trained_block(args: ServerArgs) -> TrainedBlock:
 
 
 def _plain(keys: ConfigReader, algorithm: str) -> ConfigReader:
-    return ConfigReader(block_values(keys.values, algorithm, keys.source), keys.source)
+    values = assistant_values(keys.values, algorithm, keys.source)
+    return ConfigReader(block_values(values, algorithm, keys.source), keys.source)
 
 
 def _resolved(args: ServerArgs) -> Path:
