@@ -20,9 +20,9 @@ import triton.language as tl
 from sglang.srt.layers.recurrent.triton_ops.gates import gates
 from sglang.srt.layers.recurrent.triton_ops.sequences import locate
 
-CHUNK = 64
+CHUNK = 32
 """Tokens that are computed at once."""
-TILE = {"num_warps": 8, "num_stages": 2}
+TILE = {"num_warps": 4, "num_stages": 2}
 
 
 @triton.jit
@@ -54,13 +54,13 @@ def _inverse(a, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["start_loc"])
 def chunk_local_kernel(
-    q, k, v, a, b, a_log, dt_bias, start_loc, scores, decay, beta_out, u, w, num_seqs, heads, group, token_stride,
-    ab_stride, scale, dt_min, dt_max, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr, DELTA: tl.constexpr,
+    q, k, v, a, b, a_log, dt_bias, start_loc, scores, decay, fade, beta_out, u, w, num_seqs, heads, group,
+    token_stride, ab_stride, scale, dt_min, dt_max, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """q, k [T, heads / group, K], v [T, heads, V] in rows `token_stride` apart; a, b [T, heads]; a_log, dt_bias [heads]
-    -> scores [T, heads, CHUNK], decay and beta_out [T, heads] fp32, and for the delta rule u [T, heads, V] and
-    w [T, heads, K]. Grid: (chunks * heads,)."""
+    -> scores [T, heads, CHUNK]; decay exp(g), fade exp(g_last - g) and beta_out [T, heads] fp32; and for the delta rule
+    u [T, heads, V] and w [T, heads, K]. Grid: (chunks * heads,)."""
     pid = tl.program_id(0)
     head = pid % heads
     seq, start, length, first = locate(start_loc, num_seqs, pid // heads, CHUNK)
@@ -83,7 +83,11 @@ def chunk_local_kernel(
     total = tl.cumsum(tl.where(inside, log_decay, 0.0), 0)
     beta = tl.where(inside, beta, 0.0)
     of_head = token * heads + head
-    tl.store(decay + of_head, total, mask=inside)
+    grown = tl.exp(total)
+    tl.store(decay + of_head, grown, mask=inside)
+    # Not the sum of all: where much is forgotten, that differs from the last one by more than an exponent may.
+    last = tl.sum(tl.where(row == tl.minimum(CHUNK, length - first) - 1, total, 0.0), 0)
+    tl.store(fade + of_head, tl.exp(last - total), mask=inside)
 
     before = row[:, None] > row[None, :]
     # Above the diagonal the differences are positive and would overflow.
@@ -96,7 +100,7 @@ def chunk_local_kernel(
         dot_kk = tl.dot(keys, tl.trans(keys))
         solution = _inverse(tl.where(before, dot_kk * factor * beta[:, None], 0.0), CHUNK).to(keys.dtype)
         keys = tl.load(k + qk_offsets, mask=k_mask, other=0.0)  # again, rather than to hold them meanwhile
-        scaled = (keys.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(keys.dtype)
+        scaled = (keys.to(tl.float32) * (beta * grown)[:, None]).to(keys.dtype)
         w_tile = tl.dot(solution, scaled)
         tl.store(w + of_head[:, None] * K + k_cols[None, :], w_tile.to(w.dtype.element_ty), mask=k_mask)
         v_cols = tl.arange(0, BLOCK_V)
