@@ -18,17 +18,25 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import earlier_channels
 import earlier_chunks
 from bench_recurrent import Shape, inputs, randn
 from timing import time_calls
 
 from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
-from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, recurrence
+from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
+from sglang.srt.layers.recurrent.triton_ops import (
+    channel_local,
+    channel_recurrence,
+    chunk_local,
+    chunk_scan,
+    recurrence,
+)
 
 SHAPES = (
     Shape("gated delta, 32 heads", gated_delta_rule(128), 16, 32, 128, 128),
     Shape("gated delta, 16 heads", gated_delta_rule(128), 8, 16, 128, 128),
+    Shape("kimi, 32 heads", kimi_delta_rule(128, 0.0), 32, 32, 128, 128),
     Shape("mamba2, 64 heads", Rule(delta=False), 8, 64, 128, 64),
 )
 PROMPTS = ((8192, 1), (2048, 4))
@@ -41,7 +49,6 @@ TILES = {
     "16/1": {"BLOCK_V": 16, "PART": 16, "num_warps": 1, "num_stages": 3},
 }
 """Columns of a program / its warps."""
-LOCAL_TILES = {warps: {"num_warps": warps, "num_stages": 2} for warps in (2, 4, 8)}
 TRIED = [(32, 4, name) for name in TILES if name != "64/4"]
 TRIED += [(32, 2, "64/4"), (64, 4, "64/4 one buffer"), (64, 8, "32/2 one buffer")]
 Extend = Callable[..., None]
@@ -55,7 +62,10 @@ class Nothing:
 
 
 def arguments(shape: Shape, length: int, count: int) -> tuple[Any, ...]:
-    given = inputs(shape, length * count)
+    given = list(inputs(shape, length * count))
+    if shape.rule.by_channel:
+        given[3] = randn(length * count, shape.heads, shape.key_dim)
+        given[6] = randn(shape.heads, shape.key_dim, dtype=torch.float32)
     states = randn(count + 1, shape.heads, shape.key_dim, shape.value_dim, dtype=torch.float32)
     slots = torch.arange(1, count + 1, device="cuda")
     prefix = torch.zeros(count, dtype=torch.int32, device="cuda")
@@ -71,7 +81,8 @@ def seconds(extend: Extend, shape: Shape, length: int, count: int) -> float:
 
 def error(extend: Extend, shape: Shape) -> tuple[float, float]:
     """Of outputs and of states, relative to their norms."""
-    small = Shape(shape.name, shape.rule, 2, 4, shape.key_dim, shape.value_dim)
+    keys = 4 if shape.rule.by_channel else 2
+    small = Shape(shape.name, shape.rule, keys, 4, shape.key_dim, shape.value_dim)
     torch.manual_seed(0)
     rule, *given = arguments(small, 1001, 2)
     given[-3] = torch.tensor([0, 5], dtype=torch.int32, device="cuda")
@@ -86,11 +97,13 @@ def row(name: str, extend: Extend, module: Any, shape: Shape, rows: list[Mapping
     try:
         errors = error(extend, shape)
         both = {f"{count} x {length}": 1e6 * seconds(extend, shape, length, count) for length, count in PROMPTS}
-        kernel, module.chunk_scan_kernel = module.chunk_scan_kernel, Nothing()
+        scan = "channel_scan_kernel" if module is earlier_channels else "chunk_scan_kernel"
+        kernel = getattr(module, scan)
+        setattr(module, scan, Nothing())
         try:
             first = 1e6 * seconds(extend, shape, *PROMPTS[0])
         finally:
-            module.chunk_scan_kernel = kernel
+            setattr(module, scan, kernel)
     except Exception as reason:
         print(f"| {shape.name} | {name} | {type(reason).__name__}: {str(reason)[:80]} |", flush=True)
         return
@@ -109,14 +122,24 @@ def main() -> None:
         "| shape | tile | 1 x 8192 us | 4 x 2048 us | first launch us | error of outputs | of states |\n" + "|---" * 7
     )
     for shape in SHAPES:
-        row("earlier", earlier_chunks.recurrence_extend, earlier_chunks, shape, rows)
-        row("now", recurrence.recurrence_extend, chunk_scan, shape, rows)
-        usual, usual_local = chunk_scan.scan_tile, dict(chunk_local.TILE)
-        for chunk, warps, name in TRIED:
-            chunk_local.CHUNK, chunk_local.TILE = chunk, LOCAL_TILES[warps]
+        if shape.rule.by_channel:
+            extend, local = channel_recurrence.channel_recurrence_extend, channel_local
+            row("earlier", earlier_channels.channel_recurrence_extend, earlier_channels, shape, rows)
+        else:
+            extend, local = recurrence.recurrence_extend, chunk_local
+            row("earlier", earlier_chunks.recurrence_extend, earlier_chunks, shape, rows)
+        row("now", extend, chunk_scan, shape, rows)
+        warps = "SOLVE_TILE" if local is channel_local else "TILE"
+        usual, usual_local = chunk_scan.scan_tile, getattr(local, warps)
+        for chunk, count, name in TRIED:
+            if "mamba" in shape.name and count == 2:
+                continue
+            local.CHUNK = chunk
+            setattr(local, warps, {**usual_local, "num_warps": count})
             chunk_scan.scan_tile = lambda key_dim, tile=TILES[name]: tile  # type: ignore[misc]
-            row(f"chunk {chunk}, local {warps}, scan {name}", recurrence.recurrence_extend, chunk_scan, shape, rows)
-        chunk_local.CHUNK, chunk_local.TILE, chunk_scan.scan_tile = 32, usual_local, usual
+            row(f"chunk {chunk}, local {count}, scan {name}", extend, chunk_scan, shape, rows)
+        local.CHUNK, chunk_scan.scan_tile = 32, usual
+        setattr(local, warps, usual_local)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

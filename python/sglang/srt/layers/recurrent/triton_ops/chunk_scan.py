@@ -6,6 +6,9 @@ A program holds columns of one head's state S [K, V] in fp32 and goes through th
     o = scale * exp(g) * (q S) + scores x  [+ skip * v]
     S = exp(g_last) * S + k^T (exp(g_last - g) * x)
 
+With a decay for each channel of a key the exponents of g are in q and k already (`channel_local`), and exp(g_last) is a
+number for each row of S.
+
 All of it is computed transposed. S^T and x^T leave one product in the registers in which the next one wants its left
 side, if each warp has 16 columns of V: nothing goes from warp to warp while the state goes on, and what comes from
 memory are right sides only, which are on their way two chunks ahead. Triton cuts products so that follow one another by
@@ -35,9 +38,11 @@ def _inside(rows_ok, cols, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 def chunk_scan_kernel(
     q, k, v, scores, decay, fade, beta, u, w, skip, states, initial_slots, slots, prefix_lens, start_loc, out, heads,
     group, token_stride, out_stride, slot_stride, scale, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
+    BLOCK_V: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """states [slots, heads, K, V]; out [T, heads, V] in rows `out_stride` apart; the others as in chunk_local.
+    """states [slots, heads, K, V]; out [T, heads, V] in rows `out_stride` apart; the others as in chunk_local, or
+    in channel_local with `decay` [chunks, heads, K].
     Grid: (blocks of V, heads, sequences)."""
     WIDTH: tl.constexpr = PART if PART < BLOCK_K else BLOCK_K
     PARTS: tl.constexpr = BLOCK_K // WIDTH
@@ -67,13 +72,11 @@ def chunk_scan_kernel(
     out_offsets = row[:, None] * out_stride + v_cols[None, :]
     out_base = out + start.to(tl.int64) * out_stride + head * V
     of_head = start.to(tl.int64) * heads + head
+    of_chunk = (start // CHUNK + seq).to(tl.int64) * heads + head
 
     for first in range(0, length, CHUNK):
         inside = row < length - first
         v_mask = _inside(inside, v_cols, V, BLOCK_V)
-        grown = tl.load(decay + of_head + row * heads, mask=inside, other=0.0)
-        faded = tl.load(fade + of_head + row * heads, mask=inside, other=0.0)
-        last = tl.load(decay + of_head + (tl.minimum(CHUNK, length - first) - 1) * heads)
         taken = tl.zeros([BLOCK_V, CHUNK], dtype=tl.float32)
         result = tl.zeros([BLOCK_V, CHUNK], dtype=tl.float32)
         for part in tl.static_range(PARTS):
@@ -84,7 +87,9 @@ def chunk_scan_kernel(
                 taken = tl.dot(rounded, tl.trans(own_w), taken)
             queries = tl.load(q + qk_base + part * WIDTH + qk_offsets, mask=mask, other=0.0)
             result = tl.dot(rounded, tl.trans(queries), result)
-        result *= (grown * scale)[None, :]
+        if not BY_CHANNEL:
+            grown = tl.load(decay + of_head + row * heads, mask=inside, other=0.0)
+            result *= (grown * scale)[None, :]
         if DELTA:
             values = tl.trans(tl.load(u + of_head * V + u_offsets, mask=v_mask, other=0.0)).to(tl.float32) - taken
         else:
@@ -94,11 +99,17 @@ def chunk_scan_kernel(
                 result += raw * tl.load(skip + head).to(tl.float32)
         own_scores = tl.load(scores + of_head * CHUNK + score_offsets, mask=inside[:, None], other=0.0)
         result = tl.dot(values.to(dtype), tl.trans(own_scores), result)
-        values = (values * faded[None, :]).to(dtype)
+        if not BY_CHANNEL:
+            values *= tl.load(fade + of_head + row * heads, mask=inside, other=0.0)[None, :]
+            last = tl.load(decay + of_head + (tl.minimum(CHUNK, length - first) - 1) * heads)
+        values = values.to(dtype)
         after = ()
         for part in tl.static_range(PARTS):
             mask = _inside(inside, part * WIDTH + k_cols, K, WIDTH)
             keys = tl.load(k + qk_base + part * WIDTH + qk_offsets, mask=mask, other=0.0)
+            if BY_CHANNEL:
+                channels = part * WIDTH + k_cols
+                last = tl.load(decay + of_chunk * K + channels, mask=channels < K, other=0.0)[None, :]
             after = after + (tl.dot(values, keys, state[part] * last),)
         state = after
         tl.store(out_base + out_offsets, tl.trans(result.to(out.dtype.element_ty)), mask=v_mask)
@@ -106,6 +117,7 @@ def chunk_scan_kernel(
         v_base += CHUNK * token_stride
         out_base += CHUNK * out_stride
         of_head += CHUNK * heads
+        of_chunk += heads
 
     behind = states + tl.load(slots + seq).to(tl.int64) * slot_stride + head * K * V
     for part in tl.static_range(PARTS):
