@@ -14,7 +14,6 @@ from sglang.srt.layers.recurrent.triton_ops import (
     causal_conv,
     channel_decay,
     channel_local,
-    channel_scan,
     channel_step,
     channel_verify,
     chunk_local,
@@ -86,7 +85,6 @@ FORM_RULES = {
     "channel_decay.channel_decay_kernel": FormRule(counts=frozenset({"heads"}), absent={"BOUNDED": ("lower_bound",)}),
     "channel_local.channel_pairs_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
     "channel_local.channel_solve_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
-    "channel_scan.channel_scan_kernel": FormRule(counts=frozenset({"heads"})),
     "channel_step.channel_step_kernel": FormRule(
         counts=frozenset({"heads", "b", "b_stride"}), absent={"BOUNDED": ("lower_bound",)}
     ),
@@ -149,7 +147,7 @@ def _convolutions() -> Iterator[Variant]:
 
 def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
     data = dict.fromkeys(("q", "k", "v", "scores", "u", "w", "out"), "*bf16") | _GATES | _INDEX | _COUNTS
-    data |= dict.fromkeys(("decay", "beta", "beta_out", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
+    data |= dict.fromkeys(("decay", "fade", "beta", "beta_out", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
     data |= dict.fromkeys(_STRIDES, "i32")
     shape = {"K": key_dim, "V": value_dim, "BLOCK_K": triton.next_power_of_2(key_dim), "DELTA": delta}
     dims = f"{key_dim}x{value_dim}"
@@ -158,7 +156,7 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
     yield _described(op, f"local/{dims}", local, data, constants, chunk_local.TILE, _STRIDES)
     for state, pointer in STATE_TYPES.items():
         arguments = data | {"states": pointer}
-        constants = shape | {"CHUNK": chunk_local.CHUNK, "HAS_SKIP": not delta}
+        constants = shape | {"CHUNK": chunk_local.CHUNK, "BY_CHANNEL": False, "HAS_SKIP": not delta}
         scan, tile = chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(key_dim)
         yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
         for tile in state_step.STEP_TILES:
@@ -180,9 +178,9 @@ def _commit(op: str, key: str, states: str, shape: Mapping[str, Any]) -> Variant
 
 def _channels(op: str, dim: int) -> Iterator[Variant]:
     """Of Kimi delta attention, with keys and values of `dim`."""
-    data = dict.fromkeys(("q", "k", "v", "a", "b", "scores", "u", "w", "out"), "*bf16") | _INDEX
-    data |= dict.fromkeys(("decay", "pairs", "a_log", "dt_bias"), "*fp32")
-    data |= dict.fromkeys(("num_seqs", "heads", "width", "a_stride", "b_stride", *_STRIDES), "i32")
+    data = dict.fromkeys(("q", "k", "v", "a", "b", "scores", "u", "w", "grown_q", "faded_k", "out"), "*bf16") | _INDEX
+    data |= dict.fromkeys(("decay", "fade", "kept", "beta", "skip", "pairs", "a_log", "dt_bias"), "*fp32")
+    data |= dict.fromkeys(("num_seqs", "heads", "group", "width", "a_stride", "b_stride", *_STRIDES), "i32")
     data |= dict.fromkeys(("scale", "lower_bound"), "fp32")
     aligned = (*_STRIDES, "a_stride")
     block = triton.next_power_of_2(dim)
@@ -197,8 +195,9 @@ def _channels(op: str, dim: int) -> Iterator[Variant]:
     yield _described(op, f"pairs/{dim}", pairs, data, rows, channel_local.PAIRS_TILE, aligned)
     yield _described(op, f"solve/{dim}", solve, data, chunk | {"BLOCK_V": block}, channel_local.SOLVE_TILE, aligned)
     for state, pointer in STATE_TYPES.items():
-        arguments, scan = data | {"states": pointer}, channel_scan.channel_scan_kernel
-        yield _described(op, f"scan/{dim}/{state}", scan, arguments, chunk, channel_scan.TILE, aligned)
+        arguments, scan, tile = data | {"states": pointer}, chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(dim)
+        constants = chunk | {"DELTA": True, "BY_CHANNEL": True, "HAS_SKIP": False}
+        yield _described(op, f"scan/{dim}/{state}", scan, arguments, constants, tile, aligned)
         for bounded in (False, True):
             key = f"step/{dim}/{state}/{'bounded' if bounded else 'unbounded'}"
             for tile in state_step.STEP_TILES:

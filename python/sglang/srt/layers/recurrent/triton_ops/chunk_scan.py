@@ -99,6 +99,7 @@ def chunk_scan_kernel(
                 result += raw * tl.load(skip + head).to(tl.float32)
         own_scores = tl.load(scores + of_head * CHUNK + score_offsets, mask=inside[:, None], other=0.0)
         result = tl.dot(values.to(dtype), tl.trans(own_scores), result)
+        tl.store(out_base + out_offsets, tl.trans(result.to(out.dtype.element_ty)), mask=v_mask)
         if not BY_CHANNEL:
             values *= tl.load(fade + of_head + row * heads, mask=inside, other=0.0)[None, :]
             last = tl.load(decay + of_head + (tl.minimum(CHUNK, length - first) - 1) * heads)
@@ -112,7 +113,6 @@ def chunk_scan_kernel(
                 last = tl.load(decay + of_chunk * K + channels, mask=channels < K, other=0.0)[None, :]
             after = after + (tl.dot(values, keys, state[part] * last),)
         state = after
-        tl.store(out_base + out_offsets, tl.trans(result.to(out.dtype.element_ty)), mask=v_mask)
         qk_base += CHUNK * token_stride
         v_base += CHUNK * token_stride
         out_base += CHUNK * out_stride
