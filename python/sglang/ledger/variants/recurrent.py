@@ -66,12 +66,11 @@ FORM_RULES = {
     ),
     "commit.commit_states_kernel": FormRule(counts=frozenset({"heads", "group"})),
     "chunk_local.chunk_local_kernel": FormRule(
+        at_most=frozenset({"HAS_SKIP"}),
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
-        absent={"DELTA": ("b", "u", "w", "v")},
+        absent={"DELTA": ("b", "u", "w", "v"), "HAS_SKIP": ("skip",)},
     ),
-    "chunk_scan.chunk_scan_kernel": FormRule(
-        at_most=frozenset({"HAS_SKIP"}), counts=frozenset({"heads", "group"}), absent={"HAS_SKIP": ("skip",)}
-    ),
+    "chunk_scan.chunk_scan_kernel": FormRule(counts=frozenset({"heads", "group"})),
     "state_step.state_step_kernel": FormRule(
         at_most=frozenset({"HAS_SKIP"}),
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
@@ -147,16 +146,17 @@ def _convolutions() -> Iterator[Variant]:
 
 def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
     data = dict.fromkeys(("q", "k", "v", "scores", "u", "w", "out"), "*bf16") | _GATES | _INDEX | _COUNTS
-    data |= dict.fromkeys(("decay", "fade", "beta", "beta_out", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
+    data |= dict.fromkeys(("decay", "fade", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
     data |= dict.fromkeys(_STRIDES, "i32")
     shape = {"K": key_dim, "V": value_dim, "BLOCK_K": triton.next_power_of_2(key_dim), "DELTA": delta}
     dims = f"{key_dim}x{value_dim}"
     constants: dict[str, Any] = shape | {"CHUNK": chunk_local.CHUNK, "BLOCK_V": triton.next_power_of_2(value_dim)}
+    constants |= {"HAS_SKIP": not delta}
     local = chunk_local.chunk_local_kernel
     yield _described(op, f"local/{dims}", local, data, constants, chunk_local.TILE, _STRIDES)
     for state, pointer in STATE_TYPES.items():
         arguments = data | {"states": pointer}
-        constants = shape | {"CHUNK": chunk_local.CHUNK, "BY_CHANNEL": False, "HAS_SKIP": not delta}
+        constants = shape | {"CHUNK": chunk_local.CHUNK, "BY_CHANNEL": False}
         scan, tile = chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(key_dim)
         yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
         for tile in state_step.STEP_TILES:
@@ -179,7 +179,7 @@ def _commit(op: str, key: str, states: str, shape: Mapping[str, Any]) -> Variant
 def _channels(op: str, dim: int) -> Iterator[Variant]:
     """Of Kimi delta attention, with keys and values of `dim`."""
     data = dict.fromkeys(("q", "k", "v", "a", "b", "scores", "u", "w", "grown_q", "faded_k", "out"), "*bf16") | _INDEX
-    data |= dict.fromkeys(("decay", "fade", "kept", "beta", "skip", "pairs", "a_log", "dt_bias"), "*fp32")
+    data |= dict.fromkeys(("decay", "fade", "kept", "pairs", "a_log", "dt_bias"), "*fp32")
     data |= dict.fromkeys(("num_seqs", "heads", "group", "width", "a_stride", "b_stride", *_STRIDES), "i32")
     data |= dict.fromkeys(("scale", "lower_bound"), "fp32")
     aligned = (*_STRIDES, "a_stride")
@@ -196,7 +196,7 @@ def _channels(op: str, dim: int) -> Iterator[Variant]:
     yield _described(op, f"solve/{dim}", solve, data, chunk | {"BLOCK_V": block}, channel_local.SOLVE_TILE, aligned)
     for state, pointer in STATE_TYPES.items():
         arguments, scan, tile = data | {"states": pointer}, chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(dim)
-        constants = chunk | {"DELTA": True, "BY_CHANNEL": True, "HAS_SKIP": False}
+        constants = chunk | {"DELTA": True, "BY_CHANNEL": True}
         yield _described(op, f"scan/{dim}/{state}", scan, arguments, constants, tile, aligned)
         for bounded in (False, True):
             key = f"step/{dim}/{state}/{'bounded' if bounded else 'unbounded'}"

@@ -75,9 +75,9 @@ def channel_recurrence_extend(
     )  # fmt: skip
     tile = chunk_scan.scan_tile(key_dim)
     chunk_scan.chunk_scan_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
-        grown_q, faded_k, v, scores, kept, kept, kept, u, w, kept, states, initial_slots, slots, prefix_lens, start_loc,
-        out, heads, 1, heads * key_dim, out.stride(0), states.stride(0), 1.0, K=key_dim, V=value_dim, BLOCK_K=block_k,
-        CHUNK=chunk, DELTA=True, BY_CHANNEL=True, HAS_SKIP=False, **tile,
+        grown_q, faded_k, v, scores, kept, kept, u, w, states, initial_slots, slots, prefix_lens, start_loc, out, heads,
+        1, heads * key_dim, out.stride(0), states.stride(0), 1.0, K=key_dim, V=value_dim, BLOCK_K=block_k, CHUNK=chunk,
+        DELTA=True, BY_CHANNEL=True, **tile,
     )  # fmt: skip
 
 

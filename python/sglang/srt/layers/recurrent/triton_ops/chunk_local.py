@@ -54,13 +54,14 @@ def _inverse(a, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["start_loc"])
 def chunk_local_kernel(
-    q, k, v, a, b, a_log, dt_bias, start_loc, scores, decay, fade, beta_out, u, w, num_seqs, heads, group,
-    token_stride, ab_stride, scale, dt_min, dt_max, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
+    q, k, v, a, b, a_log, dt_bias, skip, start_loc, scores, decay, fade, u, w, num_seqs, heads, group, token_stride,
+    ab_stride, scale, dt_min, dt_max, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """q, k [T, heads / group, K], v [T, heads, V] in rows `token_stride` apart; a, b [T, heads]; a_log, dt_bias [heads]
-    -> scores [T, heads, CHUNK]; decay exp(g), fade exp(g_last - g) and beta_out [T, heads] fp32; and for the delta rule
-    u [T, heads, V] and w [T, heads, K]. Grid: (chunks * heads,)."""
+    """q, k [T, heads / group, K], v [T, heads, V] in rows `token_stride` apart; a, b [T, heads]; a_log, dt_bias,
+    skip [heads] -> scores [T, heads, CHUNK]; decay exp(g) and fade exp(g_last - g) [T, heads] fp32; and for the delta
+    rule u [T, heads, V] and w [T, heads, K]. Without it scores and fade hold beta, and scores skip, so that they may
+    be multiplied by v itself. Grid: (chunks * heads,)."""
     pid = tl.program_id(0)
     head = pid % heads
     seq, start, length, first = locate(start_loc, num_seqs, pid // heads, CHUNK)
@@ -87,13 +88,20 @@ def chunk_local_kernel(
     tl.store(decay + of_head, grown, mask=inside)
     # Not the sum of all: where much is forgotten, that differs from the last one by more than an exponent may.
     last = tl.sum(tl.where(row == tl.minimum(CHUNK, length - first) - 1, total, 0.0), 0)
-    tl.store(fade + of_head, tl.exp(last - total), mask=inside)
+    weight = tl.exp(last - total)
+    if not DELTA:
+        weight *= beta
+    tl.store(fade + of_head, weight, mask=inside)
 
     before = row[:, None] > row[None, :]
     # Above the diagonal the differences are positive and would overflow.
     factor = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0))
     dot_qk = tl.dot(queries, tl.trans(keys))
     weighted = tl.where(row[:, None] >= row[None, :], dot_qk * factor * scale, 0.0)
+    if not DELTA:
+        weighted *= beta[None, :]
+    if HAS_SKIP:
+        weighted += tl.where(row[:, None] == row[None, :], tl.load(skip + head).to(tl.float32), 0.0)
     tl.store(scores + of_head[:, None] * CHUNK + row[None, :], weighted.to(scores.dtype.element_ty),
              mask=inside[:, None])  # fmt: skip
     if DELTA:
@@ -108,5 +116,3 @@ def chunk_local_kernel(
         values = tl.load(v + token[:, None] * token_stride + head * V + v_cols[None, :], mask=v_mask, other=0.0)
         u_tile = tl.dot(solution, (values.to(tl.float32) * beta[:, None]).to(keys.dtype))
         tl.store(u + of_head[:, None] * V + v_cols[None, :], u_tile.to(u.dtype.element_ty), mask=v_mask)
-    else:
-        tl.store(beta_out + of_head, beta, mask=inside)

@@ -2,11 +2,11 @@
 
 A program holds columns of one head's state S [K, V] in fp32 and goes through the chunks of one sequence:
 
-    x = u - w S  (delta rule)  or  beta * v            new values
-    o = scale * exp(g) * (q S) + scores x  [+ skip * v]
-    S = exp(g_last) * S + k^T (exp(g_last - g) * x)
+    x = u - w S  (delta rule)  or  v                   new values
+    o = scale * exp(g) * (q S) + scores x
+    S = exp(g_last) * S + k^T (exp(g_last - g) * x)    [* beta]
 
-With a decay for each channel of a key the exponents of g are in q and k already (`channel_local`), and exp(g_last) is a
+Without the delta rule the scores hold beta and skip, and so does exp(g_last - g) beta. With a decay for each channel of a key the exponents of g are in q and k already (`channel_local`), and exp(g_last) is a
 number for each row of S.
 
 All of it is computed transposed. S^T and x^T leave one product in the registers in which the next one wants its left
@@ -36,10 +36,9 @@ def _inside(rows_ok, cols, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["start_loc", "prefix_lens", "initial_slots", "slots"])
 def chunk_scan_kernel(
-    q, k, v, scores, decay, fade, beta, u, w, skip, states, initial_slots, slots, prefix_lens, start_loc, out, heads,
-    group, token_stride, out_stride, slot_stride, scale, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, k, v, scores, decay, fade, u, w, states, initial_slots, slots, prefix_lens, start_loc, out, heads, group,
+    token_stride, out_stride, slot_stride, scale, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
     """states [slots, heads, K, V]; out [T, heads, V] in rows `out_stride` apart; the others as in chunk_local, or
     in channel_local with `decay` [chunks, heads, K].
@@ -93,10 +92,7 @@ def chunk_scan_kernel(
         if DELTA:
             values = tl.trans(tl.load(u + of_head * V + u_offsets, mask=v_mask, other=0.0)).to(tl.float32) - taken
         else:
-            raw = tl.trans(tl.load(v_base + v_offsets, mask=v_mask, other=0.0)).to(tl.float32)
-            values = raw * tl.load(beta + of_head + row * heads, mask=inside, other=0.0)[None, :]
-            if HAS_SKIP:
-                result += raw * tl.load(skip + head).to(tl.float32)
+            values = tl.trans(tl.load(v_base + v_offsets, mask=v_mask, other=0.0)).to(tl.float32)
         own_scores = tl.load(scores + of_head * CHUNK + score_offsets, mask=inside[:, None], other=0.0)
         result = tl.dot(values.to(dtype), tl.trans(own_scores), result)
         tl.store(out_base + out_offsets, tl.trans(result.to(out.dtype.element_ty)), mask=v_mask)

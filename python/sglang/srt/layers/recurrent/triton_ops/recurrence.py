@@ -51,19 +51,19 @@ def recurrence_extend(
     scores = torch.empty((num_tokens, heads, chunk), dtype=v.dtype, device=device)
     decay = torch.empty((num_tokens, heads), dtype=torch.float32, device=device)
     fade = torch.empty_like(decay)
-    beta = decay if delta else torch.empty_like(decay)
     u = torch.empty((num_tokens, heads, value_dim), dtype=v.dtype, device=device) if delta else v
     w = torch.empty((num_tokens, heads, key_dim), dtype=v.dtype, device=device) if delta else k
     chunk_local.chunk_local_kernel[(num_blocks(num_tokens, num_seqs, chunk) * heads,)](
-        q, k, v, a, a if b is None else b, a_log, dt_bias, start_loc, scores, decay, fade, beta, u, w, num_seqs, heads,
-        group, v.stride(0), a.stride(0), rule.scale, rule.dt_min, rule.dt_max, K=key_dim, V=value_dim, BLOCK_K=block_k,
-        BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk, DELTA=delta, **chunk_local.TILE,
+        q, k, v, a, a if b is None else b, a_log, dt_bias, a_log if skip is None else skip, start_loc, scores, decay,
+        fade, u, w, num_seqs, heads, group, v.stride(0), a.stride(0), rule.scale, rule.dt_min, rule.dt_max, K=key_dim,
+        V=value_dim, BLOCK_K=block_k, BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk, DELTA=delta,
+        HAS_SKIP=skip is not None, **chunk_local.TILE,
     )  # fmt: skip
     tile = chunk_scan.scan_tile(key_dim)
     chunk_scan.chunk_scan_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
-        q, k, v, scores, decay, fade, beta, u, w, a_log if skip is None else skip, states, initial_slots, slots,
-        prefix_lens, start_loc, out, heads, group, v.stride(0), out.stride(0), states.stride(0), rule.scale, K=key_dim,
-        V=value_dim, BLOCK_K=block_k, CHUNK=chunk, DELTA=delta, BY_CHANNEL=False, HAS_SKIP=skip is not None, **tile,
+        q, k, v, scores, decay, fade, u, w, states, initial_slots, slots, prefix_lens, start_loc, out, heads, group,
+        v.stride(0), out.stride(0), states.stride(0), rule.scale, K=key_dim, V=value_dim, BLOCK_K=block_k, CHUNK=chunk,
+        DELTA=delta, BY_CHANNEL=False, **tile,
     )  # fmt: skip
 
 
