@@ -38,6 +38,7 @@ SHAPES = (
     Shape("gated delta, 16 heads", gated_delta_rule(128), 8, 16, 128, 128),
     Shape("kimi, 32 heads", kimi_delta_rule(128, 0.0), 32, 32, 128, 128),
     Shape("mamba2, 64 heads", Rule(delta=False), 8, 64, 128, 64),
+    Shape("mamba2, 64 heads, 256 x 64", Rule(delta=False), 8, 64, 256, 64),
 )
 PROMPTS = ((8192, 1), (2048, 4))
 TILES = {
@@ -132,7 +133,7 @@ def main() -> None:
         warps = "SOLVE_TILE" if local is channel_local else "TILE"
         usual, usual_local = chunk_scan.scan_tile, getattr(local, warps)
         for chunk, count, name in TRIED:
-            if "mamba" in shape.name and count == 2:
+            if shape.key_dim > 128 or (not shape.rule.delta and count == 2):
                 continue
             local.CHUNK = chunk
             setattr(local, warps, {**usual_local, "num_warps": count})

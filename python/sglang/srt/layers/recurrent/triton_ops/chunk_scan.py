@@ -122,5 +122,8 @@ def chunk_scan_kernel(
 
 
 def scan_tile(key_dim: int) -> Mapping[str, int]:
-    """Columns of V a program, 16 a warp, and of K a part."""
-    return {"BLOCK_V": 64, "PART": 64, "num_warps": 4, "num_stages": 3 if key_dim <= 128 else 2}
+    """Columns of V a program, and of K a part. More than 128 keys of 16 columns do not fit into a warp's registers: such
+    a state is spread over the warps by keys, and goes through shared memory."""
+    if key_dim <= 128:
+        return {"BLOCK_V": 64, "PART": 64, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_V": 32, "PART": 256, "num_warps": 4, "num_stages": 3}
