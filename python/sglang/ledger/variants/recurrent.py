@@ -10,16 +10,19 @@ import triton
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
+from sglang.srt.kernels.conditions import SM12X_PRODUCTS
 from sglang.srt.layers.recurrent.triton_ops import (
     causal_conv,
     channel_decay,
     channel_local,
+    channel_scan,
     channel_step,
     channel_verify,
     chunk_local,
     chunk_scan,
     commit,
     gated_norm,
+    register_scan,
     state_step,
     state_verify,
 )
@@ -66,11 +69,15 @@ FORM_RULES = {
     ),
     "commit.commit_states_kernel": FormRule(counts=frozenset({"heads", "group"})),
     "chunk_local.chunk_local_kernel": FormRule(
-        at_most=frozenset({"HAS_SKIP"}),
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
-        absent={"DELTA": ("b", "u", "w", "v"), "HAS_SKIP": ("skip",)},
+        absent={"DELTA": ("b", "u", "w", "v")},
     ),
-    "chunk_scan.chunk_scan_kernel": FormRule(counts=frozenset({"heads", "group"})),
+    "chunk_scan.chunk_scan_kernel": FormRule(
+        at_most=frozenset({"HAS_SKIP"}), counts=frozenset({"heads", "group"}), absent={"HAS_SKIP": ("skip",)}
+    ),
+    "register_scan.register_scan_kernel": FormRule(
+        at_most=frozenset({"HAS_SKIP"}), counts=frozenset({"heads", "group"}), absent={"HAS_SKIP": ("skip",)}
+    ),
     "state_step.state_step_kernel": FormRule(
         at_most=frozenset({"HAS_SKIP"}),
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
@@ -84,6 +91,7 @@ FORM_RULES = {
     "channel_decay.channel_decay_kernel": FormRule(counts=frozenset({"heads"}), absent={"BOUNDED": ("lower_bound",)}),
     "channel_local.channel_pairs_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
     "channel_local.channel_solve_kernel": FormRule(counts=frozenset({"heads", "b", "b_stride"})),
+    "channel_scan.channel_scan_kernel": FormRule(counts=frozenset({"heads"})),
     "channel_step.channel_step_kernel": FormRule(
         counts=frozenset({"heads", "b", "b_stride"}), absent={"BOUNDED": ("lower_bound",)}
     ),
@@ -96,7 +104,7 @@ FORM_RULES = {
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
-    """Every launch of `op` over the sizes of the published models. The same for every GPU."""
+    """Every launch of `op` over the sizes of the published models, on a GPU with `features`."""
     if op == "causal_conv1d":
         yield from _convolutions()
     elif op == "gated_rmsnorm":
@@ -114,7 +122,8 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     else:
         delta, dims = RULES[op]
         for key_dim, value_dim in dims:
-            yield from _recurrence(op, delta, key_dim, value_dim)
+            in_registers = SM12X_PRODUCTS <= {*features} and key_dim <= register_scan.MAX_KEYS
+            yield from _recurrence(op, delta, key_dim, value_dim, in_registers)
 
 
 def _convolutions() -> Iterator[Variant]:
@@ -144,21 +153,22 @@ def _convolutions() -> Iterator[Variant]:
     yield _described("causal_conv1d", "commit", commit.commit_conv_kernel, types, constants, commit.CONV_TILE, aligned)
 
 
-def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
+def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int, in_registers: bool) -> Iterator[Variant]:
     data = dict.fromkeys(("q", "k", "v", "scores", "u", "w", "out"), "*bf16") | _GATES | _INDEX | _COUNTS
-    data |= dict.fromkeys(("decay", "fade", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
+    data |= dict.fromkeys(("decay", "beta", "beta_out", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
     data |= dict.fromkeys(_STRIDES, "i32")
     shape = {"K": key_dim, "V": value_dim, "BLOCK_K": triton.next_power_of_2(key_dim), "DELTA": delta}
     dims = f"{key_dim}x{value_dim}"
-    constants: dict[str, Any] = shape | {"CHUNK": chunk_local.CHUNK, "BLOCK_V": triton.next_power_of_2(value_dim)}
-    constants |= {"HAS_SKIP": not delta}
-    local = chunk_local.chunk_local_kernel
-    yield _described(op, f"local/{dims}", local, data, constants, chunk_local.TILE, _STRIDES)
+    chunk = {"CHUNK": register_scan.CHUNK if in_registers else chunk_local.CHUNK}
+    constants: dict[str, Any] = shape | chunk | {"BLOCK_V": triton.next_power_of_2(value_dim)}
+    local, local_tile = chunk_local.chunk_local_kernel, register_scan.LOCAL_TILE if in_registers else chunk_local.TILE
+    yield _described(op, f"local/{dims}", local, data, constants, local_tile, _STRIDES)
+    scan = register_scan.register_scan_kernel if in_registers else chunk_scan.chunk_scan_kernel
+    scan_tile = register_scan.TILE if in_registers else chunk_scan.scan_tile(key_dim)
     for state, pointer in STATE_TYPES.items():
         arguments = data | {"states": pointer}
-        constants = shape | {"CHUNK": chunk_local.CHUNK, "BY_CHANNEL": False}
-        scan, tile = chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(key_dim)
-        yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
+        constants = shape | chunk | {"HAS_SKIP": not delta}
+        yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, scan_tile, _STRIDES)
         for tile in state_step.STEP_TILES:
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}
@@ -178,9 +188,9 @@ def _commit(op: str, key: str, states: str, shape: Mapping[str, Any]) -> Variant
 
 def _channels(op: str, dim: int) -> Iterator[Variant]:
     """Of Kimi delta attention, with keys and values of `dim`."""
-    data = dict.fromkeys(("q", "k", "v", "a", "b", "scores", "u", "w", "grown_q", "faded_k", "out"), "*bf16") | _INDEX
-    data |= dict.fromkeys(("decay", "fade", "kept", "pairs", "a_log", "dt_bias"), "*fp32")
-    data |= dict.fromkeys(("num_seqs", "heads", "group", "width", "a_stride", "b_stride", *_STRIDES), "i32")
+    data = dict.fromkeys(("q", "k", "v", "a", "b", "scores", "u", "w", "out"), "*bf16") | _INDEX
+    data |= dict.fromkeys(("decay", "pairs", "a_log", "dt_bias"), "*fp32")
+    data |= dict.fromkeys(("num_seqs", "heads", "width", "a_stride", "b_stride", *_STRIDES), "i32")
     data |= dict.fromkeys(("scale", "lower_bound"), "fp32")
     aligned = (*_STRIDES, "a_stride")
     block = triton.next_power_of_2(dim)
@@ -195,9 +205,8 @@ def _channels(op: str, dim: int) -> Iterator[Variant]:
     yield _described(op, f"pairs/{dim}", pairs, data, rows, channel_local.PAIRS_TILE, aligned)
     yield _described(op, f"solve/{dim}", solve, data, chunk | {"BLOCK_V": block}, channel_local.SOLVE_TILE, aligned)
     for state, pointer in STATE_TYPES.items():
-        arguments, scan, tile = data | {"states": pointer}, chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(dim)
-        constants = chunk | {"DELTA": True, "BY_CHANNEL": True}
-        yield _described(op, f"scan/{dim}/{state}", scan, arguments, constants, tile, aligned)
+        arguments, scan = data | {"states": pointer}, channel_scan.channel_scan_kernel
+        yield _described(op, f"scan/{dim}/{state}", scan, arguments, chunk, channel_scan.TILE, aligned)
         for bounded in (False, True):
             key = f"step/{dim}/{state}/{'bounded' if bounded else 'unbounded'}"
             for tile in state_step.STEP_TILES:

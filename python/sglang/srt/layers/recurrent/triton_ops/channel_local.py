@@ -6,8 +6,7 @@ With g the sums of each channel's log decays since the chunk's start (`channel_d
     pairs[i, j]  = beta_i * sum_c k_ic k_jc exp(g_ic - g_jc)         for j < i, else 0
     u = (1 + pairs)^-1 (beta * v)        w = (1 + pairs)^-1 (beta * exp(g) * k)
 
-so that with the state S before the chunk the new values are u - w S (arXiv 2510.26692); and what `chunk_scan` takes in
-place of q and k, scale * exp(g) * q and exp(g_last - g) * k. exp(g_i) and exp(-g_j) apart
+so that with the state S before the chunk the new values are u - w S (arXiv 2510.26692). exp(g_i) and exp(-g_j) apart
 would overflow where channels forget fast. So a program takes 16 rows: for the columns before them both factors are
 taken relative to the first of the rows, where neither exceeds 1, and they are a product of matrices; the 16 columns of
 the rows themselves are summed channel by channel.
@@ -20,14 +19,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.recurrent.triton_ops.chunk_local import CHUNK, _inverse
+from sglang.srt.layers.recurrent.triton_ops.chunk_local import _inverse
 from sglang.srt.layers.recurrent.triton_ops.sequences import locate
 
-__all__ = ["CHUNK"]
+CHUNK = 64
+"""Tokens that are computed at once."""
 ROWS = 16
 """Rows of a chunk that a program compares with those before them."""
 PAIRS_TILE = {"num_warps": 4, "num_stages": 1}
-SOLVE_TILE = {"num_warps": 4, "num_stages": 1}
+SOLVE_TILE = {"num_warps": 8, "num_stages": 1}
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["start_loc"])
@@ -94,12 +94,11 @@ def channel_pairs_kernel(
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["start_loc"])
 def channel_solve_kernel(
-    q, k, v, b, decay, pairs, start_loc, u, w, grown_q, faded_k, kept, num_seqs, heads, token_stride, b_stride, scale,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    k, v, b, decay, pairs, start_loc, u, w, num_seqs, heads, token_stride, b_stride, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """q, k [T, heads, K], v [T, heads, V] in rows `token_stride` apart; b, decay and pairs as in `channel_pairs_kernel`
-    -> u [T, heads, V]; w, grown_q and faded_k [T, heads, K]; kept exp(g_last) [chunks, heads, K] fp32.
-    Grid: (chunks * heads,)."""
+    """k [T, heads, K], v [T, heads, V] in rows `token_stride` apart; b, decay and pairs as in `channel_pairs_kernel` ->
+    u [T, heads, V], w [T, heads, K]. Grid: (chunks * heads,)."""
     pid = tl.program_id(0)
     head = pid % heads
     _, start, length, first = locate(start_loc, num_seqs, pid // heads, CHUNK)
@@ -115,16 +114,9 @@ def channel_solve_kernel(
     k_cols = tl.arange(0, BLOCK_K)
     k_mask = inside[:, None] & (k_cols < K)[None, :]
     keys = tl.load(k + token[:, None] * token_stride + head * K + k_cols[None, :], mask=k_mask, other=0.0)
-    of_keys = of_head[:, None] * K + k_cols[None, :]
-    g = tl.load(decay + of_keys, mask=k_mask, other=0.0)
-    last_row = (start + tl.minimum(first + CHUNK, length) - 1).to(tl.int64)
-    last = tl.load(decay + (last_row * heads + head) * K + k_cols, mask=k_cols < K, other=0.0)
-    tl.store(kept + pid.to(tl.int64) * K + k_cols, tl.exp(last), mask=k_cols < K)
-    tl.store(faded_k + of_keys, (keys.to(tl.float32) * tl.exp(last[None, :] - g)).to(w.dtype.element_ty), mask=k_mask)
-    queries = tl.load(q + token[:, None] * token_stride + head * K + k_cols[None, :], mask=k_mask, other=0.0)
-    tl.store(grown_q + of_keys, (queries.to(tl.float32) * (tl.exp(g) * scale)).to(w.dtype.element_ty), mask=k_mask)
+    g = tl.load(decay + of_head[:, None] * K + k_cols[None, :], mask=k_mask, other=0.0)
     faded = (keys.to(tl.float32) * beta[:, None] * tl.exp(g)).to(keys.dtype)
-    tl.store(w + of_keys, tl.dot(solution, faded).to(w.dtype.element_ty), mask=k_mask)
+    tl.store(w + of_head[:, None] * K + k_cols[None, :], tl.dot(solution, faded).to(w.dtype.element_ty), mask=k_mask)
     v_cols = tl.arange(0, BLOCK_V)
     v_mask = inside[:, None] & (v_cols < V)[None, :]
     values = tl.load(v + token[:, None] * token_stride + head * V + v_cols[None, :], mask=v_mask, other=0.0)

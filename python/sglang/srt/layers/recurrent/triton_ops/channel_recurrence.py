@@ -14,9 +14,9 @@ from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, StepKern
 from sglang.srt.layers.recurrent.triton_ops import (
     channel_decay,
     channel_local,
+    channel_scan,
     channel_step,
     channel_verify,
-    chunk_scan,
 )
 from sglang.srt.layers.recurrent.triton_ops.commit import commit_states
 from sglang.srt.layers.recurrent.triton_ops.sequences import num_blocks
@@ -51,14 +51,11 @@ def channel_recurrence_extend(
     assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
     assert a.is_contiguous()
     chunk, device = channel_local.CHUNK, v.device
-    block_k, chunks = triton.next_power_of_2(key_dim), num_blocks(num_tokens, num_seqs, chunk)
-    programs = chunks * heads
+    block_k, programs = triton.next_power_of_2(key_dim), num_blocks(num_tokens, num_seqs, chunk) * heads
     decay = torch.empty((num_tokens, heads, key_dim), dtype=torch.float32, device=device)
     scores = torch.empty((num_tokens, heads, chunk), dtype=v.dtype, device=device)
     pairs = torch.empty((num_tokens, heads, chunk), dtype=torch.float32, device=device)
-    u = torch.empty((num_tokens, heads, value_dim), dtype=v.dtype, device=device)
-    w, grown_q, faded_k = (torch.empty((num_tokens, heads, key_dim), dtype=v.dtype, device=device) for _ in range(3))
-    kept = torch.empty((chunks, heads, key_dim), dtype=torch.float32, device=device)
+    u, w = (torch.empty((num_tokens, heads, dim), dtype=v.dtype, device=device) for dim in (value_dim, key_dim))
     channel_decay.channel_decay_kernel[(programs,)](
         a, a_log, dt_bias, start_loc, decay, num_seqs, heads, rule.lower_bound, K=key_dim, BLOCK_K=block_k, CHUNK=chunk,
         BOUNDED=rule.lower_bound != 0.0, **channel_decay.TILE,
@@ -69,15 +66,13 @@ def channel_recurrence_extend(
         BLOCK_K=block_k, CHUNK=chunk, ROWS=rows, **channel_local.PAIRS_TILE,
     )  # fmt: skip
     channel_local.channel_solve_kernel[(programs,)](
-        q, k, v, b, decay, pairs, start_loc, u, w, grown_q, faded_k, kept, num_seqs, heads, v.stride(0), b.stride(0),
-        rule.scale, K=key_dim, V=value_dim, BLOCK_K=block_k, BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk,
-        **channel_local.SOLVE_TILE,
+        k, v, b, decay, pairs, start_loc, u, w, num_seqs, heads, v.stride(0), b.stride(0), K=key_dim, V=value_dim,
+        BLOCK_K=block_k, BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk, **channel_local.SOLVE_TILE,
     )  # fmt: skip
-    tile = chunk_scan.scan_tile(key_dim)
-    chunk_scan.chunk_scan_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
-        grown_q, faded_k, v, scores, kept, kept, u, w, states, initial_slots, slots, prefix_lens, start_loc, out, heads,
-        1, heads * key_dim, out.stride(0), states.stride(0), 1.0, K=key_dim, V=value_dim, BLOCK_K=block_k, CHUNK=chunk,
-        DELTA=True, BY_CHANNEL=True, **tile,
+    tile = channel_scan.TILE
+    channel_scan.channel_scan_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
+        q, k, scores, decay, u, w, states, initial_slots, slots, prefix_lens, start_loc, out, heads, v.stride(0),
+        out.stride(0), states.stride(0), rule.scale, K=key_dim, V=value_dim, BLOCK_K=block_k, CHUNK=chunk, **tile,
     )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ import triton.language as tl
 from sglang.srt.layers.recurrent.triton_ops.gates import gates
 from sglang.srt.layers.recurrent.triton_ops.sequences import locate
 
-CHUNK = 32
+CHUNK = 64
 """Tokens that are computed at once."""
-TILE = {"num_warps": 4, "num_stages": 2}
+TILE = {"num_warps": 8, "num_stages": 2}
 
 
 @triton.jit
@@ -54,14 +54,13 @@ def _inverse(a, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["start_loc"])
 def chunk_local_kernel(
-    q, k, v, a, b, a_log, dt_bias, skip, start_loc, scores, decay, fade, u, w, num_seqs, heads, group, token_stride,
+    q, k, v, a, b, a_log, dt_bias, start_loc, scores, decay, beta_out, u, w, num_seqs, heads, group, token_stride,
     ab_stride, scale, dt_min, dt_max, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
+    CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """q, k [T, heads / group, K], v [T, heads, V] in rows `token_stride` apart; a, b [T, heads]; a_log, dt_bias,
-    skip [heads] -> scores [T, heads, CHUNK]; decay exp(g) and fade exp(g_last - g) [T, heads] fp32; and for the delta
-    rule u [T, heads, V] and w [T, heads, K]. Without it scores and fade hold beta, and scores skip, so that they may
-    be multiplied by v itself. Grid: (chunks * heads,)."""
+    """q, k [T, heads / group, K], v [T, heads, V] in rows `token_stride` apart; a, b [T, heads]; a_log, dt_bias [heads]
+    -> scores [T, heads, CHUNK], decay and beta_out [T, heads] fp32, and for the delta rule u [T, heads, V] and
+    w [T, heads, K]. Grid: (chunks * heads,)."""
     pid = tl.program_id(0)
     head = pid % heads
     seq, start, length, first = locate(start_loc, num_seqs, pid // heads, CHUNK)
@@ -84,31 +83,20 @@ def chunk_local_kernel(
     total = tl.cumsum(tl.where(inside, log_decay, 0.0), 0)
     beta = tl.where(inside, beta, 0.0)
     of_head = token * heads + head
-    grown = tl.exp(total)
-    tl.store(decay + of_head, grown, mask=inside)
-    # Not the sum of all: where much is forgotten, that differs from the last one by more than an exponent may.
-    last = tl.sum(tl.where(row == tl.minimum(CHUNK, length - first) - 1, total, 0.0), 0)
-    weight = tl.exp(last - total)
-    if not DELTA:
-        weight *= beta
-    tl.store(fade + of_head, weight, mask=inside)
+    tl.store(decay + of_head, total, mask=inside)
 
     before = row[:, None] > row[None, :]
     # Above the diagonal the differences are positive and would overflow.
     factor = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0))
     dot_qk = tl.dot(queries, tl.trans(keys))
     weighted = tl.where(row[:, None] >= row[None, :], dot_qk * factor * scale, 0.0)
-    if not DELTA:
-        weighted *= beta[None, :]
-    if HAS_SKIP:
-        weighted += tl.where(row[:, None] == row[None, :], tl.load(skip + head).to(tl.float32), 0.0)
     tl.store(scores + of_head[:, None] * CHUNK + row[None, :], weighted.to(scores.dtype.element_ty),
              mask=inside[:, None])  # fmt: skip
     if DELTA:
         dot_kk = tl.dot(keys, tl.trans(keys))
         solution = _inverse(tl.where(before, dot_kk * factor * beta[:, None], 0.0), CHUNK).to(keys.dtype)
         keys = tl.load(k + qk_offsets, mask=k_mask, other=0.0)  # again, rather than to hold them meanwhile
-        scaled = (keys.to(tl.float32) * (beta * grown)[:, None]).to(keys.dtype)
+        scaled = (keys.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(keys.dtype)
         w_tile = tl.dot(solution, scaled)
         tl.store(w + of_head[:, None] * K + k_cols[None, :], w_tile.to(w.dtype.element_ty), mask=k_mask)
         v_cols = tl.arange(0, BLOCK_V)
@@ -116,3 +104,5 @@ def chunk_local_kernel(
         values = tl.load(v + token[:, None] * token_stride + head * V + v_cols[None, :], mask=v_mask, other=0.0)
         u_tile = tl.dot(solution, (values.to(tl.float32) * beta[:, None]).to(keys.dtype))
         tl.store(u + of_head[:, None] * V + v_cols[None, :], u_tile.to(u.dtype.element_ty), mask=v_mask)
+    else:
+        tl.store(beta_out + of_head, beta, mask=inside)
