@@ -217,14 +217,15 @@ def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
     pytest.importorskip("triton")
     from sglang.srt.layers.attention.triton_ops.decode_attention import combine_constants
     from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE
-    from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan
+    from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, register_scan
 
     assert SHORT_PIECE == served_attention.SHORT_PIECE
     for dim, heads, seqs in itertools.product((64, 80, 128, 192, 256, 512), (1, 12, 64, 256), (1, 8, 9, 256)):
         keys = attention_model.Keys(seqs, 4096, heads, 1, dim, dim)
         assert combine_constants(dim, heads, seqs)["BLOCK_P"] == served_attention.merged_at_once(keys)
-    assert chunk_local.CHUNK == served_attention.CHUNK
-    assert chunk_scan.scan_tile(128)["BLOCK_V"] == served_attention.SCAN_COLUMNS
+    shared, registers = served_attention.IN_SHARED, served_attention.IN_REGISTERS
+    assert (chunk_local.CHUNK, chunk_scan.scan_tile(128)["BLOCK_V"]) == (shared.chunk, shared.columns)
+    assert (register_scan.CHUNK, register_scan.TILE["BLOCK_V"]) == (registers.chunk, registers.columns)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

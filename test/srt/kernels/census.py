@@ -19,7 +19,7 @@ from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, exper
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import band_of
-from sglang.srt.kernels.conditions import MIXED_ROWS
+from sglang.srt.kernels.conditions import MIXED_ROWS, SM12X_PRODUCTS
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.block_selection import BlockSelection
@@ -785,12 +785,12 @@ def _image_encoder(dim: int, arch: ArchTraits) -> None:
 
 def _gated_delta(mixer: GatedDelta, tp_size: int, arch: ArchTraits) -> None:
     heads = (mixer.key_heads // tp_size, mixer.value_heads // tp_size, mixer.key_dim, mixer.value_dim)
-    _recurrent(*heads, gated_delta_rule(mixer.key_dim), mixer.conv_kernel, False)
+    _recurrent(*heads, gated_delta_rule(mixer.key_dim), mixer.conv_kernel, False, arch)
 
 
 def _mamba2(mixer: Mamba2, tp_size: int, arch: ArchTraits) -> None:
     heads = (mixer.num_groups // tp_size, mixer.num_heads // tp_size, mixer.state_dim, mixer.head_dim)
-    _recurrent(*heads, Rule(delta=False), mixer.conv_kernel, mixer.conv_bias)
+    _recurrent(*heads, Rule(delta=False), mixer.conv_kernel, mixer.conv_bias, arch)
 
 
 def _kimi_delta(mixer: KimiDelta, tp_size: int, arch: ArchTraits) -> None:
@@ -817,10 +817,18 @@ def _kimi_delta(mixer: KimiDelta, tp_size: int, arch: ArchTraits) -> None:
 
 
 def _recurrent(
-    key_heads: int, heads: int, key_dim: int, value_dim: int, rule: Rule, width: int, conv_bias: bool
+    key_heads: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    rule: Rule,
+    width: int,
+    conv_bias: bool,
+    arch: ArchTraits,
 ) -> None:
     """With states of both types; q, k and v are parts of what the convolution leaves, which is a part of a product."""
     keys, values, delta = key_heads * key_dim, heads * value_dim, rule.delta
+    kernels = recurrence.IN_REGISTERS if SM12X_PRODUCTS <= arch.features else recurrence.RECURRENCE
     channels = 2 * keys + values
     conv = (empty(channels, width), empty(channels) if conv_bias else None, empty(REQUESTS + 1, width - 1, channels))
     heads_with_norm = (2 * key_heads, key_dim) if delta else (0, 0)
@@ -842,7 +850,7 @@ def _recurrent(
         result = empty(tokens, heads, value_dim)
         for dtype in (torch.float32, BF16):
             states = empty(REQUESTS + 1, heads, key_dim, value_dim, dtype=dtype)
-            recurrence.recurrence_extend(*given, states, *ragged, result)
+            kernels.extend(*given, states, *ragged, result)
             if tokens == 8:
                 causal_conv.causal_conv_decode(x, *conv, slots, out, *heads_with_norm)
                 for num_sms in (1, 1000):

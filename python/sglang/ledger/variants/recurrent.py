@@ -10,6 +10,7 @@ import triton
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
+from sglang.srt.kernels.conditions import SM12X_PRODUCTS
 from sglang.srt.layers.recurrent.triton_ops import (
     causal_conv,
     channel_decay,
@@ -21,6 +22,7 @@ from sglang.srt.layers.recurrent.triton_ops import (
     chunk_scan,
     commit,
     gated_norm,
+    register_scan,
     state_step,
     state_verify,
 )
@@ -73,6 +75,9 @@ FORM_RULES = {
     "chunk_scan.chunk_scan_kernel": FormRule(
         at_most=frozenset({"HAS_SKIP"}), counts=frozenset({"heads", "group"}), absent={"HAS_SKIP": ("skip",)}
     ),
+    "register_scan.register_scan_kernel": FormRule(
+        at_most=frozenset({"HAS_SKIP"}), counts=frozenset({"heads", "group"}), absent={"HAS_SKIP": ("skip",)}
+    ),
     "state_step.state_step_kernel": FormRule(
         at_most=frozenset({"HAS_SKIP"}),
         counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
@@ -99,7 +104,7 @@ FORM_RULES = {
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
-    """Every launch of `op` over the sizes of the published models. The same for every GPU."""
+    """Every launch of `op` over the sizes of the published models, on a GPU with `features`."""
     if op == "causal_conv1d":
         yield from _convolutions()
     elif op == "gated_rmsnorm":
@@ -117,7 +122,8 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     else:
         delta, dims = RULES[op]
         for key_dim, value_dim in dims:
-            yield from _recurrence(op, delta, key_dim, value_dim)
+            in_registers = SM12X_PRODUCTS <= {*features} and key_dim <= register_scan.MAX_KEYS
+            yield from _recurrence(op, delta, key_dim, value_dim, in_registers)
 
 
 def _convolutions() -> Iterator[Variant]:
@@ -147,20 +153,22 @@ def _convolutions() -> Iterator[Variant]:
     yield _described("causal_conv1d", "commit", commit.commit_conv_kernel, types, constants, commit.CONV_TILE, aligned)
 
 
-def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
+def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int, in_registers: bool) -> Iterator[Variant]:
     data = dict.fromkeys(("q", "k", "v", "scores", "u", "w", "out"), "*bf16") | _GATES | _INDEX | _COUNTS
     data |= dict.fromkeys(("decay", "beta", "beta_out", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
     data |= dict.fromkeys(_STRIDES, "i32")
     shape = {"K": key_dim, "V": value_dim, "BLOCK_K": triton.next_power_of_2(key_dim), "DELTA": delta}
     dims = f"{key_dim}x{value_dim}"
-    constants: dict[str, Any] = shape | {"CHUNK": chunk_local.CHUNK, "BLOCK_V": triton.next_power_of_2(value_dim)}
-    local = chunk_local.chunk_local_kernel
-    yield _described(op, f"local/{dims}", local, data, constants, chunk_local.TILE, _STRIDES)
+    chunk = {"CHUNK": register_scan.CHUNK if in_registers else chunk_local.CHUNK}
+    constants: dict[str, Any] = shape | chunk | {"BLOCK_V": triton.next_power_of_2(value_dim)}
+    local, local_tile = chunk_local.chunk_local_kernel, register_scan.LOCAL_TILE if in_registers else chunk_local.TILE
+    yield _described(op, f"local/{dims}", local, data, constants, local_tile, _STRIDES)
+    scan = register_scan.register_scan_kernel if in_registers else chunk_scan.chunk_scan_kernel
+    scan_tile = register_scan.TILE if in_registers else chunk_scan.scan_tile(key_dim)
     for state, pointer in STATE_TYPES.items():
         arguments = data | {"states": pointer}
-        constants = shape | {"CHUNK": chunk_local.CHUNK, "HAS_SKIP": not delta}
-        scan, tile = chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(key_dim)
-        yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
+        constants = shape | chunk | {"HAS_SKIP": not delta}
+        yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, scan_tile, _STRIDES)
         for tile in state_step.STEP_TILES:
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}

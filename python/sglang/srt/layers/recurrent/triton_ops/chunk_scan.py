@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _inside(rows_ok, cols, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def inside_block(rows_ok, cols, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Mask [rows, cols], without a look at the columns where blocks divide them."""
     if SIZE % BLOCK == 0:
         return rows_ok[:, None]
@@ -58,7 +58,7 @@ def chunk_scan_kernel(
 
     for first in range(0, length, CHUNK):
         inside = row < length - first
-        qk_mask, v_mask = _inside(inside, k_cols, K, BLOCK_K), _inside(inside, v_cols, V, BLOCK_V)
+        qk_mask, v_mask = inside_block(inside, k_cols, K, BLOCK_K), inside_block(inside, v_cols, V, BLOCK_V)
         g = tl.load(decay + of_head + row * heads, mask=inside, other=0.0)
         last = tl.load(decay + of_head + (tl.minimum(CHUNK, length - first) - 1) * heads)
         rounded = state.to(dtype)

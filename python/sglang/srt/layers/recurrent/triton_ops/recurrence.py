@@ -6,12 +6,14 @@ References: `native.recurrence_extend`, `native.recurrence_decode` and `native.r
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
 from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, StepKernels
-from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, state_step, state_verify
+from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, register_scan, state_step, state_verify
 from sglang.srt.layers.recurrent.triton_ops.commit import commit_states
 from sglang.srt.layers.recurrent.triton_ops.sequences import num_blocks
 from sglang.srt.layers.triton_ops import pdl
@@ -33,8 +35,10 @@ def recurrence_extend(
     prefix_lens: torch.Tensor,
     start_loc: torch.Tensor,
     out: torch.Tensor,
+    in_registers: bool = False,
 ) -> None:
-    """Ragged new tokens of B sequences, each over the state of its prefix.
+    """Ragged new tokens of B sequences, each over the state of its prefix. `in_registers`: by `register_scan`, where a
+    state fits.
 
     q, k [T, Hk, K], v [T, H, V]: parts of rows equally far apart; a, b [T, H]; a_log, dt_bias, skip [H]; states
     [slots, H, K, V]; initial_slots, slots [B]: where a sequence's state is read (if it has a prefix) and written;
@@ -46,20 +50,23 @@ def recurrence_extend(
     if num_tokens == 0 or num_seqs == 0:
         return
     assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
-    chunk, delta, device = chunk_local.CHUNK, rule.delta, v.device
-    block_k, group = triton.next_power_of_2(key_dim), heads // k.shape[1]
+    in_registers = in_registers and key_dim <= register_scan.MAX_KEYS
+    chunk = register_scan.CHUNK if in_registers else chunk_local.CHUNK
+    delta, device, block_k, group = rule.delta, v.device, triton.next_power_of_2(key_dim), heads // k.shape[1]
     scores = torch.empty((num_tokens, heads, chunk), dtype=v.dtype, device=device)
     decay = torch.empty((num_tokens, heads), dtype=torch.float32, device=device)
     beta = decay if delta else torch.empty_like(decay)
     u = torch.empty((num_tokens, heads, value_dim), dtype=v.dtype, device=device) if delta else v
     w = torch.empty((num_tokens, heads, key_dim), dtype=v.dtype, device=device) if delta else k
+    local_tile = register_scan.LOCAL_TILE if in_registers else chunk_local.TILE
     chunk_local.chunk_local_kernel[(num_blocks(num_tokens, num_seqs, chunk) * heads,)](
         q, k, v, a, a if b is None else b, a_log, dt_bias, start_loc, scores, decay, beta, u, w, num_seqs, heads, group,
         v.stride(0), a.stride(0), rule.scale, rule.dt_min, rule.dt_max, K=key_dim, V=value_dim, BLOCK_K=block_k,
-        BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk, DELTA=delta, **chunk_local.TILE,
+        BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk, DELTA=delta, **local_tile,
     )  # fmt: skip
-    tile = chunk_scan.scan_tile(key_dim)
-    chunk_scan.chunk_scan_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
+    scan = register_scan.register_scan_kernel if in_registers else chunk_scan.chunk_scan_kernel
+    tile = register_scan.TILE if in_registers else chunk_scan.scan_tile(key_dim)
+    scan[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
         q, k, v, scores, decay, beta, u, w, a_log if skip is None else skip, states, initial_slots, slots, prefix_lens,
         start_loc, out, heads, group, v.stride(0), out.stride(0), states.stride(0), rule.scale, K=key_dim, V=value_dim,
         BLOCK_K=block_k, CHUNK=chunk, DELTA=delta, HAS_SKIP=skip is not None, **tile,
@@ -131,3 +138,7 @@ def recurrence_verify(
 
 
 RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
+IN_REGISTERS: RecurrenceKernels = StepKernels(
+    functools.partial(recurrence_extend, in_registers=True), recurrence_decode, recurrence_verify, commit_states
+)
+"""The same, with prompts by `register_scan`."""
