@@ -417,12 +417,10 @@ def _block_convolution(spec: ShortConvolution) -> None:
 
 
 def _convolution(taps: int, out: torch.Tensor) -> None:
-    """Short convolutions of out's sizes, of one token and of all, whose rows may lie apart; of a model, and of a draft
-    that makes three guesses."""
+    """Short convolutions of out's sizes, of one token and of all, whose rows may lie apart."""
     width = out.shape[1]
-    weight = empty(width, taps)
-    for tokens, size in itertools.product((1, len(out)), (taps - 1, taps + 2)):
-        kept = empty(REQUESTS, size, width)
+    kept, weight = empty(REQUESTS, taps - 1, width), empty(width, taps)
+    for tokens in (1, len(out)):
         at = empty(tokens, dtype=torch.int64)
         requests, rows = TokenRequests(at, at, at, at), empty(tokens, width)
         short_convolution.convolve(rows, weight, kept, requests, out[:tokens])
