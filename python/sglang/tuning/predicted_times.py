@@ -274,10 +274,10 @@ def _grouped_products(op: Experts, arch: ArchTraits) -> list[tuple[float, float]
             product = mixed_product(shape, kind, block_m)
         else:
             tile = dict(band.tiles[at])
-            found = recorded_cost(shape.product_tile(kind, tile), arch)
-            if not isinstance(found, TileRecord):
+            cost = recorded_cost(shape.product_tile(kind, tile), arch)
+            if not isinstance(cost, TileRecord):
                 return []
-            record, product = found, grouped_product(shape, kind, found)
+            record, product = cost, grouped_product(shape, kind, cost)
         experts, blocks = even_blocks(op.pairs, op.num_experts, tile["BLOCK_M"])
         independent = estimate(product, op.tokens, tile, record, arch)
         even = estimate_blocks(product, op.tokens, tile, record, arch, experts, blocks)

@@ -9,6 +9,7 @@ and a selector among the likeliest tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
@@ -68,7 +69,7 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     keys = config.reader()
     assistant = check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES) == ASSISTANT_ARCHITECTURE
     if assistant:
-        config = fit_assistant(config, target)
+        config = replace(config, values=fit_assistant(config.values, target, config.source))
     inner = _settings(keys)
     head, size = _head(inner, target.vocab_size), reduced_head(keys, target)
     if head is not None and size:

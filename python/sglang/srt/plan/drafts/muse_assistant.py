@@ -7,7 +7,6 @@ Source: the format in which Meta publishes it (`MuseGlimmerAssistantModel`), as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.configs.hf_config import ConfigReader
@@ -15,7 +14,6 @@ from sglang.srt.configs.speculative import DFLASH
 from sglang.srt.errors import UserError
 
 if TYPE_CHECKING:
-    from sglang.srt.plan.drafts.config import DraftConfig
     from sglang.srt.plan.model_description import ModelDescription
 
 ASSISTANT_ARCHITECTURE = "MuseGlimmerAssistantModel"
@@ -57,12 +55,12 @@ def assistant_values(values: Mapping[str, Any], algorithm: str, source: str) -> 
     return {**windows, **others, "dflash_config": {key: keys.values[key] for key in _OF_BACKBONE}}
 
 
-def fit_assistant(config: DraftConfig, target: ModelDescription) -> DraftConfig:
-    """Returns the config of an assistant with the vocabulary of its target, whose embedding and head it reads: it says
-    none. Raises UserError for a target whose embedding has no norm, which the assistant would leave out."""
+def fit_assistant(values: Mapping[str, Any], target: ModelDescription, source: str) -> Mapping[str, Any]:
+    """Returns the values of an assistant's config with the vocabulary of its target, whose embedding and head it reads:
+    it says none. Raises UserError for a target whose embedding has no norm, which the assistant would leave out."""
     if not target.normed_embedding:
         raise UserError(
-            f"{config.source}: {ASSISTANT_ARCHITECTURE} drafts for Muse-Glimmer, and the model is"
+            f"{source}: {ASSISTANT_ARCHITECTURE} drafts for Muse-Glimmer, and the model is"
             f" {target.architecture}. Give a draft that was trained for this model, or take NGRAM."
         )
-    return replace(config, values={**config.values, "vocab_size": target.vocab_size})
+    return {**values, "vocab_size": target.vocab_size}
