@@ -375,8 +375,8 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
 
 
 CALLED_BY_PYTORCH = 8 << 20
-"""From so many bytes on the sums of SGLang and vLLM were NCCL's as PyTorch calls it, as this server's are: on four cards
-889 us for 8 MiB, where NCCL's own benchmark (2.29.2) took 1,008; on two and eight as long."""
+"""From so many bytes on the sums of SGLang and vLLM were NCCL's as PyTorch calls it, as this server's are: on four
+cards 889 us for 8 MiB, where NCCL's own benchmark (2.29.2) took 1,008; on two and eight as long."""
 
 
 def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
