@@ -1,10 +1,11 @@
 """Servers of tiny models in the published layouts of Kimi K2.5 (experts in INT4 and in NVFP4), Qwen3-VL, GLM-4.5V,
-Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3, Step-3.7, Muse-Glimmer and Llama 4: pictures and MP4 files over HTTP get the
-tokens of transformers' models, and real clients their answers."""
+Gemma 4, Qwen3.8-Flash-Next, MiniMax-M3, Step-3.7, Muse-Glimmer, Llama 4 and Inkling: pictures and MP4 files over HTTP
+get the tokens of transformers' models, and real clients their answers."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import re
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from srt.models.harness import SIZES, randomize
 from srt.models.media_corrections import CORRECTIONS
 from srt.models.media_harness import (
+    ALONE,
     GEMMA_VISION,
     GLM_ROPE,
     GLM_VISION,
@@ -32,7 +34,10 @@ from srt.models.media_harness import (
     SEEING,
     SEEN_FRAMES,
     TOWER,
+    assignments,
     clips_of,
+    inkling_logits,
+    of_views,
 )
 from srt.models.media_harness import PUBLISHED as LAYOUTS
 from srt.models.quantized_checkpoints import FORMS, Form, join_experts, split_experts
@@ -204,7 +209,21 @@ PUBLISHED["llama4"] = Published(
     {},
 )
 """It takes no video; of the picture it sees 4 tiles and the whole."""
+PUBLISHED["inkling_mm_model"] = Published(
+    "inkling_mm_model",
+    ("<|content_image|>", "<|unused_200054|>"),
+    "<|content_image|><|unused_200054|>",
+    "",
+    {"image_token_id": "<|unused_200054|>"},
+    {"patch_size": 10, "num_hidden_layers": 2},
+    {},
+    {"image_processor_type": "InklingImageProcessor", "size": {"height": 10, "width": 10}, **HALF}
+    | {"rescale_image_frac": 0.5},
+    {},
+)
+"""It takes no video; of the picture it sees 4 x 5 patches."""
 PLACES = {
+    "inkling_mm_model": {"image": 1},
     "llama4": {"image": 1},
     "muse_glimmer": {"image": 0, "video": 1},
     "step3p7": {"image": 0},
@@ -217,6 +236,7 @@ PLACES = {
 }
 """Which of the special tokens stands for an embedding."""
 AROUND = {
+    ("inkling_mm_model", "image"): ("<|content_image|>", ""),
     ("kimi_k25", "image"): ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
     ("qwen3_vl", "image"): SPECIAL[:2],
     ("qwen4_exp", "image"): SPECIAL[:2],
@@ -250,7 +270,8 @@ def write_model(form: Published, folder: Path) -> transformers.PreTrainedModel:
     settings |= {"out_hidden_size": 4 * form.vision["hidden_size"]} if form.name == "muse_glimmer" else {}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with assignments() if form.name in ALONE else contextlib.nullcontext():
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, zero_centred)
     if form.name in CORRECTIONS:
         CORRECTIONS[form.name](model)
@@ -363,6 +384,10 @@ class Served:
             marks = [self.ids(mark) for mark in AROUND[self.form.name, kind]]
             media = [*marks[0], *media, *marks[1]]
         prompt = [*before, *media, *after]
+        if self.form.name in ALONE:
+            features = of_views(self.model, torch.from_numpy(views[0].pixels), views[0].grid)
+            logits = inkling_logits(self.model, [*prompt, *output], self.ids(self.placeholder(kind))[0], features)
+            return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         whole = torch.tensor([[*prompt, *output]])
         arguments = self.inputs_of_views(views) if self.form.name == "step3p7" else self.inputs(kind, views[0])
         if self.form.name not in ("kimi_k25", "minimax_m3_vl", "step3p7", "llama4"):

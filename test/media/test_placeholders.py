@@ -88,6 +88,16 @@ def test_templates_of_llama4_write_another_token_than_its_placeholder() -> None:
     assert items[0].spans == [(2, 4), (5, 7), (9, 11)]
 
 
+@pytest.mark.parametrize("written", ["<|content_image|><|unused_200054|>", "<|content_image|>"])
+def test_templates_of_inkling_write_a_mark_and_the_placeholder_or_the_mark_alone(written: str) -> None:
+    tokens = media_tokens({"model_type": "inkling_mm_model", "vision_config": {}})
+    assert tokens is not None and (tokens.image, tokens.video) == (200054, None)
+    text, media = tokens.with_placeholders(f"a{written}b{written}", [MediaSource("image", "i")] * 2)
+    assert text == "a<|content_image|><|unused_200054|>b<|content_image|><|unused_200054|>" and len(media) == 2
+    ids, items = expand([1, 200005, 200054, 3], [placed("image", 2)], tokens)
+    assert ids == [1, 200005, *[200054] * 2, 3] and items[0].spans == [(2, 4)]
+
+
 def test_frames_of_gemma_have_marks() -> None:
     tokens = media_tokens(
         {"model_type": "gemma4", "image_token_id": 5, "video_token_id": 6, "vision_config": {}}
@@ -110,6 +120,8 @@ def test_frames_of_gemma_have_marks() -> None:
         ({"model_type": "step3p7", "image_token_id": 5, "vision_config": {}}, "step3p7"),
         ({"model_type": "muse_glimmer", "vision_config": {}}, "muse_glimmer"),
         ({"model_type": "llama4", "image_token_index": 5, "vision_config": {}}, "llama4"),
+        ({"model_type": "inkling_mm_model", "vision_config": {}}, "inkling"),
+        ({"model_type": "inkling_mm_model"}, None),
         ({"model_type": "gemma4", "image_token_id": 5}, None),
         ({"model_type": "llama", "vision_config": {}}, None),
     ],

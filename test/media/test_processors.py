@@ -102,6 +102,57 @@ def test_an_image_of_muse_glimmer_fits_an_encoder_step() -> None:
     assert make("muse_glimmer", max_image_tokens=9)(picture(300, 290)).num_tokens == 9
 
 
+def patches_of_inkling(image: Image.Image, side: int, mean: np.ndarray, std: np.ndarray) -> list[np.ndarray]:
+    """One after the other: rows that hold something of the picture, and one column more than it has whole ones; what
+    is missing of a patch has the level -1 in every colour."""
+    pixels, patches = np.asarray(image, np.float64), []
+    for top in range(0, image.height, side):
+        for left in range(0, image.width + 1, side):
+            part = np.full((side, side, 3), -1.0)
+            here = pixels[top : top + side, left : left + side]
+            part[: here.shape[0], : here.shape[1]] = here
+            patches.append(np.stack([(part / 255 - mean) / std] * 2))
+    return patches
+
+
+@pytest.mark.parametrize("size", [(80, 40), (79, 41), (1, 1), (39, 120), (200, 7)])
+def test_patches_of_inkling(size: tuple[int, int]) -> None:
+    """Of pictures that have whole patches and of others; in 16 bits they are rounded once."""
+    mean, std = np.array([0.2, 0.4, 0.6]), np.array([0.9, 0.3, 0.7])
+    image, settings = picture(*size), {"image_mean": list(mean), "image_std": list(std)}
+    got = make("inkling", **settings)(image)
+    want = np.stack(patches_of_inkling(image, 40, mean, std)).astype(np.float32)
+    assert got.grid == (1, -(-size[1] // 40), size[0] // 40 + 1) and got.num_tokens == len(want)
+    np.testing.assert_allclose(got.pixels, want.reshape(len(want), -1), rtol=0, atol=1e-6)
+    in_16 = image_processor(ProcessorFiles("inkling", settings, {}), "bfloat16")(image)
+    assert np.array_equal(in_16.pixels, as_type(got.pixels, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "seen"),
+    [
+        ((300, 200), {}, (300, 200)),
+        ((300, 200), {"rescale_image_frac": 2.0}, (600, 400)),
+        ((301, 33), {"rescale_image_frac": 0.5}, (151, 17)),
+        ((1500, 1000), {"rescale_image_frac": 2.0}, (2048, 1365)),
+        ((300, 200), {"rescale_image_frac": 2.0, "rescale_image_max_upscaled_long_edge": 450}, (450, 300)),
+        ((2400, 30), {"rescale_image_frac": 2.0}, (2400, 30)),
+        ((900, 1), {"rescale_image_frac": 0.25}, (225, 1)),
+    ],
+)
+def test_sizes_of_inkling(size: tuple[int, int], settings: dict[str, Any], seen: tuple[int, int]) -> None:
+    """As the class of transformers 5.17 has them; of a side it leaves a pixel at least."""
+    got, image = make("inkling", **settings)(picture(*size)), picture(*size)
+    want = make("inkling")(image if seen == size else image.resize(seen, Image.Resampling.LANCZOS))
+    assert got.grid == want.grid == (1, -(-seen[1] // 40), seen[0] // 40 + 1)
+    assert np.array_equal(got.pixels, want.pixels)
+
+
+def test_an_image_of_inkling_that_fits_no_encoder_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="16,770 patches are more than an encoder step has .16,384."):
+        make("inkling", size={"height": 2, "width": 2})(Image.new("RGB", (256, 260)))
+
+
 def test_a_strip_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 200 times the other"):
         make("minimax_m3")(picture(2020, 10))

@@ -89,3 +89,22 @@ def add_depth_mtp(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["num_nextn_predict_layers"] = DEPTHS
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_normed_mtp(folder: Path) -> None:
+    """Gives a saved Inkling a layer for each depth: copies of its first one, which is dense and has a window."""
+    file, first, size = folder / "model.safetensors", "model.llm.layers.0.", SIZES["hidden_size"]
+    tensors, generator = safetensors.torch.load_file(file), torch.Generator().manual_seed(6)
+    copies = {}
+    for layer in range(DEPTHS):
+        at = f"model.mtp.layers.{layer}."
+        for name, tensor in tensors.items():
+            if name.startswith(first):
+                copies[name.replace(first, f"{at}transformer_block.")] = tensor.clone()
+        copies[f"{at}input_proj.weight"] = torch.randn(size, 2 * size, generator=generator) * 0.15
+        for norm in ("embed_norm", "hidden_norm"):
+            copies[f"{at}{norm}.weight"] = torch.rand(size, generator=generator) + 0.5
+    safetensors.torch.save_file(tensors | copies, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["mtp_config"] = {"num_nextn_predict_layers": DEPTHS, "local_layer_ids": [*range(DEPTHS)]}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -181,6 +186,7 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         | {"vision_output_dim": 40, "projector_input_dim": 40, "projector_output_dim": 40},
         False,
     ),
+    "inkling_mm_model": ("InklingConfig", TINY["inkling"][1] | {"unpadded_vocab_size": None}, {}, False),
 }
 POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
@@ -192,10 +198,12 @@ PAGES = {"glm5_next": 4, "qwen4_exp": 4, "minimax_m3_vl": 4}
 """Tokens that a page holds at least, of which no chunk cuts one."""
 BOTH_WAYS = ("gemma4",)
 """Those whose images see themselves both ways, and are not cut."""
-IMAGES_ALONE = ("step3p7", "llama4")
+IMAGES_ALONE = ("step3p7", "llama4", "inkling_mm_model")
 """`model_type` of those that take no video: what is one for others is an image of several views for them."""
 SIDES = {"step3p7": 2}
 """A token of these has so many times as many patches a side."""
+ALONE = ("inkling_mm_model",)
+"""Those of whose patches each is a token, and sees no other."""
 Grid = tuple[int, int, int]
 Played = TypeVar("Played")
 
@@ -216,6 +224,8 @@ def grid_for(kind: str, grid: Grid) -> Grid:
     one token each."""
     if kind == "llama4":
         return (math.prod(grid) // MERGE**2, MERGE, MERGE)
+    if kind == "inkling_mm_model":
+        return (grid[0], grid[1] // MERGE, grid[2] // MERGE)
     side = SIDES.get(kind, 1)
     return (grid[0], side * grid[1], side * grid[2])
 
@@ -240,6 +250,8 @@ def save_seeing(
         settings["projector_hidden_size"] = 40
     if name == "llama4":
         settings["vision_config"] = {key: TOWER[key] for key in ("hidden_size", "patch_size")} | vision
+    if name == "inkling_mm_model":
+        settings["vision_config"] = {"patch_size": 4, "num_hidden_layers": 2, "temporal_patch_size": 2} | vision
     if name == "muse_glimmer":
         sizes = ("hidden_size", "intermediate_size", "patch_size")
         settings["vision_config"] = {key: TOWER[key] for key in sizes} | vision
@@ -252,7 +264,8 @@ def save_seeing(
         settings |= {"boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None, "audio_token_id": 255}
     config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with assignments() if name in ALONE else contextlib.nullcontext():
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, zero_centred)
     for key, param in model.named_parameters():
         if (".visual." in key or "vision_tower" in key) and "norm" in key:
@@ -272,6 +285,32 @@ def save_seeing(
     if name in PUBLISHED:
         PUBLISHED[name](folder)
     return model
+
+
+def least_assignment(costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """costs [rows, columns], with at least as many columns. Returns the rows, and a column for each, all different,
+    which cost least together."""
+    rows = np.arange(len(costs))
+    columns = map(np.array, itertools.permutations(range(costs.shape[1]), len(costs)))
+    return rows, min(columns, key=lambda chosen: float(costs[rows, chosen].sum()))
+
+
+@contextlib.contextmanager
+def assignments() -> Iterator[None]:
+    """transformers asks scipy for an assignment where it plans Inkling's encoder; here all are tried."""
+    optimize = types.ModuleType("scipy.optimize")
+    optimize.linear_sum_assignment = least_assignment  # type: ignore[attr-defined]
+    stand_ins = {"scipy": types.ModuleType("scipy"), optimize.__name__: optimize}
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def _masks_by_token(
@@ -510,6 +549,10 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
     """[n, V] of the prompt and what was said behind it."""
     ids = [*prompt.ids_for(model.config.model_type), *output]
     arguments = prompt.of_transformers()
+    if model.config.model_type == "inkling_mm_model":
+        kind = model.config.model_type
+        features = [of_views(model, image.patches(kind), image.grid) for image, _ in prompt.spans]
+        return inkling_logits(model, ids, IMAGE, torch.cat(features or [torch.empty(0, SIZES["hidden_size"])]))
     if model.config.model_type in IMAGES_ALONE:
         speaker = model if model.config.model_type == "step3p7" else model.language_model
         return speaker(inputs_embeds=_embedded_views(model, prompt, ids)).logits[0]
@@ -531,6 +574,19 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
     return model(torch.tensor([ids]), **arguments).logits[0]
 
 
+@torch.inference_mode()
+def inkling_logits(model: Any, ids: Sequence[int], placeholder: int, features: torch.Tensor) -> torch.Tensor:
+    """[n, V]. Features [placeholders, H] stand beside normed embeddings; transformers 5.17 norms both once more."""
+    text = model.model.language_model
+    norm, text.embed_norm = text.embed_norm, torch.nn.Identity()
+    embedded = norm(text.embed_tokens(torch.tensor([ids])))
+    embedded[0, torch.tensor(ids) == placeholder] = features
+    hidden = text(inputs_embeds=embedded).last_hidden_state[0]
+    text.embed_norm = norm
+    logits: torch.Tensor = model.lm_head(hidden / model.config.text_config.logits_mup_width_multiplier)
+    return logits
+
+
 def _embedded_views(model: Any, prompt: Prompt, ids: Sequence[int]) -> torch.Tensor:
     """The features of each view in place of the embeddings of its placeholders, [1, length, H]."""
     embedded = model.get_input_embeddings()(torch.tensor([ids]))
@@ -543,7 +599,11 @@ def _embedded_views(model: Any, prompt: Prompt, ids: Sequence[int]) -> torch.Ten
 
 
 def of_views(model: Any, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """What Step-3.7 and Llama 4 make of patches that stand row by row, [tokens, H]."""
+    """What Step-3.7, Llama 4 and Inkling make of patches that stand row by row, [tokens, H]."""
+    if model.config.model_type == "inkling_mm_model":
+        side = model.config.vision_config.patch_size
+        features: torch.Tensor = model.model.vision_tower(pixels.view(-1, 2, side, side, 3)).pooler_output
+        return features.flatten(0, 1)
     inner = model.model if model.config.model_type == "step3p7" else model
     views = pixels[:, : PATCH_VALUES // 2].reshape(*grid, 3, 4, 4).permute(0, 3, 1, 4, 2, 5)
     seen = inner.vision_model(views.flatten(2, 3).flatten(3, 4)).last_hidden_state

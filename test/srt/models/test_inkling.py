@@ -16,10 +16,13 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.towers.inkling import InklingTower
 
 from .harness import TINY, VOCAB, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 
+PUBLISHED = Path(__file__).parents[1] / "kernels" / "published" / "Inkling-Small"
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
 FIRST = 1
 """The first layer with experts, which published checkpoints leave in 16 bits."""
@@ -147,3 +150,22 @@ def test_states_of_the_convolutions(tmp_path: Path) -> None:
         caches = {cache.name: cache for cache in layer.caches(Serving("bfloat16", "bfloat16"))}
         assert [tensor.shape for tensor in caches["kv_rows"].tensors] == [(3, 2 * kv_heads * 32)]
         assert [tensor.shape for tensor in caches["block_rows"].tensors] == [(3, hidden)] * 2
+
+
+def test_the_encoder_of_a_published_model() -> None:
+    """Patches of 40 pixels in four layers, the last of which folds both frames. A config without a vision_config reads
+    text alone."""
+    config = json.loads((PUBLISHED / "config.json").read_text())
+    assert describe_media(config) is None
+    media = describe_media(config | {"vision_config": {"n_layers": 4, "use_vision_norm": True}})
+    assert media is not None and (media.image_token, media.video_token) == (200054, None)
+    tower = media.tower
+    assert isinstance(tower, InklingTower) and tower.patch_shape == (3, 2, 40, 40)
+    assert [(fold.frames, fold.side, fold.inputs, fold.out) for fold in tower.folds] == [
+        (1, 5, 75, 128),
+        (1, 2, 512, 320),
+        (1, 4, 5120, 4800),
+        (2, 1, 9600, 4096),
+    ]
+    assert tower.shared_by(8).num_weights() == tower.num_weights(), "every rank has all of it"
+    assert tower.num_tokens((1, 3, 5)) == 15

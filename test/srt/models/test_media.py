@@ -31,7 +31,9 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 
 from .media_draft_layers import add_mtp
 from .media_harness import (
+    ALONE,
     BOTH_WAYS,
+    MERGE,
     PAGES,
     POOLED_FRAMES,
     SEEING,
@@ -72,7 +74,7 @@ class Seeing:
 
 
 _FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next", "qwen4_exp", "minimax_m3_vl", "step3p7")
-_FURTHER += ("muse_glimmer", "llama4")
+_FURTHER += ("muse_glimmer", "llama4", "inkling_mm_model")
 """Those of which `test_towers` has what is their own."""
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
 
@@ -247,21 +249,26 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
 _SLICED = ("qwen3_vl", "gemma4", "kimi_k25")
 
 
-_PACES = {"layers": MediaPace(), "shares of patches": MediaPace(LayerTimes(1.0, 0.02, 1.0), {1: 30.0})}
+def media_pace_of(kind: str, patches: int) -> MediaPace:
+    """patches: of a token."""
+    if kind == "layers":
+        return MediaPace()
+    return MediaPace(LayerTimes(1.0, 0.02, 1.0), {1: 7.5 * patches})
 
 
-@pytest.mark.parametrize("pace", list(_PACES))
+@pytest.mark.parametrize("pace", ["layers", "shares of patches"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in _SLICED)) for name in SEEING]
 )
 def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
-    monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
+    patches = 1 if name in ALONE else MERGE**2
+    monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 5 * patches)
     model = save_seeing(name, tmp_path)
     scheduler, collector, events = seeing_scheduler(tmp_path), Collector(), []
     features, launch = scheduler.media.features, scheduler.launch
     assert features is not None
-    features.pace = _PACES[pace]
+    features.pace = media_pace_of(pace, patches)
     advance = features.advance
     monkeypatch.setattr(features, "advance", lambda whole: (events.append("slice"), advance(whole)))
     monkeypatch.setattr(scheduler, "launch", lambda batch: (events.append("step"), launch(batch)))
@@ -277,7 +284,7 @@ def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeyp
     counts = []
     for prompt in prompts.values():
         slices = features.pace.slices(features.description.tower, [item.grid for item in prompt.items(tmp_path)], 2)
-        few = name == "llama4"  # patches that see one another: those of a tile
+        few = name in ("llama4", *ALONE)  # patches that see one another: those of a tile, or none
         assert (slices.cuts.rows > 1 and (slices.cuts.queries > 1 or few)) == (pace != "layers")
         counts.append(len(slices.pieces))
     assert events[: 2 * counts[0] + 1] == ["step"] + ["slice", "step"] * counts[0], "the patches travel for a step"

@@ -26,7 +26,7 @@ from . import test_dflash_drafts as dflash
 from . import test_eagle3_drafts as eagle3
 from . import test_other_drafts as others
 from .harness import SIZES, save_tiny
-from .media_draft_layers import add_depth_mtp, add_mtp, add_pooled_mtp, add_stream_mtp
+from .media_draft_layers import add_depth_mtp, add_mtp, add_normed_mtp, add_pooled_mtp, add_stream_mtp
 from .media_harness import (
     POOLED_FRAMES,
     SEEING,
@@ -114,6 +114,7 @@ KINDS = {
             "glm5_next": add_pooled_mtp,
             "qwen4_exp": add_stream_mtp,
             "step3p7": add_depth_mtp,
+            "inkling_mm_model": add_normed_mtp,
         },
     ),
 }
@@ -251,12 +252,15 @@ def test_a_draft_of_another_width_reads_the_placeholder() -> None:
     assert torch.equal(parts.embedded(replace(batch, embedding_rows=following_rows(batch))), embedding[10:17])
 
 
-def test_each_depth_reads_the_features_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["step3p7", "inkling_mm_model"])
+def test_each_depth_reads_the_features_of_its_tokens(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Row i of depth d stands for the token at its position + 1 + d: in prompts whole and in chunks, what the target
     embedded of that token, as far as it lies in the same step."""
     folder = tmp_path / "target"
-    save_seeing("step3p7", folder)
-    options = options_of("step3p7", "nextn", folder, tmp_path / "draft")
+    save_seeing(family, folder)
+    options = options_of(family, "nextn", folder, tmp_path / "draft")
     of_target: dict[int, torch.Tensor] = {}
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     embed_target, embed_draft = CausalLM._embedded, DraftParts.embedded
@@ -286,7 +290,7 @@ def test_each_depth_reads_the_features_of_its_tokens(tmp_path: Path, monkeypatch
     monkeypatch.setattr(DraftParts, "embedded", draft)
     for chunk in (64, 24):
         scheduler = seeing_scheduler(folder, chunked_prefill_size=chunk, disable_cuda_graph=True, **options)
-        prompt = prompts_of("step3p7")["video" if chunk == 24 else "image"]
+        prompt = prompts_of(family)["video" if chunk == 24 else "image"]
         add(scheduler, media_request("a", prompt, folder, 1))
         run_to_end(scheduler, Collector())
     assert min(compared) >= 50

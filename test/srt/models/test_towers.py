@@ -18,7 +18,7 @@ from sglang.srt.distributed.parallel_state import Group, Groups
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_checkpoint, load_tower
-from sglang.srt.models.vision import encoder, pieces
+from sglang.srt.models.vision import encoder, inkling, pieces
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
@@ -31,6 +31,7 @@ from sglang.srt.plan.ranks import ONE_RANK
 from srt.managers.fake_runner import Collector, add, run_to_end
 
 from .media_harness import (
+    ALONE,
     POOLED_FRAMES,
     PUBLISHED,
     SEEING,
@@ -93,6 +94,33 @@ def test_tiles_of_several_tokens(tmp_path: Path) -> None:
         got, want = tower.encode(pixels, grids), reference.encode(pixels, grids)
         assert [len(item) for item in got] == [9 * grid[0] for grid in grids]
         torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("patch", "layers"), [(40, 4), (12, 3), (4, 4), (6, 7)])
+def test_plans_of_inklings_layers(patch: int, layers: int, tmp_path: Path) -> None:
+    """The published one; and as many layers as there are sizes between a pixel and a patch, of which some fold
+    nothing."""
+    vision = {"patch_size": patch, "num_hidden_layers": layers}
+    reference, tower = ReferenceEncoder(save_seeing("inkling_mm_model", tmp_path, vision)), tower_of(tmp_path)
+    grids = [(1, 2, 3), (1, 1, 5)]
+    pixels = torch.randn(11, 6 * patch**2, generator=torch.Generator().manual_seed(layers))
+    torch.testing.assert_close(
+        tower.encode(pixels, grids), reference.encode(pixels, grids), rtol=TOLERANCE, atol=TOLERANCE
+    )
+
+
+def test_patches_that_go_through_inklings_layers_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many at once of each half, and the rest."""
+    save_seeing("inkling_mm_model", tmp_path)
+    tower, grids = tower_of(tmp_path), [(1, 7, 5)]
+    pixels = torch.randn(35, patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
+    want = tower.encode(pixels, grids)
+    seen = []
+    folded = tower._folded
+    monkeypatch.setattr(inkling, "PATCHES_AT_ONCE", 16)
+    monkeypatch.setattr(tower, "_folded", lambda pixels: (seen.append(len(pixels)), folded(pixels))[1])
+    torch.testing.assert_close(tower.encode(pixels, grids), want, rtol=1e-5, atol=1e-5)
+    assert seen == [16, 1, 16, 2]
 
 
 @pytest.mark.parametrize("name", list(SEEING))
@@ -177,7 +205,8 @@ def test_an_encoder_that_stops_behind_every_piece(name: str, tmp_path: Path) -> 
     tower = tower_of(tmp_path)
     tower.attention = row_by_row
     for batch in ("two sizes", "clips of a long video"):
-        grids = [grid_for(name, grid) for grid in BATCHES[batch]]
+        # Products of very few rows have other bits on a CPU.
+        grids = [grid if name in ALONE else grid_for(name, grid) for grid in BATCHES[batch]]
         pixels = torch.randn(num_patches(grids), patch_values(tmp_path), generator=torch.Generator().manual_seed(1))
         want = tower.encode(pixels, grids)
         for cuts in (Cuts(), Cuts(3), Cuts(2, 3)):
@@ -260,7 +289,7 @@ def rank_tower(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> Visi
     return tower
 
 
-@pytest.mark.parametrize("name", _TOWERS)
+@pytest.mark.parametrize("name", [param for param in _TOWERS if param.values[0] not in ALONE])
 def test_an_encoder_whose_heads_and_widths_ranks_share(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +360,7 @@ LLAMA4_VISION = dict.fromkeys(("vision_output_dim", "projector_input_dim", "proj
 LLAMA4_VISION |= {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA4_VISION |= {"image_size": 64}
 MUSE_VISION = {"hidden_size": 1536, "num_attention_heads": 16, "num_hidden_layers": 3}
+INKLING_VISION = {"n_layers": 4}
 M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -351,6 +381,19 @@ M3_VISION = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
         ("muse_glimmer", MUSE_VISION | {"pos_emb_width": 16}, "the learned positions are not a square"),
         ("muse_glimmer", MUSE_VISION | {"layer_types": ["full_attention"]}, "layer_types must be 3 of full_attention"),
         ("muse_glimmer", MUSE_VISION | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
+        (
+            "inkling_mm_model",
+            INKLING_VISION | {"vision_encoder_type": "vit"},
+            "vision_encoder_type = 'vit' is not supp",
+        ),
+        ("inkling_mm_model", {"patch_size": 40}, "the key 'n_layers' is missing"),
+        ("inkling_mm_model", INKLING_VISION | {"use_vision_norm": False}, "use_vision_norm = False is not supported"),
+        ("inkling_mm_model", INKLING_VISION | {"temporal_patch_size": 4}, "patches of 4 frames with 3 colours are not"),
+        (
+            "inkling_mm_model",
+            INKLING_VISION | {"n_channels": 1},
+            "patches of 2 frames with 1 colours are not supported",
+        ),
         ("qwen4_exp", {"hidden_size": 32, "num_heads": 2} | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.plan.towers.gemma4 import describe_gemma4
 from sglang.srt.plan.towers.glm4v import describe_glm4v, describe_glm5_next
+from sglang.srt.plan.towers.inkling import describe_inkling
 from sglang.srt.plan.towers.llama4 import describe_llama4
 from sglang.srt.plan.towers.minimax_m3 import describe_minimax_m3
 from sglang.srt.plan.towers.moonvit import describe_moonvit
@@ -90,13 +91,18 @@ ENCODERS: Mapping[str, _Reader] = {
     "minimax_m3_vl": _Reader(describe_minimax_m3, sections=False),
     "muse_glimmer": _Reader(describe_muse_glimmer, sections=False),
     "llama4": _Reader(describe_llama4, sections=False),
+    "inkling_mm_model": _Reader(describe_inkling, sections=False),
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
 
 
 _IMAGE_KEYS = ("image_token_id", "media_placeholder_token_id", "image_token_index")
 _VIDEO_KEYS = ("video_token_id", "video_token_index")
-_UNNAMED: Mapping[str, tuple[int, int]] = {"muse_glimmer": (200092, 200091), "llama4": (200092, 0)}
+_UNNAMED: Mapping[str, tuple[int, int]] = {
+    "muse_glimmer": (200092, 200091),
+    "llama4": (200092, 0),
+    "inkling_mm_model": (200054, 0),
+}
 """The placeholders of models whose configs may leave them out, by `model_type`."""
 
 

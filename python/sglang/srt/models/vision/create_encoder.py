@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.gemma4 import Gemma4Encoder
 from sglang.srt.models.vision.glm4v import Glm4vEncoder
+from sglang.srt.models.vision.inkling import InklingEncoder
 from sglang.srt.models.vision.llama4 import Llama4Encoder
 from sglang.srt.models.vision.minimax_m3 import MiniMaxM3Encoder
 from sglang.srt.models.vision.moonvit import MoonViTEncoder
@@ -17,6 +18,7 @@ from sglang.srt.models.vision.qwen3_vl import Qwen3VLEncoder
 from sglang.srt.models.vision.step3 import Step3Encoder
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 from sglang.srt.plan.towers.glm4v import Glm4vTower
+from sglang.srt.plan.towers.inkling import InklingTower
 from sglang.srt.plan.towers.llama4 import Llama4Tower
 from sglang.srt.plan.towers.minimax_m3 import MiniMaxM3Tower
 from sglang.srt.plan.towers.moonvit import MoonViTTower
@@ -39,6 +41,7 @@ _CLASSES: Mapping[type[Tower], Callable[..., VisionEncoder[Any]]] = {
     Step3Tower: Step3Encoder,
     MuseGlimmerTower: MuseGlimmerEncoder,
     Llama4Tower: Llama4Encoder,
+    InklingTower: InklingEncoder,
 }
 
 

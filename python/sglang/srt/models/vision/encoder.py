@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -79,8 +79,11 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
         modules = {name.rpartition(".")[0] for name in self.params}
         self.weights = WeightMap({name: name for name in modules}, {}, beginnings=tower.beginnings)
-        self.attention = plan.entry("prefill_attention")
-        self.ladder = plan.ladder("prefill_attention") if plan.tiles("prefill_attention") else None
+        self.attention: Any = None  # where no patch sees another
+        self.ladder = None
+        if tower.head_dim:
+            self.attention = plan.entry("prefill_attention")
+            self.ladder = plan.ladder("prefill_attention") if plan.tiles("prefill_attention") else None
 
     def _param(self, name: str, shape: tuple[int, ...]) -> Param:
         init = Init.NORMAL

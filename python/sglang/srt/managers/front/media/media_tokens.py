@@ -28,6 +28,7 @@ _FAMILIES: Mapping[str, str] = {
     "step3p7": "step3p7",
     "muse_glimmer": "muse_glimmer",
     "llama4": "llama4",
+    "inkling_mm_model": "inkling",
 }
 """model_type of config.json -> the processors of `media.processors`."""
 
@@ -39,7 +40,7 @@ class MediaTokens:
     placeholder that frames of a video bring themselves. `run_start`, `run_end`: marks that the processor writes around
     each run of placeholders, not the template. `video_text`: what templates write for a video where that is no token;
     `image_text` takes its place, and videos have the placeholder of images. `picture_text`: what templates write for an
-    image, if that is another token than its placeholder, which is `image_text`."""
+    image, if that is another text than `image_text`, which has its placeholder."""
 
     family: str
     image: int
@@ -57,7 +58,8 @@ class MediaTokens:
         """Returns the text of a prompt with a token for each video, and its images and videos in the order of the
         text."""
         if self.picture_text:
-            return text.replace(self.picture_text, self.image_text), media
+            whole = text.replace(self.image_text, self.picture_text)  # some templates write the placeholder
+            return whole.replace(self.picture_text, self.image_text), media
         if not self.video_text:
             return text, media
         pattern = f"{re.escape(self.video_text)}|{re.escape(self.image_text)}"
@@ -89,6 +91,9 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
         return MediaTokens(family, image, image, video_text=video_text, image_text="<|media_pad|>")
     if family == "llama4":
         return MediaTokens(family, image, image_text="<|patch|>", picture_text="<|image|>")
+    if family == "inkling":
+        mark = "<|content_image|>"
+        return MediaTokens(family, image, image_text=f"{mark}<|unused_200054|>", picture_text=mark)
     if family == "gemma4":
         marks = (config.get("boi_token_id"), config.get("eoi_token_id"))
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])

@@ -3,8 +3,8 @@
 Sizes and values are those of the classes of transformers that work on numpy arrays, without torch and torchvision. A
 channel of a pixel has 256 levels, so what a class makes of these is looked up: the same values, in the type in which
 the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5,
-MiniMax-M3 and Muse-Glimmer, which are computed here from the same settings; tiles are in `tiles` and `canvas_tiles`,
-videos in `video_processors`.
+MiniMax-M3, Muse-Glimmer and Inkling, which are computed here from the same settings; tiles are in `tiles` and
+`canvas_tiles`, videos in `video_processors`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from sglang.srt.managers.front.media import canvas
+from sglang.srt.managers.front.media.decoding import MediaError
 from sglang.srt.managers.front.media.patch_types import as_type
 from sglang.srt.managers.front.media.pixel_budget import nearest_shape, within
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
@@ -215,6 +216,49 @@ def _of_nearest_shape(settings: Settings, dtype: str) -> ImageProcessor:
     return process
 
 
+OF_INKLING = {
+    "image_mean": OF_CLIP["image_mean"],
+    "image_std": OF_CLIP["image_std"],
+    "rescale_image_max_upscaled_long_edge": 2048,
+}
+_INKLING_SIDE, _INKLING_FRAMES = 40, 2
+
+
+def _beyond_the_edges(settings: Settings, dtype: str) -> ImageProcessor:
+    """Inkling: patches row by row, with the colours of a pixel together; of the last row and column what lies beyond
+    the picture has the level below black. There is a column more than the picture has whole ones."""
+    words = {**OF_INKLING, **given(settings)}
+    side = int(_size(words).get("height", _INKLING_SIDE))
+    levels = as_type(levels_of(words, range(-1, 256)), dtype)
+    share, most = words.get("rescale_image_frac"), words["rescale_image_max_upscaled_long_edge"]
+
+    def process(image: Image.Image) -> Patches:
+        picture = resized(image, scaled(image.size, share, most), Image.Resampling.LANCZOS)
+        rows, columns = -(-picture.shape[0] // side), picture.shape[1] // side + 1
+        if rows * columns > PATCHES_A_STEP:
+            raise MediaError(f"{rows * columns:,} patches are more than an encoder step has ({PATCHES_A_STEP:,})")
+        canvas = np.zeros((rows * side, columns * side, 3), np.int16)
+        canvas[: picture.shape[0], : picture.shape[1]] = picture
+        canvas[: picture.shape[0], : picture.shape[1]] += 1
+        pixels = np.stack([levels[channel].take(canvas[..., channel]) for channel in range(3)], axis=-1)
+        boxes = pixels.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(rows * columns, 1, -1)
+        whole = np.repeat(boxes, _INKLING_FRAMES, axis=1).reshape(rows * columns, -1)
+        return Patches(whole, (1, rows, columns), rows * columns)
+
+    return process
+
+
+def scaled(size: tuple[int, int], share: float | None, most: int | None) -> tuple[int, int]:
+    """Returns the width and the height that a picture has once its longer side is multiplied by `share`, but enlarged
+    to at most `most` pixels."""
+    longer = max(size)
+    wanted = longer * (1.0 if share is None else share)
+    if most is not None:
+        wanted = min(wanted, max(most, longer))
+    width, height = (max(1, math.floor(side * (wanted / longer) + 0.5)) for side in size)
+    return width, height
+
+
 _QWEN = _merged("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
 _IMAGES: Mapping[str, _Make] = {
     "qwen3_vl": _QWEN,
@@ -226,6 +270,7 @@ _IMAGES: Mapping[str, _Make] = {
     "kimi_k25": _native_size,
     "minimax_m3": _within_a_budget,
     "muse_glimmer": _of_nearest_shape,
+    "inkling": _beyond_the_edges,
 }
 FAMILIES = tuple(_IMAGES)
 
@@ -252,10 +297,10 @@ def resized(
     return np.asarray(image if image.size == size else image.resize(size, resample))
 
 
-def levels_of(settings: Settings) -> np.ndarray:
-    """What the settings make of the levels of each channel, [3, 256] float32."""
+def levels_of(settings: Settings, levels: range = range(256)) -> np.ndarray:
+    """What the settings make of the levels of each channel, [3, 256] float32 of all of them."""
     mean, std = settings.get("image_mean") or [0.5] * 3, settings.get("image_std") or [0.5] * 3
-    values = np.arange(256, dtype=np.float64)[:, None] * float(settings.get("rescale_factor") or 1 / 255)
+    values = np.array(levels, np.float64)[:, None] * float(settings.get("rescale_factor") or 1 / 255)
     return np.ascontiguousarray(((values - np.asarray(mean)) / np.asarray(std)).astype(np.float32).T)
 
 
