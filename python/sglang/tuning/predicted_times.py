@@ -28,7 +28,7 @@ from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits
 from sglang.tuning.attention_model import Keys, Prompt, decode_seconds
 from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate, estimate_blocks, even_blocks
-from sglang.tuning.measured import tables_of
+from sglang.tuning.measured import Grid, tables_of
 from sglang.tuning.mixed_products import RECORDS, mixed_product, mixed_tile
 from sglang.tuning.ops import (
     AllReduce,
@@ -374,16 +374,15 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
     return Predicted(max(seconds, reading_seconds(op.num_bytes + handed_on, arch)), 0.4, f"chunks in turn, {told}")
 
 
-CALLED_BY_PYTORCH = 8 << 20
+CALLED_BY_PYTORCH = 16 << 20
 """From so many bytes on the sums of SGLang and vLLM were NCCL's as PyTorch calls it, as this server's are: on four
-cards 889 us for 8 MiB, where NCCL's own benchmark (2.29.2) took 1,008; on two and eight as long."""
+cards 889 us for 16 MiB, where NCCL's own benchmark (2.29.2) took 1,008; on two and eight as long."""
 
 
 def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
-    name = "all_reduce/sglang" if op.kind == "all_reduce" and op.size >= CALLED_BY_PYTORCH else f"{op.kind}/nccl"
-    table = tables_of(arch).get(name)
+    table = _collective(op, arch)
     if table is None and arch.gpus_per_machine != 1 and "mma_sync_block_scale" in arch.features:
-        table = tables_of(PCIE_CARD).get(name)  # peers over PCIe 5 as well; few have direct access
+        table = _collective(op, PCIE_CARD)  # peers over PCIe 5 as well; few have direct access
         assert table is not None
         return Predicted(table.seconds(op.ranks, max(512, op.size)), 1.0, "NCCL as measured on RTX PRO 6000 Server")
     if table is None:
@@ -391,6 +390,13 @@ def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
     cards = next((cards for cards in table.axes[0] if cards >= op.ranks), table.axes[0][-1])
     error = 0.1 if cards == op.ranks else 0.3 if cards > op.ranks else 1.0
     return Predicted(table.seconds(cards, max(512, op.size)), error, f"NCCL as measured with {cards:.0f} cards")
+
+
+def _collective(op: AllReduce, arch: ArchTraits) -> Grid | None:
+    """Returns the times of the collective on a GPU: those of frameworks where they are NCCL's, else NCCL's own."""
+    tables = tables_of(arch)
+    called = tables.get("all_reduce/sglang") if op.kind == "all_reduce" and op.size >= CALLED_BY_PYTORCH else None
+    return called or tables.get(f"{op.kind}/nccl")
 
 
 def _quantized_sum(op: QuantizedSum, arch: ArchTraits) -> Predicted:
