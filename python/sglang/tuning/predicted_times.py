@@ -28,7 +28,8 @@ from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits
 from sglang.tuning.attention_model import Keys, Prompt, decode_seconds
 from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate, estimate_blocks, even_blocks
-from sglang.tuning.measured import Grid, tables_of
+from sglang.tuning.grid import Grid
+from sglang.tuning.measured import tables_of
 from sglang.tuning.mixed_products import RECORDS, mixed_product, mixed_tile
 from sglang.tuning.ops import (
     AllReduce,
