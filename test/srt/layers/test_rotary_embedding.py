@@ -64,6 +64,21 @@ def test_dynamic_scaling_uses_the_served_length() -> None:
     torch.testing.assert_close(within, rope_table(rope_spec(_config({"rope_type": "default"}), 64), 2048, "cpu"))
     beyond = rope_table(spec, 4096, "cpu")
     torch.testing.assert_close(beyond, _reference(rope, 10000.0, torch.arange(4096)), **AN_ULP)
+    assert torch.equal(rope_table(spec, 1024, "cpu", context_len=4096), beyond[:1024])
+
+
+@pytest.mark.parametrize("rope", VARIANTS[:5], ids=lambda r: r["rope_type"])
+def test_a_bounded_table_has_the_rows_of_the_whole_context(rope: dict[str, Any]) -> None:
+    """In fp32 angles of 300,000 rad are told apart by a 32nd."""
+    rows, context = 300_000, 10_485_760
+    tables = RotaryTables(rows, context, "cpu")
+    positions = torch.tensor([0, 1, 262_143, 262_144, rows - 1])
+    table = tables.of(rope_spec(_config(rope, 5e5), 64))
+    row, cos_sin = table.at(positions)
+    assert cos_sin.shape == (rows, 64)
+    torch.testing.assert_close(cos_sin[row], _reference(rope, 5e5, positions), rtol=0.0, atol=1 / 32)
+    sectioned = RopeSpec(4, 1e4, 64, sections=(1, 1))
+    assert RotaryTables(rows, rows + 1, "cpu").of(sectioned).cos_sin.shape == (rows + 1, 4), "ahead of the tokens"
 
 
 def test_the_older_spelling_means_the_same() -> None:
@@ -97,7 +112,7 @@ def test_what_we_do_not_understand_is_refused_by_name(rope: dict[str, Any], mess
 def test_positions_of_several_sections(interleaved: bool) -> None:
     """As Qwen's multimodal models turn them; equal positions are those of text."""
     sections = (12, 10, 10)
-    table = RotaryTables(64, "cpu").of(RopeSpec(64, 1e4, 64, sections=sections, interleaved_sections=interleaved))
+    table = RotaryTables(64, 64, "cpu").of(RopeSpec(64, 1e4, 64, sections=sections, interleaved_sections=interleaved))
     positions = torch.tensor([[5, 6, 9], [1, 6, 2], [0, 6, 40]])
     of_sections = SectionPositions(positions)
     rows, cos_sin = table.at(of_sections)

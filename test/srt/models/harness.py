@@ -989,6 +989,7 @@ class NativePlan:
 
     model: ModelConfig
     context_len: int = 256
+    num_positions: int = 256
     device: str = "cpu"
     arch: ArchTraits = CPU
     kv_cache_dtype: str = "float32"

@@ -4,6 +4,7 @@ of published checkpoints, what is refused."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ from sglang.srt.layers.quantization import reference
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.mixers import GQA
 
-from .harness import LLAMA3_ROPE, SIZES, TINY, TinyRunner, hf_logits, plan_for, random_tokens, randomize, save_tiny
+from .harness import (
+    LLAMA3_ROPE,
+    SIZES,
+    TINY,
+    TinyRunner,
+    blocks_of,
+    hf_logits,
+    plan_for,
+    random_tokens,
+    randomize,
+    save_tiny,
+)
 from .quantized_checkpoints import FORMS, save_quantized, write_model
 from .test_quantized import TOLERANCE, steps, wanted
 
@@ -44,6 +56,16 @@ def changed(folder: Path, **keys: Any) -> None:
 def test_other_models_of_the_family(keys: dict[str, Any], tmp_path: Path) -> None:
     model, tokens = save_tiny("llama4", tmp_path, **keys), random_tokens(41, seed=1)
     runner = TinyRunner(plan_for(tmp_path))
+    got = torch.cat((runner.extend({1: tokens[:17]})[0], runner.extend({1: tokens[17:]})[0]))
+    torch.testing.assert_close(got, hf_logits(model, tokens), **CLOSE)
+
+
+def test_rotations_of_as_many_positions_as_the_plan_has(tmp_path: Path) -> None:
+    """Of a context of ten million tokens."""
+    model, tokens = save_tiny("llama4", tmp_path, max_position_embeddings=10_485_760), random_tokens(41, seed=1)
+    runner = TinyRunner(replace(plan_for(tmp_path), num_positions=48))
+    mixers = [blocks_of(layer)[0] for layer in runner.model.layers]
+    assert {mixer.rotary.cos_sin.shape[0] for mixer in mixers if not mixer.rotary.one_row} == {48}
     got = torch.cat((runner.extend({1: tokens[:17]})[0], runner.extend({1: tokens[17:]})[0]))
     torch.testing.assert_close(got, hf_logits(model, tokens), **CLOSE)
 

@@ -356,8 +356,35 @@ def test_token_counts_of_penalties_are_planned(build: Any) -> None:
 
 
 def test_the_rotary_table_is_planned(build: Any) -> None:
-    plan = build(QWEN3_8B | {"max_position_embeddings": 1 << 20})
-    assert plan.memory.rotary == (1 << 20) * 128 * 4 == 512 << 20
+    plan = build(QWEN3_8B | {"max_position_embeddings": 1 << 18})
+    assert plan.num_positions == 1 << 18 and plan.memory.rotary == (1 << 18) * 128 * 4 == 128 << 20
+
+
+SMALL = QWEN3_8B | {"num_hidden_layers": 4, "num_key_value_heads": 2}
+"""Whose pool has millions of tokens."""
+
+
+@pytest.mark.parametrize("flags", [{}, {"mem_fraction_static": 0.5}, {"max_total_tokens": 1_000_000}, {"dcp_size": 2}])
+def test_the_rotary_table_has_the_positions_that_requests_come_to(flags: dict[str, Any], build: Any) -> None:
+    """Of a context much longer than the pool only as many as tokens fit, and the pool loses nothing by it."""
+    flags |= {"tp_size": 2 * flags.get("dcp_size", 1)}
+    plan = build(SMALL | {"max_position_embeddings": 80 << 20}, **flags)
+    assert plan.context_len == 80 << 20 and plan.memory.rotary == plan.num_positions * 128 * 4
+    beyond = plan.num_positions - plan.max_total_num_tokens
+    assert 0 <= beyond < max(2048, plan.max_total_num_tokens // 8), (beyond, plan.max_total_num_tokens)
+    assert plan.max_total_num_tokens > 1 << 18 and spent(plan) <= plan.memory.available
+    assert flags.keys() != {"tp_size"} or spent(plan) > plan.memory.available - GIB // 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [({}, (1 << 18) + 1024), ({"chunked_prefill_size": 1 << 19}, (1 << 19) + 1024), ({"context_length": 4096}, 4096)],
+)
+def test_the_rotary_table_of_a_small_pool(flags: dict[str, Any], rows: int, build: Any) -> None:
+    """It has what steps of the warm-up reach."""
+    config = TINY | {"max_position_embeddings": 10 << 20}
+    plan = build(config, max_total_tokens=30_000, max_running_requests=8, disable_cuda_graph=True, **flags)
+    assert plan.num_positions == rows and plan.memory.rotary == rows * 16 * 4
 
 
 def test_prefill_graphs_are_planned(build: Any) -> None:

@@ -16,13 +16,16 @@ from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.configs.rope import ROPE_SETTINGS, RopeSpec
 
 
-def rope_table(spec: RopeSpec, num_positions: int, device: torch.device | str) -> torch.Tensor:
+def rope_table(
+    spec: RopeSpec, num_positions: int, device: torch.device | str, context_len: int | None = None
+) -> torch.Tensor:
     """[num_positions, rot_dim] fp32: cosines of the rot_dim / 2 frequencies, then sines, times the variant's scale. One
-    row for all positions where nothing rotates."""
+    row for all positions where nothing rotates. context_len: what is served, on which frequencies may depend; None: as
+    many as positions."""
     if spec.kind == UNROTATED:
         half = torch.ones(1, spec.rot_dim // 2)
         return torch.cat((half, torch.zeros_like(half)), dim=-1).to(device)
-    inv_freq, scale = _FREQUENCIES[spec.kind](spec, num_positions)
+    inv_freq, scale = _FREQUENCIES[spec.kind](spec, num_positions if context_len is None else context_len)
     # Angles reach thousands of radians, so the product is taken in fp32 on every device, as checkpoints were trained.
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq.float()
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device)
@@ -32,24 +35,24 @@ def _plain(rot_dim: int, theta: float) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim)
 
 
-def _default(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+def _default(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     return _plain(spec.rot_dim, spec.theta), 1.0
 
 
-def _linear(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+def _linear(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     return _plain(spec.rot_dim, spec.theta) / dict(spec.params)["factor"], 1.0
 
 
-def _dynamic(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+def _dynamic(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     """The base grows with the length in use. Cached keys must keep one base, so the served context length sets it."""
     params = dict(spec.params)
     trained = params.get("original_max_position_embeddings", spec.max_position)
-    factor, length = params["factor"], max(num_positions, trained)
+    factor, length = params["factor"], max(context_len, trained)
     stretch = factor * length / trained - (factor - 1)
     return _plain(spec.rot_dim, spec.theta * stretch ** (spec.rot_dim / (spec.rot_dim - 2))), 1.0
 
 
-def _llama3(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+def _llama3(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     """Short wavelengths stay, long ones are interpolated, those between are blended."""
     params = dict(spec.params)
     low, high, factor = params["low_freq_factor"], params["high_freq_factor"], params["factor"]
@@ -59,7 +62,7 @@ def _llama3(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
     return inv_freq * (keep + (1 - keep) / factor), 1.0
 
 
-def _yarn(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+def _yarn(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     """Dims that turn more than beta_fast times over the trained length stay, less than beta_slow times interpolate."""
     params = dict(spec.params)
     factor = params["factor"]
@@ -89,7 +92,7 @@ def _yarn_scale(params: dict[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
-def _proportional(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+def _proportional(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     """Frequencies of the whole head, the slower ones zero: pairs stay half a head apart, whatever the share."""
     params = dict(spec.params)
     turning = int(params.get("partial_rotary_factor", 1.0) * spec.rot_dim // 2)
@@ -106,20 +109,23 @@ _FREQUENCIES: Mapping[str, Callable[[RopeSpec, int], tuple[torch.Tensor, float]]
     "llama3": _llama3,
     "proportional": _proportional,
 }
-"""(spec, num_positions) -> (inverse frequencies, scale of the table)."""
+"""(spec, context_len) -> (inverse frequencies, scale of the table)."""
 assert _FREQUENCIES.keys() == ROPE_SETTINGS.keys()
 
 
 class RotaryTables:
     """The tables of a model's layers: those with equal rotations share one."""
 
-    def __init__(self, num_positions: int, device: torch.device | str) -> None:
-        self.num_positions, self.device = num_positions, device
+    def __init__(self, num_positions: int, context_len: int, device: torch.device | str) -> None:
+        """num_positions: as many as a request can come to. Positions in sections may be ahead of the tokens, so that
+        their tables have the whole context."""
+        self.num_positions, self.context_len, self.device = num_positions, context_len, device
         self._tables: dict[RopeSpec, torch.Tensor] = {}
 
     def of(self, spec: RopeSpec) -> RotaryTable:
         if spec not in self._tables:
-            self._tables[spec] = rope_table(spec, self.num_positions, self.device)
+            rows = self.context_len if spec.sections else self.num_positions
+            self._tables[spec] = rope_table(spec, rows, self.device, self.context_len)
         return RotaryTable(self._tables[spec], spec)
 
 

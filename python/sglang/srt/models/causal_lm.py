@@ -277,7 +277,7 @@ class CausalLM:
             self.embed = embedding_of(scope, model)
         inputs = model.per_layer_inputs
         self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
-        rotary = RotaryTables(plan.context_len, scope.device)
+        rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         kind = RESIDUALS.get(type(model.layers[0].residual))
         if kind is None:
             raise UserError(f"{model.architecture}: nothing here computes {model.layers[0].residual} yet")

@@ -69,7 +69,7 @@ class DraftParts:
         self.copied: CopiedEmbedding | None = None
         """Copy of the target's embedding, in a last stage that has no embedding of its own: filled from the target's
         checkpoint."""
-        self.rotary = RotaryTables(plan.context_len, scope.device)
+        self.rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         residual = model.layers[0].residual
         self.residual: Any = RESIDUALS[type(residual)](scope, model, residual)
         self.embedding = self._embedding(target)

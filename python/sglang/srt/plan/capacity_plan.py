@@ -18,6 +18,7 @@ from sglang.srt.plan.host_tables import host_table_bytes, host_table_note
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.memory import (
+    CPU_KV_TOKENS,
     FixedMemory,
     Sizes,
     cache_room,
@@ -29,6 +30,7 @@ from sglang.srt.plan.memory import (
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import smaller_sizes
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized_cost
+from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.speculation import ngram_bytes, tokens_growing, verified_tokens
 from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, cut_stages, fullest_caches
@@ -114,7 +116,19 @@ def _capacity(
             verified_tokens=verified_tokens(args, model.architecture), copy_bytes=copy_bytes(args, arch),
         )  # fmt: skip
         cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
-        return sizes, cost, notes
+        positions = num_positions(context_len, sizes.tokens_per_step, lambda: pool_tokens(sizes, cost))
+        return replace(sizes, num_positions=positions), cost, notes
+
+    def pool_tokens(sizes: Sizes, cost: CacheCost) -> int:
+        """Returns the most tokens of the pool beside tables of as many positions."""
+        if on_cpu:
+            return args.max_total_tokens or CPU_KV_TOKENS
+        if not cost.bytes_per_token:
+            return context_len
+        none, one = (fixed(replace(sizes, num_positions=rows), cost) for rows in (0, 1))
+        row = one.rotary - none.rotary if fraction is None else 0  # a fraction says what caches get beside tables
+        left = cache_room(weights, available, none, fraction)
+        return tokens_beside_rows(cost, left, row, serving.page_size, args.max_total_tokens or available)
 
     def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
         fixed = fixed_memory(model, everything, serving.dtype, weights, available, sizes, cost, choices, arch)
@@ -133,6 +147,8 @@ def _capacity(
     notes += [states.note] if states.note else []
     notes += [host_table_note(size) for size in [host_table_bytes(everything, serving)] if size]
     most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
+    if sizes.num_positions < context_len:
+        most_tokens = min(most_tokens, sizes.num_positions - SPARE)
     if not cost.bytes_per_token:
         most_tokens = min(most_tokens, FREE_TOKENS, states.running * context_len)
     if on_cpu:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang.srt.configs.layer_lists import UNROTATED
+from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -72,6 +73,8 @@ class Sizes:
     """Most tokens of a request that decodes, in a step."""
     ngram_bytes: int = 0
     """Bytes of the tables in which n-gram drafts are looked up."""
+    num_positions: int = 0
+    """Rows of rotary tables, which no request outgrows (`plan.positions`)."""
     copy_bytes: int = 0
     """Bytes in which cached prefixes are gathered on their way to main memory and back."""
 
@@ -228,12 +231,18 @@ def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
     return (rows + rows // 2) * model.vocab_size * 4
 
 
-def rotary_bytes(model: ModelDescription, context_len: int) -> int:
+def rotary_bytes(model: ModelDescription, sizes: Sizes) -> int:
     """Returns the bytes of cosines and sines in fp32 of every position, one table for each kind of rotation in the
     model."""
     rotations = {layer.mixer.rope for layer in model.layers}
-    rows = {rope: 1 if rope.kind == UNROTATED else context_len for rope in rotations if rope is not None}
-    return sum(count * rope.rot_dim * 4 for rope, count in rows.items())
+    return sum(_rotary_rows(rope, sizes) * rope.rot_dim * 4 for rope in rotations if rope is not None)
+
+
+def _rotary_rows(rope: RopeSpec, sizes: Sizes) -> int:
+    """As `layers.rotary_embedding.RotaryTables`."""
+    if rope.kind == UNROTATED:
+        return 1
+    return sizes.context_len if rope.sections else sizes.num_positions
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
@@ -347,7 +356,7 @@ def fixed_memory(
         + available // 100
         + _COLLECTIVE_RESERVE * groups
         + (available // _HOST_SHARE if arch.unified_memory else 0),
-        rotary=rotary_bytes(model, sizes.context_len),
+        rotary=rotary_bytes(model, sizes),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, heads),
         media=media_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
@@ -470,7 +479,7 @@ def plan_cpu_memory(
     max_total_tokens: int | None,
 ) -> tuple[MemoryPlan, Pools]:
     """Plans main memory: a modest share of it, unless --max-total-tokens asks for another size. Raises UserError."""
-    tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
+    tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes)
     states = cost.states_bytes(sizes.state_rows)
     fixed = weights + tables + rotary + states
     if fixed >= available:

@@ -84,6 +84,7 @@ class Plan:
     page_size: int
     max_running_requests: int
     context_len: int
+    num_positions: int  # as Sizes.num_positions
     chunked_prefill_size: int  # -1: whole prompts
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
@@ -334,6 +335,7 @@ def make_plan(
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=sizes.context_len,
+        num_positions=sizes.num_positions,
         chunked_prefill_size=capacity.chunk,
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,

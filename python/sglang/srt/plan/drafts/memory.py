@@ -40,5 +40,5 @@ def with_draft_memory(
         activations=fixed.activations + rows + tails + max(0, draft_activations - targets) + handed_on,
         logits=fixed.logits + logit_rows * description.vocab_size * 4 * _LOGITS_COPIES,
         graphs=fixed.graphs + draft_graph_bytes(len(model.layers), draft.asked.num_tokens, sizes),
-        rotary=fixed.rotary + rotary_bytes(model, sizes.context_len),
+        rotary=fixed.rotary + rotary_bytes(model, sizes),
     )
