@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -241,15 +243,56 @@ RECIPE_ROWS = {
 }
 
 
+OTHER_NAMES = {
+    "Kimi-Linear-48B-A3B": "Kimi-Linear-48B-A3B-Instruct",
+    "Llama-4-Scout": "Llama-4-Scout-17B-16E-Instruct",
+    "Llama-4-Scout-NVFP4": "Llama-4-Scout-17B-16E-Instruct-FP4",
+    "Llama-4-Maverick-FP8": "Llama-4-Maverick-17B-128E-Instruct-FP8",
+    "DeepSeek-V3, R1 (FP8)": "DeepSeek-R1",
+    "GPT-OSS-120B": "gpt-oss-120b",
+    "Ministral-3-8B (text)": "Ministral-3-8B-Reasoning-2512",
+    "Nemotron-3-Nano-30B-A3B-NVFP4": "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
+    "Nemotron-3-Super-120B-A12B-NVFP4": "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+}
+"""Of checkpoints in commands, where the table calls the model otherwise."""
+NO_COMMAND = {
+    "Kimi-Linear-48B-A3B (FP8)",
+    "Kimi-Linear-48B-A3B (NVFP4)",
+    "Qwen3-30B-A3B",
+    "DeepSeek-V3.2",
+    "MiMo-V2.5-Pro-NVFP4-MXFP8",
+    "Hy3-NVFP4",
+    "Step-3.7-Flash-NVFP4",
+    "GLM-5-NVFP4",
+}
+"""Rows of formats for which the page has no command of its own: they have the layout alone."""
+
+
+def recipe_flags(model: str) -> list[str] | None:
+    """Flags of the first command for a row of the table, but those of drafts; None where the page has none."""
+    name, cards = OTHER_NAMES.get(model, model.split(" (")[0]), int(RECIPE_ROWS[model][2])
+    for line in re.findall("^sglang serve .*$", RECIPES, re.MULTILINE):
+        flags = shlex.split(line.partition("#")[0])[2:]
+        sizes = [int(flags[flags.index(flag) + 1]) for flag in ("--tp", "--pp-size") if flag in flags]
+        if flags[0] == "--model-path" and flags[1].endswith(f"/{name}") and math.prod(sizes) == cards:
+            draft = next((i for i, flag in enumerate(flags) if flag.startswith("--speculative")), len(flags))
+            end = next((i for i in range(draft, len(flags), 2) if not flags[i].startswith("--spec")), len(flags))
+            return flags[2:draft] + flags[end:]
+    return None
+
+
 def test_every_recipe_is_compared() -> None:
     assert set(RECIPE_ROWS) == set(RECIPE_CONFIGS)
+    assert {model for model in RECIPE_ROWS if recipe_flags(model) is None} == NO_COMMAND
+    assert "--mem-fraction-static" in (recipe_flags("Muse-Glimmer-30B") or ())
 
 
 @pytest.mark.parametrize(("model", "name"), RECIPE_CONFIGS.items())
 def test_a_recipe_says_what_the_plan_says(model: str, name: str, tmp_path: Path) -> None:
-    """One layout of those that `sglang plan` goes through."""
+    """With the flags of its command; of a row without one, with a layout of those that `sglang plan` goes through."""
     _, _, cards, weights, tokens, proven, _ = RECIPE_ROWS[model]
-    args = ServerArgs.from_cli(["--model-path", str(checkpoint(name, tmp_path)), "--tp", cards])
+    flags = recipe_flags(model) or ["--tp", cards]
+    args = ServerArgs.from_cli(["--model-path", str(checkpoint(name, tmp_path)), *flags])
     explained = explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"}))
     assert explained.plan is not None, explained.notes
     assert explained.plan["memory"]["weights"] / GIB == pytest.approx(float(weights), rel=0.01)
