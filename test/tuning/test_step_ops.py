@@ -11,6 +11,7 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import SKINNY_LEAST_N, SKINNY_MOST_ROWS
 from sglang.srt.layers.attention import sites
 from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.tuning import steps
 from sglang.tuning.attention_model import Prompt
@@ -109,3 +110,23 @@ def test_few_rows_of_16_bits_are_read_once() -> None:
     assert one[0] < most[0] < 1.15 * one[0]
     assert seconds(2)[1] == most[1] != one[1]
     assert seconds(SKINNY_MOST_ROWS + 1)[1] != most[1] != seconds(4, SKINNY_LEAST_N - 16)[1]
+
+
+@pytest.mark.parametrize(
+    ("step", "tokens", "full", "window"),
+    [
+        (decode_step(4, 8192), 4, 1024, 512),
+        (decode_step(4, 300), 4, 300, 300),
+        (prefill_step(2048), 2048, 1024, 512),
+    ],
+)
+def test_biases_by_distance_are_made_and_read(step: Step, tokens: int, full: int, window: int) -> None:
+    """Of every head in 16 bits; of distances at which there is a key. Inkling's windows have half as many."""
+    model, seen = model_of("Inkling-Small"), {0: full, 512: window}
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, GQA)]
+    wanted = [
+        2.0 * tokens * mixer.num_heads // 2 * (mixer.bias_dims + mixer.bias_extent + seen[mixer.window])
+        for mixer in mixers
+    ]
+    got = named(model, Serving("bfloat16", "bfloat16", tp_size=2), step)["attention_biases"]
+    assert [op.num_bytes for op in got] == wanted and len(got) == len(model.layers)

@@ -276,6 +276,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
         if mixer.head_gate:
             yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
+        if mixer.bias_extent:
+            yield "attention_biases", _biases(mixer, step, heads)
         sharing = mixer.token_ranks(tp, serving.dcp_size)
         yield from _gathered_queries(step, sharing, heads * dims[0])
         if mixer.block > 1:  # the rows of a draft's block attend as the heads of one
@@ -313,6 +315,13 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
         yield from _compressed(mixer, step, mixer.num_heads // tp)
     elif isinstance(mixer, PooledSparse):
         yield from _pooled(mixer, step, tp, item)
+
+
+def _biases(mixer: GQA, step: Step, heads: int) -> Elementwise:
+    """The product that makes a bias of each distance for each head and token, in 16 bits, and what attention reads of
+    them beside its keys: those of the distances at which a token sees any."""
+    seen = min(mixer.bias_extent, mixer.window or mixer.bias_extent, _mean_context(step))
+    return Elementwise("attention_biases", 2.0 * step.tokens * heads * (mixer.bias_dims + mixer.bias_extent + seen))
 
 
 def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tuple[str, Op]]:
