@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from dying_rank import COLLECTIVES, HALVES, PROMPT, dies_inside
 from shared_files import array_directories, mapped_files
 
 from sglang.embedded import DEFAULT_MODEL_PATH
@@ -171,31 +172,7 @@ def check(layout: str, name: str, sent: signal.Signals, busy: bool, folder: Path
 
 # --- inside a step that runs as two halves ----------------------------------------------------------------------------
 
-HALVES = ("--enable-two-batch-overlap", "--two-batch-overlap-min-tokens", "2")
 EIGHT_BITS = ("--enable-quantized-all-reduce", "all")
-COLLECTIVES = {"first half": 5, "second half": 6}
-"""Which one of a step a rank does not come to: the halves take turns."""
-DIES = """
-import os, signal, sys, threading, time
-
-def patch():
-    while not hasattr(sys.modules.get("sglang.srt.distributed.turns"), "Turns"):
-        time.sleep(0.05)
-    turns, count = sys.modules["sglang.srt.distributed.turns"].Turns, 0
-    start = turns.start
-
-    def dies(self, what, collective):
-        nonlocal count
-        count += os.path.exists({armed!r})
-        if count == {collective} and sys.modules["torch"].distributed.get_rank() == {rank}:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return start(self, what, collective)
-
-    turns.start = dies
-
-threading.Thread(target=patch, daemon=True).start()
-"""
-"""Run by Python when a process starts: the rank kills itself at the collective, once the file is there."""
 IN_HALVES = [
     (layout, rank, half, options)
     for layout in ("--tp-size 2", "--tp-size 2 --attn-dp-size 2", "--tp-size 2 --pp-size 2")
@@ -203,7 +180,10 @@ IN_HALVES = [
     for half in COLLECTIVES
     for options in ((), EIGHT_BITS)
     if not options or layout == "--tp-size 2"
+] + [
+    ("--tp-size 2 --attn-dp-size 2 --pp-size 2", rank, half, ()) for rank, half in zip((0, 3), COLLECTIVES, strict=True)
 ]
+"""(layout, which rank, in which half, options). Where `plan.halves` refuses a layout no rank can die inside one."""
 
 
 @pytest.mark.failures
@@ -212,14 +192,11 @@ def test_a_rank_dies_inside_a_half(
     layout: str, rank: int, half: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others end with its name, whatever they have sent and wait for."""
-    armed = tmp_path / "armed"
-    text = DIES.format(armed=str(armed), collective=COLLECTIVES[half], rank=rank)
-    (tmp_path / "sitecustomize.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    armed = dies_inside(half, rank, tmp_path, monkeypatch)
     with server(tmp_path, layout, (*HALVES, *options)) as run:
         everyone = [run.process.pid, *descendants(run.process.pid)]
         armed.touch()
-        body = json.dumps({"input_ids": list(range(5, 85)), "sampling_params": {"max_new_tokens": 1}}).encode()
+        body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{run.port}/generate", body, {"Content-Type": "application/json"}
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from dying_rank import COLLECTIVES, HALVES, PROMPT, dies_inside
 from live_server import LiveServer, live_server
 
 import sglang
@@ -286,3 +287,28 @@ def test_a_process_takes_its_replica_down_and_no_other(layout: str, name: str, n
         who = name if name.startswith("detokenizer") else f"scheduler {name}"
         how = "died (killed by SIGKILL)" if number == signal.SIGKILL else "does not answer (--watchdog-timeout 4)"
         assert f"the {who} process {how}" in server.log()
+
+
+@pytest.mark.failures
+@pytest.mark.parametrize("layout", ["--tp-size 2", "--tp-size 2 --attn-dp-size 2"])
+@pytest.mark.parametrize(("half", "rank"), list(zip(COLLECTIVES, (1, 0), strict=True)))
+def test_a_rank_that_dies_inside_a_half_takes_its_replica_down(
+    layout: str, half: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other replica computes the next prompt, also in halves."""
+    armed = dies_inside(half, rank, tmp_path, monkeypatch)
+    with live_server(*layout.split(), *HALVES, "--watchdog-timeout", "4", *FLAGS) as server:
+        pids = children(server, processes(LAYOUTS[layout]))
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+            armed.touch()
+            body = {"input_ids": PROMPT, "sampling_params": greedy(2)}
+            failed = http.post("/generate", json=body)
+            armed.unlink()
+            name = next(name for name in ("DP0", "DP1") if any(gone(pid) for of, pid in pids.items() if name in of))
+            who = f"the scheduler {name} {LAYOUTS[layout].name(rank)} process died (killed by SIGKILL)"
+            assert failed.status_code == 503 and who in failed.text, failed.text
+            wait_until(lambda: all(gone(pid) for of, pid in pids.items() if name in of))
+            assert not any(gone(pid) for of, pid in pids.items() if name not in of)
+            assert len(post(http, "/generate", **body)["output_ids"]) == 2
+            assert max(state.get("halved_steps", 0) for state in states(http)) > 0
+        assert who in server.log()

@@ -43,6 +43,7 @@ LAYOUTS = {
     "EP2": RankLayout(2, 2),
     "TP2 x PP2": RankLayout(2, pp_size=2),
     "DP2": RankLayout(2, attn_dp_size=2),
+    "DP2 x PP2": RankLayout(2, pp_size=2, attn_dp_size=2),
     "TP4 x DP2": RankLayout(4, attn_dp_size=2),
     "TP4 x DP2, own heads": RankLayout(4, attn_dp_size=2, dp_lm_head=True),
 }
@@ -66,6 +67,7 @@ CELLS = {
     "TP4 x DP2, own heads": ("dense", "states", "latents"),
     "EP2": WITH_EXPERTS,
     "TP2 x PP2": ("experts", "embedded"),
+    "DP2 x PP2": ("dense", "states"),
 }
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from sglang.srt.distributed.turns import LateLane, Turns
 from sglang.srt.model_executor.step import GroupSteps, MediaTokens, PromptTokens, StepInput
 from sglang.srt.model_executor.step_halves import ALIGNMENT, Cut, cut_groups, cut_of, halves_of
+from sglang.srt.models.causal_lm import CausalLM
 
 
 def step_of(decodes: int, lens: list[int], prefixes: list[int] | None = None) -> StepInput:
@@ -103,3 +109,23 @@ def test_groups_of_which_none_can_be_cut_or_one_verifies_guesses_compute_whole_s
     verifying.widths, verifying.width = np.full(1, 2, np.int32), 2
     assert cut_groups(GroupSteps.of([decoding, None])) is None
     assert cut_groups(GroupSteps.of([step_of(0, [200]), verifying])) is None
+
+
+def test_padding_has_a_row_in_later_stages_of_a_pipeline() -> None:
+    """Where a group has all of its step in the first half, the second one computes a row of padding, which the stage
+    before does not hand on."""
+    handed_on = torch.arange(6.0).view(3, 2)
+    seen: dict[int, torch.Tensor] = {}
+
+    def compute(batch: Any, received: torch.Tensor) -> torch.Tensor:
+        seen[len(batch.input_ids)] = received.clone()
+        return received
+
+    stage: Any = object.__new__(CausalLM)
+    stage.input_buffer = lambda num_tokens: torch.full((num_tokens, 2), torch.nan)
+    stage.pp = SimpleNamespace(receive_from_previous=lambda rows: rows.copy_(handed_on))
+    stage.leaves_sums, stage.compute, stage.description = False, compute, SimpleNamespace(last_stage=True)
+    whole, first, second = (SimpleNamespace(input_ids=torch.zeros(n), captured=[]) for n in (3, 3, 1))
+    hidden = stage.in_halves(whole, (first, second), Turns(LateLane()))
+    assert torch.equal(hidden, handed_on) and torch.equal(seen[3], handed_on)
+    assert torch.equal(seen[1], torch.zeros(1, 2))

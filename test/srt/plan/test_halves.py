@@ -98,6 +98,8 @@ def test_gpus_with_nvlink_compute_halves_where_sums_pass_main_memory(
     ("name", "flags", "says"),
     [
         ("dense", {"tp_size": 1}, "of which there is one"),
+        ("dense", {"tp_size": 1, "pp_size": 2}, "of which there is one"),
+        ("dense", {"tp_size": 1, "dp_size": 2}, "of which there is one"),
         ("latents", {"dcp_size": 2}, "--dcp-size"),
         ("dense", {"disable_two_batch_overlap": True}, "contradict"),
     ],

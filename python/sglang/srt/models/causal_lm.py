@@ -325,10 +325,11 @@ class CausalLM:
         """Returns what a call gives for `batch`, whose tokens are those of the halves one behind the other: computed
         in turns, the sums of one half on their way while the other computes. What the second half has beyond them is
         padding, where an attention group has no work in it."""
-        num_tokens, first = len(batch.input_ids), len(halves[0].input_ids)
-        received = self.input_buffer(num_tokens)
+        num_tokens, first, second = (len(part.input_ids) for part in (batch, *halves))
+        received = self.input_buffer(first + second)
         if received is not None:
-            self.pp.receive_from_previous(received)
+            self.pp.receive_from_previous(received[:num_tokens])
+            received[num_tokens:] = 0
         parts = (None, None) if received is None else (received[:first], received[first:])
         both = zip(halves, parts, strict=True)
         if self.leaves_sums:
