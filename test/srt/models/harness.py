@@ -989,7 +989,6 @@ class NativePlan:
 
     model: ModelConfig
     context_len: int = 256
-    num_positions: int = 256
     device: str = "cpu"
     arch: ArchTraits = CPU
     kv_cache_dtype: str = "float32"
@@ -1000,6 +999,7 @@ class NativePlan:
     captures: tuple[int, ...] = ()
     capture_streams: bool = False
     merge_method: str = ALL_TO_ALL
+    num_positions: int = 256
 
     @property
     def dtype(self) -> str:
