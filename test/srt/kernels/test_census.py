@@ -198,6 +198,16 @@ def test_forms_tell_types_alignment_and_ones_apart() -> None:
     assert "8192" in str(aligned) and aligned.kernel == "norm.rmsnorm_kernel"
 
 
+def test_a_recording_notes_what_an_earlier_one_noted() -> None:
+    weight = census.empty(5120)
+    noted = []
+    for _ in range(2):
+        with recording("sm_120") as found:
+            norm.rmsnorm(census.empty(4, 5120), weight, 1e-6)
+        noted.append(set(found))
+    assert noted[0] == noted[1] and len(noted[0]) == 1
+
+
 def test_tensors_have_addresses_of_their_own() -> None:
     one, other = census.empty(8, 16), census.empty(8, 16)
     with recording("sm_120"):
