@@ -72,10 +72,12 @@ Results = dict[Job, "dict[str, Measurement] | str"]
 
 
 def measure(jobs: list[Job], processes: int = 2, progress: bool = True) -> Results:
-    """Runs the jobs with the Triton of this Python."""
+    """Runs the jobs with the Triton of this Python; `processes` 1: in this process, which has loaded it."""
     results: Results = {}
     if not jobs:
         return results
+    if processes == 1:
+        return {job: _run(job, envs.SGLANG_CACHE_DIR / "ledger") for job in jobs}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         futures = {pool.submit(_run, job, envs.SGLANG_CACHE_DIR / "ledger"): job for job in jobs}

@@ -950,7 +950,9 @@ def _products(
     weight = linear_weight(rows, cols, scheme, static)
     if weight is None:
         return
-    held = quant_linear.pack(weight, arch)
+    # Weights without values need no order: torch takes a millisecond for each step of that.
+    with patch(f"{ExpertWeights.__module__}._to_planes", lambda packed, scheme: packed):
+        held = quant_linear.pack(weight, arch)
     own_bias = empty(rows) if bias else None
     bands, kind = linear_tiles.bands_of(scheme, (rows, cols, bias), arch), held.product.kind
     for tokens in (1, linear_tiles.FEW_ROWS):

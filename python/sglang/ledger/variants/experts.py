@@ -102,6 +102,7 @@ def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
     launch = {"BLOCK": COMBINE_BLOCK, "num_warps": 4}
     yield describe(op, "combine", kernels.combine_kernel, types, {"TOP_K": MOST_CHOICES}, launch, ("num_cols",))
     yield from (product_variant_of(product, features) for product in shipped_products(features))
+    yield from _without_biases(features)
     yield from _alignment()
 
 
@@ -151,6 +152,15 @@ def _gpt_oss(features: Collection[str]) -> Iterator[Variant]:
     half = ExpertLaunch(None, product_of(None, features), 2880, 1440, 4, GPT_OSS_SWIGLU, bias=True)
     for row in tile_rows("plain", features):
         yield replace(grouped("down", half, row.down, features), form_only=True)
+
+
+def _without_biases(features: Collection[str]) -> Iterator[Variant]:
+    """The tiles of files for experts with biases, for others: a file serves every layer with as many experts of its
+    width (`config_files.find`), as GPT-OSS's for 384 columns do shards of Qwen3's and MiniMax-M3's experts."""
+    for product in shipped_products(features):
+        if product.bias:
+            other = replace(product, bias=False, hidden=EVEN)
+            yield replace(product_variant_of(other, features), form_only=True)
 
 
 def _few(

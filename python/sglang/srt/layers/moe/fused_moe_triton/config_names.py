@@ -9,6 +9,7 @@ Files lie in `configs/` or in `configs/triton_X_Y_Z/`, the version that they wer
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class FileName:
         return 1 if (PRODUCTS[product].arch, PRODUCTS[product].num_sms) == (arch.name, arch.num_sms) else None
 
 
+@functools.cache
 def parse_name(name: str) -> FileName | None:
     """None if it is not the name of a tuning file."""
     match = _NAME.fullmatch(name)
