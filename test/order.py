@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 
 SECONDS = {}
-"""Of one processor, about, by path below test/: files of 10 or more, when they were last measured."""
+"""Of one processor, about, by path below test/: files of 20 or more, when they were last measured."""
 
 
 def long_files_first(items: list[pytest.Item]) -> None:
