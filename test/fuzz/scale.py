@@ -18,5 +18,8 @@ LONGEST_EDGE = 1 << 20 if LONG else 1024
 """The most entries or characters whose limit is tried: a request with one more than 16,384 messages takes as long as a
 hundred others."""
 
+NUMBER_STEP = 1 if LONG else 4
+"""A number is tried in each how many-th of the fields."""
+
 SILENCE_LIMIT_S = 1.0 if LONG else 10.0
 SILENCE_LIMIT_CPU_S = 1.0 if LONG else 3.0
