@@ -118,7 +118,8 @@ def test_a_command_runs(
         monkeypatch.chdir(folder)
         main, given = (cli.main, words[1:]) if words[0] == "sglang" else (explain.main, words[3:])
         assert main(given) == 0, capsys.readouterr()
-        assert capsys.readouterr().out
+        assert "--html" in words or capsys.readouterr().out
+        assert "--html" not in words or "</html>" in (folder / words[words.index("--html") + 1]).read_text()
         return
     words = [sys.executable, "-m", "sglang.cli", *words[1:]] if words[0] == "sglang" else words
     words[1:1] = ["--fail-with-body"] if words[0] == "curl" else []
