@@ -445,7 +445,7 @@ def test_reasoning_that_a_native_request_requires(each_client: openai.OpenAI, st
     """The grammar begins behind the thoughts, which are counted and leave room for the answer."""
     prompt = f"<|im_start|>user\n{APPLES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     params = {"temperature": 0, "max_new_tokens": 80}
-    with httpx.Client(base_url=each_client.base_url.join("/"), timeout=60) as http:
+    with httpx.Client(base_url=str(each_client.base_url.join("/")), timeout=60) as http:
 
         def generate(params: dict[str, Any]) -> dict[str, Any]:
             body = {"text": prompt, "sampling_params": params, "require_reasoning": True, "stream": stream}
