@@ -113,7 +113,7 @@ imports: install
 	$(BIN)/python scripts/import_figures.py
 
 unit: install
-	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .

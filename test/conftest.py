@@ -1,18 +1,26 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` become `thorough`."""
+"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` become `thorough`; files
+that take long come first.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
+import order
 import pairs
 import pytest
 
+# A process of a test that compiles every module anew takes a second or two longer, and there are hundreds of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # seconds of two processors for each server of a test
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pairs.mark_others(items)
+    order.long_files_first(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 PRODUCTS = ("rtx-pro-6000-server", "rtx-5090", "gb10")
 COUNTS = (1, 2, 4, 8)
 CASES = list(itertools.product(published.every_name(), PRODUCTS, COUNTS))
-IN_SHORT = [case for case in CASES if zlib.crc32(repr(case).encode()) % 20 == 0]
+IN_SHORT = [case for case in CASES if zlib.crc32(repr(case).encode()) % 40 == 0]
 """As many as CI has time for."""
 PACKAGES = frozenset({"triton"})
 

@@ -96,20 +96,22 @@ def test_the_image_starts_the_server_that_compose_asks() -> None:
 )
 def test_health_is_asked_at_the_port_of_the_server(words: list[str], tmp_path: Path) -> None:
     """A container whose server listens elsewhere than on 30000 must not count as sick."""
+    health = runpy.run_path(str(DOCKER / "health.py"))
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"model-path: {DEFAULT_MODEL_PATH}\nport: 12345\n")
+    given = [word.replace("PORT", "12345").replace("FILE", str(config)) for word in words]
+    asked = health["url_of"](["python", "sglang", "serve", *given])
+    assert asked == f"http://127.0.0.1:{12345 if words else 30000}"
 
+
+def test_health_is_what_the_server_answers(tmp_path: Path) -> None:
     class Healthy(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/health" else 404)
             self.end_headers()
 
-    health = runpy.run_path(str(DOCKER / "health.py"))
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
         port = str(server.server_port)
-        config = tmp_path / "serve.yaml"
-        config.write_text(f"model-path: {DEFAULT_MODEL_PATH}\nport: {port}\n")
-        given = [word.replace("PORT", port).replace("FILE", str(config)) for word in words]
-        asked = health["url_of"](["python", "sglang", "serve", *given])
-        assert asked == f"http://127.0.0.1:{port if words else 30000}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         (tmp_path / "cmdline").write_bytes("\0".join(["sglang", "serve", "--port", port, ""]).encode())
         command = [sys.executable, str(DOCKER / "health.py"), str(tmp_path / "cmdline")]

@@ -1,6 +1,7 @@
 """Every command of the documents: run, or checked without being run where that would take a GPU, hours or the network.
 
 What cannot run here is marked on the page with `# GPU`, or listed in NOT_RUN with the reason; its words are checked.
+A command that several pages have runs once, and those that only plan run in the process of the tests.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from commands.configs import checkpoint
 from live_server import PYTHON_ROOT, LiveServer
 
 from docs.commands import ROOT, Command, commands
+from sglang import cli, explain
 from sglang.cli import COMMANDS, with_model
 from sglang.embedded import SEEING_PATH
-from sglang.explain import explain
 from sglang.plan.layouts import GIB
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
@@ -62,6 +63,11 @@ RUN = (
 )
 
 
+HERE_IN_PROCESS = ("sglang version", "sglang plan", "sglang bench report", "python -m sglang.explain")
+LESS_WORK = {"generate": ["--device", "cpu", "--max-new-tokens", "4"], "sweep": ["--requests", "2", "--repeats", "1"]}
+"""Given behind the words of the page, for the same in little time."""
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     """It drafts, which changes no answer, so that the routes of drafts answer, too."""
@@ -92,17 +98,37 @@ def test_every_command_is_run_or_has_a_reason() -> None:
     assert sum(map(runs, HERE)) >= 10 and any(command.needs_gpu for command in ALL)
 
 
-@pytest.mark.parametrize("command", [c for c in HERE if runs(c)], ids=str)
-def test_a_command_runs(command: Command, server: LiveServer, folder: Path) -> None:
+ONCE = {
+    re.sub(r"\w+\.(jsonl|html)", r"name.\1", " ".join(command.words)): command
+    for command in reversed(HERE)
+    if runs(command)
+}
+"""By what a command does, whatever it calls its files."""
+
+
+@pytest.mark.parametrize("command", reversed(ONCE.values()), ids=str)
+def test_a_command_runs(
+    command: Command,
+    server: LiveServer,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = [word.replace("http://127.0.0.1:30000", server.url) for word in command.words]
     if "generate" in words:
-        words = [word for word in words if word not in ("--model-path", "DIR")] + ["--device", "cpu"]
-        words += ["--max-new-tokens", "4"]
+        words = [word for word in words if word not in ("--model-path", "DIR")]
     words = [
         "model" if word == "DIR" else word for word in words if word not in ("and", "any", "other", "server", "flag")
     ]
+    words += [word for name, more in LESS_WORK.items() if name in words for word in more]
+    if " ".join(words).startswith(HERE_IN_PROCESS):
+        monkeypatch.chdir(folder)
+        main, given = (cli.main, words[1:]) if words[0] == "sglang" else (explain.main, words[3:])
+        assert main(given) == 0, capsys.readouterr()
+        assert "--html" in words or capsys.readouterr().out
+        assert "--html" not in words or "</html>" in (folder / words[words.index("--html") + 1]).read_text()
+        return
     words = [sys.executable, "-m", "sglang.cli", *words[1:]] if words[0] == "sglang" else words
-    words[0] = sys.executable if words[0] == "python" else words[0]
     words[1:1] = ["--fail-with-body"] if words[0] == "curl" else []
     environment = os.environ | {"PYTHONPATH": PYTHON_ROOT, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
@@ -293,7 +319,7 @@ def test_a_recipe_says_what_the_plan_says(model: str, name: str, tmp_path: Path)
     _, _, cards, weights, tokens, proven, _ = RECIPE_ROWS[model]
     flags = recipe_flags(model) or ["--tp", cards]
     args = ServerArgs.from_cli(["--model-path", str(checkpoint(name, tmp_path)), *flags])
-    explained = explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"}))
+    explained = explain.explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"}))
     assert explained.plan is not None, explained.notes
     assert explained.plan["memory"]["weights"] / GIB == pytest.approx(float(weights), rel=0.01)
     unit = {"k": 1e3, "M": 1e6}[tokens[-1]]

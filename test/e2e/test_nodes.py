@@ -1,4 +1,8 @@
-"""A server whose ranks run on two machines: here two programs that meet over the loopback interface."""
+"""A server whose ranks run on two machines: here two programs that meet over the loopback interface.
+
+`make test` has a server of tensor parallelism and a machine that is killed; `make thorough` has one of two stages, and
+machines that end in other ways.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,13 @@ def expected() -> list[str]:
         server.end()
 
 
-@pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--pp-size", "2")], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--tp-size", "2"), id="tp2"),
+        pytest.param(("--pp-size", "2"), id="pp2", marks=pytest.mark.thorough),
+    ],
+)
 def test_two_machines_answer_as_one(
     flags: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +104,7 @@ def test_two_machines_answer_as_one(
         assert "as all do when one does" in second.log()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_machine_that_ends_ends_the_server(number: signal.Signals) -> None:
     with machines("--tp-size", "2") as (first, second):
         first.wait_up()
@@ -104,6 +114,7 @@ def test_a_machine_that_ends_ends_the_server(number: signal.Signals) -> None:
         assert "the scheduler TP0 process failed: " in first.log(), "which says whose connection it lost"
 
 
+@pytest.mark.thorough
 def test_a_machine_that_is_silent_ends_the_server() -> None:
     """As one does whose power or network is gone: nothing closes its connections."""
     with machines("--tp-size", "2", "--watchdog-timeout", "15") as (first, second):

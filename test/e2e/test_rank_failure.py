@@ -1,5 +1,9 @@
 """A process of a server of several ranks that dies or stops takes all down: non-zero, named, without orphans; also
-inside a step that runs as two halves."""
+inside a step that runs as two halves.
+
+`make test` has a rank killed and one stopped, the detokenizer and the server; `make thorough` two more, and `make
+failures` each process of each layout.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +53,12 @@ RANKS = {flags: tuple(map(ranks.name, range(ranks.world_size))) for flags, ranks
 """By layout, in the order in which the server starts them, and the detokenizer behind them."""
 CASES = [
     ("--tp-size 2 --ep-size 2", "TP1", signal.SIGKILL, True),
-    ("--pp-size 2", "PP1 TP0", signal.SIGKILL, False),
     ("--tp-size 2", "detokenizer", signal.SIGKILL, True),
-    ("--tp-size 2", "TP0", signal.SIGSTOP, False),
     ("--tp-size 2", "TP1", signal.SIGSTOP, True),
     ("--tp-size 2", "server", signal.SIGKILL, True),
 ]
 """(layout, which process, what it gets, while requests are running?)."""
+WITHOUT_REQUESTS = [("--pp-size 2", "PP1 TP0", signal.SIGKILL, False), ("--tp-size 2", "TP0", signal.SIGSTOP, False)]
 EACH = [(layout, name, signal.SIGKILL, True) for layout in RANKS for name in (*RANKS[layout], "detokenizer", "server")]
 
 
@@ -140,6 +143,14 @@ def test_every_way_to_share_a_stage_is_tried_alone_and_in_two_stages() -> None:
 
 @pytest.mark.parametrize(("layout", "name", "sent", "busy"), CASES, ids=case_id)
 def test_all_end_with_one(layout: str, name: str, sent: signal.Signals, busy: bool, tmp_path: Path) -> None:
+    check(layout, name, sent, busy, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("layout", "name", "sent", "busy"), WITHOUT_REQUESTS, ids=case_id)
+def test_all_end_with_one_that_is_idle(
+    layout: str, name: str, sent: signal.Signals, busy: bool, tmp_path: Path
+) -> None:
     check(layout, name, sent, busy, tmp_path)
 
 

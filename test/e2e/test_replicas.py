@@ -244,7 +244,7 @@ def test_one_dies_and_then_the_other() -> None:
             except httpx.HTTPError as error:
                 replies[name] = error
 
-        threads = [threading.Thread(target=ask, args=(name, 800)) for name in ("a", "b")]
+        threads = [threading.Thread(target=ask, args=(name, 300)) for name in ("a", "b")]
         for thread in threads:
             thread.start()
         wait_for_counts(http, "num_running_reqs", lambda counts: counts == [1, 1])

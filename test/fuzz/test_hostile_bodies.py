@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from fuzz.guarded_server import Damage
 from fuzz.hostile_bodies import Hostile, large_texts, lists_of_wrong_things, many_sequences, strange_texts
 from fuzz.hostile_grammars import grammars, patterns
 from fuzz.hostile_numbers import NUMBERS, RID, numbered_bodies
-from fuzz.scale import LONG
+from fuzz.scale import LONG, NUMBER_STEP
 from fuzz.target import Target, open_sessions
 
 ANSWER_LIMIT_S = 60.0
@@ -64,13 +65,14 @@ def test_hostile_bodies(target: Target, group: Callable[[], Iterator[Hostile]]) 
 
 @pytest.mark.timeout(3600)
 def test_numbers(target: Target) -> None:
-    """No number is a server's error in any field, and none leaves its request id behind."""
+    """No number is a server's error in any field, and none leaves its request id behind. In a short run a number goes
+    into some of the fields, the next one into others."""
     problems = []
-    for number in NUMBERS:
+    for start, number in enumerate(NUMBERS):
         url = target.server().url
         open_sessions(url)  # each number leaves them as it will
         with httpx.Client(headers=JSON, timeout=ANSWER_LIMIT_S) as client:
-            for field, path, body in numbered_bodies(number):
+            for field, path, body in islice(numbered_bodies(number), start % NUMBER_STEP, None, NUMBER_STEP):
                 answer = client.post(url + path, content=body)
                 if answer.status_code not in (200, 400, 422):
                     problems.append(f"{path} {field} {number[:30]}: {answer.status_code} {answer.text[:300]}")

@@ -1,7 +1,12 @@
-"""Every operation of /openapi.json, with requests that its description allows and with many that it does not."""
+"""Every operation of /openapi.json, with requests that its description allows and with many that it does not.
+
+`make fuzz` sends all of them. `make test` sends an operation the first of the values at the edges of its fields and
+some of the others, and no list or text that is too long by one where that takes thousands (`scale`).
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,10 +15,11 @@ import httpx
 import pytest
 import schemathesis
 from fuzz.guarded_server import GuardedServer
-from fuzz.scale import API_EXAMPLES, LONG
+from fuzz.scale import API_EXAMPLES, EDGES_AT_FIRST, EDGES_STEP, LONG, LONGEST_EDGE
 from fuzz.target import Target
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CheckFunction, not_a_server_error
+from schemathesis.generation.meta import TestPhase
 from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -26,7 +32,18 @@ from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.server_args import ServerArgs
 
 API = create_api(ServerState(ServerArgs(model_path="any"))).openapi()
-SCHEMA = schemathesis.openapi.from_dict(API)
+
+
+def without_long_limits(part: Any) -> Any:
+    """A part of the description without limits of lists and texts beyond LONGEST_EDGE."""
+    if isinstance(part, dict):
+        limits = {name for name in ("maxItems", "maxLength") if isinstance(part.get(name), int)}
+        kept = {name: value for name, value in part.items() if name not in limits or value <= LONGEST_EDGE}
+        return {name: without_long_limits(value) for name, value in kept.items()}
+    return [without_long_limits(value) for value in part] if isinstance(part, list) else part
+
+
+SCHEMA = schemathesis.openapi.from_dict(without_long_limits(API))
 OPERATIONS = [found.ok().label for found in SCHEMA.get_all_operations()]
 CHECKS: list[CheckFunction] = [
     not_a_server_error,
@@ -63,11 +80,10 @@ def test_the_served_description_is_the_tested_one(server: GuardedServer) -> None
     assert httpx.get(f"{server.url}/openapi.json").json() == API
 
 
-@pytest.fixture
-def profiled_server(target: Target) -> Iterator[GuardedServer]:
+@pytest.fixture(scope="module")
+def given_up(target: Target) -> Iterator[None]:
     """The profiler's libraries stay in memory, so the server cannot be compared with what it was before."""
-    yield target.server()
-    target.check_health()
+    yield
     target.end()
 
 
@@ -79,15 +95,25 @@ def test_operation(operation: str, server: GuardedServer) -> None:
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if PROFILER.search(name)])
 @pytest.mark.timeout(3600)
-def test_profiler(operation: str, profiled_server: GuardedServer) -> None:
-    send_requests(operation, exchange, profiled_server.url)
+@pytest.mark.usefixtures("given_up")
+def test_profiler(operation: str, target: Target) -> None:
+    send_requests(operation, exchange, target.server().url)
+    target.check_health()
 
 
 def send_requests(operation: str, send: Callable[..., None], url: str) -> None:
     """Draws the requests of one operation here: drawing those of all while tests are collected costs each process of
     pytest half a minute."""
+    numbers = itertools.count()
+
+    def send_some(case: schemathesis.Case, url: str) -> None:
+        number = next(numbers)
+        at_edge = case.meta is not None and case.meta.phase.name is TestPhase.COVERAGE
+        if not at_edge or number < EDGES_AT_FIRST or number % EDGES_STEP == 0:
+            send(case, url)
+
     (drawn,) = get_all_tests(
-        schema=SCHEMA.include(name=operation), test_func=send, settings=SETTINGS, given_kwargs=None
+        schema=SCHEMA.include(name=operation), test_func=send_some, settings=SETTINGS, given_kwargs=None
     )
     _, test = drawn.ok()
     test(url=url)

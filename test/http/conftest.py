@@ -16,6 +16,14 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="session")
+def parsing_server() -> Iterator[LiveServer]:
+    """As `server`, of one that reads thoughts and calls out of the answers."""
+    parsers = ("--tool-call-parser", "auto", "--reasoning-parser", "auto")
+    with live_server(*parsers, "--served-model-name", "tiny", "--enable-cache-report") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client

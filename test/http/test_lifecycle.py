@@ -47,7 +47,7 @@ class Stream:
         return self.events
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
 def test_a_second_signal_ends_what_runs(number: signal.Signals) -> None:
     """With an error event, and without waiting for what would be drained."""
     with live_server() as server:
@@ -157,8 +157,9 @@ def check_drain(server: LiveServer) -> None:
     assert all_gone(processes) and "Traceback" not in server.log()
 
 
-@pytest.mark.parametrize("which", ["scheduler", "detokenizer"])
+@pytest.mark.parametrize("which", ["scheduler", pytest.param("detokenizer", marks=pytest.mark.thorough)])
 def test_a_dead_engine_process_ends_the_server(which: str) -> None:
+    """The quick run has a dead detokenizer in test/e2e/test_rank_failure.py."""
     with live_server() as server:
         processes = children(server)
         by_size = sorted(processes, key=lambda process: process.memory_info().rss)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import ollama
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer
 
 MODEL = "tiny"
 APPLES = "Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?"
@@ -29,17 +28,14 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with live_server(
-        "--tool-call-parser", "auto", "--reasoning-parser", "auto", "--served-model-name", MODEL
-    ) as running:
-        yield running
+@pytest.fixture
+def server(parsing_server: LiveServer) -> LiveServer:
+    return parsing_server
 
 
 @pytest.fixture(scope="module")
-def client(server: LiveServer) -> ollama.Client:
-    return ollama.Client(host=server.url, timeout=60)
+def client(parsing_server: LiveServer) -> ollama.Client:
+    return ollama.Client(host=parsing_server.url, timeout=60)
 
 
 def ask(client: ollama.Client, content: str, **options: Any) -> Any:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer
 
 MODEL = "tiny"
 APPLES = "Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?"
@@ -39,16 +39,14 @@ TOOLS: Any = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    parsers = ("--tool-call-parser", "auto", "--reasoning-parser", "auto")
-    with live_server(*parsers, "--served-model-name", MODEL, "--enable-cache-report") as running:
-        yield running
+@pytest.fixture
+def server(parsing_server: LiveServer) -> LiveServer:
+    return parsing_server
 
 
 @pytest.fixture(scope="module")
-def client(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
+def client(parsing_server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{parsing_server.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
         yield connected
 
 

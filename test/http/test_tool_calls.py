@@ -1,4 +1,7 @@
-"""Function calls and reasoning through the real `openai` client; the embedded model writes both."""
+"""Function calls and reasoning through the real `openai` client; the embedded model writes both.
+
+What a grammar takes part in runs with each library of grammars, the rest with one. `make thorough` has more formats.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +50,10 @@ END_OF_THOUGHTS = next(
 )
 
 
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
-def parsing_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    parsers = ("--tool-call-parser", "auto", "--reasoning-parser", "auto")
-    with live_server(*parsers, "--served-model-name", MODEL, "--grammar-backend", request.param) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
-def server_without_parsers() -> Iterator[LiveServer]:
-    with live_server("--served-model-name", MODEL) as running:
+def llguidance_server() -> Iterator[LiveServer]:
+    parsers = ("--tool-call-parser", "auto", "--reasoning-parser", "auto")
+    with live_server(*parsers, "--served-model-name", MODEL, "--grammar-backend", "llguidance") as running:
         yield running
 
 
@@ -67,6 +64,14 @@ def connect(server: LiveServer) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def client(parsing_server: LiveServer) -> Iterator[openai.OpenAI]:
     with connect(parsing_server) as made:
+        yield made
+
+
+@pytest.fixture(params=["xgrammar", "llguidance"])
+def each_client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    """For what a grammar takes part in: a client of a server with each of the libraries that compile them."""
+    name = {"xgrammar": "parsing_server", "llguidance": "llguidance_server"}[request.param]
+    with connect(request.getfixturevalue(name)) as made:
         yield made
 
 
@@ -100,20 +105,20 @@ def streamed(chunks: Any) -> dict[str, Any]:
     ("messages", "name", "arguments"), [(ADD, "add_numbers", {"a": 12, "b": 30}), (TIME, "get_time", {"city": "Paris"})]
 )
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_call(client: openai.OpenAI, messages: list[Any], name: str, arguments: Any, choice: str) -> None:
-    answer = ask(client, messages, tools=TOOLS, tool_choice=choice).choices[0]
+def test_call(each_client: openai.OpenAI, messages: list[Any], name: str, arguments: Any, choice: str) -> None:
+    answer = ask(each_client, messages, tools=TOOLS, tool_choice=choice).choices[0]
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
     (call,) = answer.message.tool_calls
     assert re.fullmatch("call_[0-9a-f]{24}", call.id) and call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
-    stream = streamed(ask(client, messages, tools=TOOLS, tool_choice=choice, stream=True))
+    stream = streamed(ask(each_client, messages, tools=TOOLS, tool_choice=choice, stream=True))
     assert stream["finish"] == "tool_calls" and stream["content"] == ""
     ((call_id, streamed_name, text),) = stream["calls"]
     assert re.fullmatch("call_[0-9a-f]{24}", call_id)
     assert (streamed_name, text) == (name, call.function.arguments)
 
 
-def test_named_function(client: openai.OpenAI) -> None:
+def test_named_function(each_client: openai.OpenAI) -> None:
     """The model would take another one by itself."""
     choice = {"type": "function", "function": {"name": "add_numbers"}}
     options = {
@@ -121,7 +126,7 @@ def test_named_function(client: openai.OpenAI) -> None:
         "tool_choice": choice,
         "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
     }
-    (call,) = ask(client, TIME, **options).choices[0].message.tool_calls
+    (call,) = ask(each_client, TIME, **options).choices[0].message.tool_calls
     assert call.function.name == "add_numbers" and set(json.loads(call.function.arguments)) == {"a", "b"}
 
 
@@ -156,9 +161,9 @@ def test_stream_helper(client: openai.OpenAI) -> None:
     assert message.tool_calls[0].function.name == "add_numbers"
 
 
-def test_strict_tools(client: openai.OpenAI) -> None:
+def test_strict_tools(each_client: openai.OpenAI) -> None:
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    (call,) = ask(client, ADD, tools=strict).choices[0].message.tool_calls
+    (call,) = ask(each_client, ADD, tools=strict).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"a": 12, "b": 30}
 
 
@@ -202,27 +207,27 @@ def test_reasoning_in_one_piece_or_in_the_text(client: openai.OpenAI) -> None:
     assert quiet.model_extra["reasoning_content"] is None and quiet.content
 
 
-def test_response_format_begins_after_thoughts(client: openai.OpenAI) -> None:
+def test_response_format_begins_after_thoughts(each_client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    message = ask(client, APPLES, response_format=form).choices[0].message
+    message = ask(each_client, APPLES, response_format=form).choices[0].message
     assert isinstance(json.loads(message.content)["answer"], int)
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}  # the embedded model's template says no otherwise
-    message = ask(client, APPLES, response_format={"type": "json_object"}, extra_body=thinking).choices[0].message
+    message = ask(each_client, APPLES, response_format={"type": "json_object"}, extra_body=thinking).choices[0].message
     assert message.content.startswith("{") and message.model_extra["reasoning_content"]
-    message = ask(client, APPLES, extra_body={"json_schema": "$$ANY$$", **thinking}).choices[0].message
+    message = ask(each_client, APPLES, extra_body={"json_schema": "$$ANY$$", **thinking}).choices[0].message
     assert message.content.startswith("{") and message.model_extra["reasoning_content"]
-    message = ask(client, APPLES, extra_body={"regex": "It is [0-9]{2}"}).choices[0].message
+    message = ask(each_client, APPLES, extra_body={"regex": "It is [0-9]{2}"}).choices[0].message
     assert re.fullmatch("It is [0-9]{2}", message.content)
 
 
-def test_tools_and_a_response_format(client: openai.OpenAI) -> None:
+def test_tools_and_a_response_format(each_client: openai.OpenAI) -> None:
     """The model calls, or answers in the format."""
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    (call,) = ask(client, TIME, tools=TOOLS, response_format=form).choices[0].message.tool_calls
+    (call,) = ask(each_client, TIME, tools=TOOLS, response_format=form).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Paris"}
-    answer = ask(client, APPLES, tools=TOOLS, tool_choice="none", response_format=form).choices[0].message
+    answer = ask(each_client, APPLES, tools=TOOLS, tool_choice="none", response_format=form).choices[0].message
     assert isinstance(json.loads(answer.content)["answer"], int)
 
 
@@ -237,16 +242,16 @@ def test_logprobs_of_every_token(client: openai.OpenAI) -> None:
     assert sum(len(entry.content) for entry in entries) == chunks[-1].usage.completion_tokens
 
 
-def test_refusals(client: openai.OpenAI) -> None:
+def test_refusals(each_client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="forces a call"):
-        ask(client, ADD, tools=TOOLS, tool_choice="required", extra_body={"regex": "a"})
+        ask(each_client, ADD, tools=TOOLS, tool_choice="required", extra_body={"regex": "a"})
     with pytest.raises(openai.BadRequestError, match="got json_schema and regex"):
-        ask(client, ADD, response_format={"type": "json_object"}, extra_body={"regex": "a"})
+        ask(each_client, ADD, response_format={"type": "json_object"}, extra_body={"regex": "a"})
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(900):
         schema = {"type": "array", "items": schema}
     with pytest.raises(openai.BadRequestError):
-        ask(client, ADD, tools=[function("deep", "x", a=schema)], tool_choice="required")
+        ask(each_client, ADD, tools=[function("deep", "x", a=schema)], tool_choice="required")
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none"])
@@ -267,11 +272,13 @@ def test_parameters_that_are_no_schema(client: openai.OpenAI, choice: str, paddi
         ({"tool_choice": "required"}, "tools"),
     ],
 )
-def test_a_mistake_is_named_as_the_client_knows_it(client: openai.OpenAI, wanted: dict[str, Any], name: str) -> None:
+def test_a_mistake_is_named_as_the_client_knows_it(
+    each_client: openai.OpenAI, wanted: dict[str, Any], name: str
+) -> None:
     """Also where it was made part of a larger grammar."""
     tools = [function("f", "x", a={"$ref": "#/$defs/missing"})]
     with pytest.raises(openai.BadRequestError, match=f"invalid {name}: "):
-        ask(client, ADD, tools=tools, **wanted)
+        ask(each_client, ADD, tools=tools, **wanted)
 
 
 def test_the_server_says_what_auto_has_come_to(parsing_server: LiveServer) -> None:
@@ -300,18 +307,16 @@ def test_separate_reasoning(parsing_server: LiveServer) -> None:
     assert reply.json() == {"reasoning_text": "well", "text": "yes"}
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "glm45",
-        "kimi_k2",
-        pytest.param("deepseekv31", marks=pytest.mark.thorough),
-        pytest.param("deepseekv32", marks=pytest.mark.thorough),
-    ],
-)
-def test_formats_of_other_models(form: str) -> None:
+@pytest.fixture(scope="module")
+def kimi_server() -> Iterator[LiveServer]:
+    flags = ("--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi")
+    with live_server("--served-model-name", MODEL, *flags) as running:
+        yield running
+
+
+def writes_the_format(server: LiveServer, form: str) -> None:
     """The model writes the format that its template is told."""
-    with live_server("--tool-call-parser", form, "--served-model-name", MODEL) as server, connect(server) as client:
+    with connect(server) as client:
         options = {
             "tools": TOOLS,
             "extra_body": {"chat_template_kwargs": {"tool_format": form, "enable_thinking": False}},
@@ -330,33 +335,52 @@ def test_formats_of_other_models(form: str) -> None:
             assert call.id == f"functions.{call.function.name}:1"
 
 
-def test_without_a_parser_a_call_cannot_be_forced(server_without_parsers: LiveServer) -> None:
-    with connect(server_without_parsers) as client:
+def test_the_format_of_kimi(kimi_server: LiveServer) -> None:
+    writes_the_format(kimi_server, "kimi_k2")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", ["glm45", "deepseekv31", "deepseekv32"])
+def test_formats_of_other_models(form: str) -> None:
+    with live_server("--tool-call-parser", form, "--served-model-name", MODEL) as server:
+        writes_the_format(server, form)
+
+
+def test_without_a_parser_a_call_cannot_be_forced(server: LiveServer) -> None:
+    with connect(server) as client:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
             ask(client, ADD, tools=TOOLS, tool_choice="required")
         answer = ask(client, ADD, tools=TOOLS).choices[0]
         assert answer.message.tool_calls is None and "<tool_call>" in answer.message.content
 
 
-def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
-    """They are seen although special tokens are skipped, but not where nothing is parsed."""
+@pytest.fixture(scope="module")
+def special_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """With markers that are special tokens, and thoughts as long as the answer may be."""
+    folder = tmp_path_factory.mktemp("special")
     for file in Path(DEFAULT_MODEL_PATH).iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+        (folder / file.name).symlink_to(file)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:
         token["special"] = True
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    flags = ("--model-path", str(tmp_path), "--served-model-name", MODEL, "--reasoning-parser", "qwen3")
-    with live_server(*flags, "--tool-call-parser", "qwen3") as server, connect(server) as client:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ("--model-path", str(folder), "--served-model-name", MODEL, "--constrained-thinking-share", "1")
+    with live_server(*flags, "--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3") as server:
+        yield server
+
+
+def test_markers_that_are_special_tokens(special_server: LiveServer) -> None:
+    """They are seen although special tokens are skipped, but not where nothing is parsed."""
+    with connect(special_server) as client:
         (call,) = ask(client, TIME, tools=TOOLS).choices[0].message.tool_calls
         assert call.function.name == "get_time"
         message = ask(client, APPLES).choices[0].message
         assert message.content == "The answer is 37." and message.model_extra["reasoning_content"]
-        native = httpx.post(
-            f"{server.url}/generate", json={"text": "<|im_start|>user\nHi<|im_end|>\n", "stream": False}
-        )
-        assert "<|" not in native.json()["text"]
+    native = httpx.post(
+        f"{special_server.url}/generate", json={"text": "<|im_start|>user\nHi<|im_end|>\n", "stream": False}
+    )
+    assert "<|" not in native.json()["text"]
 
 
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -374,18 +398,18 @@ PERSON_FORM = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
-def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: bool) -> None:
+def test_a_thinking_budget(each_client: openai.OpenAI, constrained: bool, stream: bool) -> None:
     """Thoughts end there, in every choice, and the grammar of the answer begins behind them."""
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    free = ask(client, APPLES).choices[0].message.reasoning_content
+    free = ask(each_client, APPLES).choices[0].message.reasoning_content
     fields = {"thinking_budget": 4, **THINKS}
     options = {"extra_body": fields, **({"response_format": form} if constrained else {})}
     if stream:
-        result = streamed(ask(client, APPLES, stream=True, **options))
+        result = streamed(ask(each_client, APPLES, stream=True, **options))
         answers = [(result["reasoning"], result["content"])]
     else:
-        choices = ask(client, APPLES, n=2, temperature=0.7, **options).choices
+        choices = ask(each_client, APPLES, n=2, temperature=0.7, **options).choices
         answers = [(choice.message.reasoning_content, choice.message.content) for choice in choices]
     for thoughts, content in answers:
         assert 0 < len(thoughts) < len(free) and content
@@ -394,35 +418,34 @@ def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: boo
 
 
 @pytest.mark.parametrize("begun", ["", "<think> Tom "])
-def test_thoughts_before_a_constrained_answer_have_half_of_the_output(client: openai.OpenAI, begun: str) -> None:
+def test_thoughts_before_a_constrained_answer_have_half_of_the_output(each_client: openai.OpenAI, begun: str) -> None:
     """Also those that the prompt has begun, and before a call that is forced; free answers have no such limit."""
     messages = [*APPLES, {"role": "assistant", "content": begun}] if begun else APPLES
     fields = {**THINKS, "continue_final_message": bool(begun)}
     for wanted in ({"response_format": PERSON_FORM}, {"tools": TOOLS, "tool_choice": "required"}):
-        answer = ask(client, messages, max_tokens=60, extra_body=fields, logit_bias=NEVER_ENDS, **wanted)
+        answer = ask(each_client, messages, max_tokens=60, extra_body=fields, logit_bias=NEVER_ENDS, **wanted)
         (choice,) = answer.choices
         assert 25 <= answer.usage.reasoning_tokens <= 32, wanted
         assert choice.message.content or choice.message.tool_calls
-    free = ask(client, APPLES, max_tokens=60, logit_bias=NEVER_ENDS, extra_body={"ignore_eos": True})
+    free = ask(each_client, APPLES, max_tokens=60, logit_bias=NEVER_ENDS, extra_body={"ignore_eos": True})
     assert free.usage.reasoning_tokens > 40
 
 
 NEVER_ENDS = {str(END_OF_THOUGHTS): -100.0}
 
 
-def test_a_share_of_1_is_no_limit() -> None:
-    flags = ("--served-model-name", MODEL, "--reasoning-parser", "auto", "--constrained-thinking-share", "1")
-    with live_server(*flags) as server, connect(server) as client:
+def test_a_share_of_1_is_no_limit(special_server: LiveServer) -> None:
+    with connect(special_server) as client:
         fields = {"response_format": PERSON_FORM, "extra_body": THINKS, "logit_bias": NEVER_ENDS}
         assert ask(client, APPLES, max_tokens=60, **fields).usage.reasoning_tokens == 60
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_that_a_native_request_requires(parsing_server: LiveServer, stream: bool) -> None:
+def test_reasoning_that_a_native_request_requires(each_client: openai.OpenAI, stream: bool) -> None:
     """The grammar begins behind the thoughts, which are counted and leave room for the answer."""
     prompt = f"<|im_start|>user\n{APPLES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     params = {"temperature": 0, "max_new_tokens": 80}
-    with httpx.Client(base_url=parsing_server.url, timeout=60) as http:
+    with httpx.Client(base_url=str(each_client.base_url.join("/")), timeout=60) as http:
 
         def generate(params: dict[str, Any]) -> dict[str, Any]:
             body = {"text": prompt, "sampling_params": params, "require_reasoning": True, "stream": stream}
@@ -443,20 +466,28 @@ def test_reasoning_that_a_native_request_requires(parsing_server: LiveServer, st
         assert wrong.status_code == 400
 
 
-def test_requiring_reasoning_needs_a_parser(server_without_parsers: LiveServer) -> None:
-    reply = httpx.post(f"{server_without_parsers.url}/generate", json={"text": "a", "require_reasoning": True})
+def test_requiring_reasoning_needs_a_parser(server: LiveServer) -> None:
+    reply = httpx.post(f"{server.url}/generate", json={"text": "a", "require_reasoning": True})
     assert reply.status_code == 400 and "--reasoning-parser" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("name", ["kimi", pytest.param("gpt-oss", marks=pytest.mark.thorough)])
-def test_marks_of_several_tokens_end_thoughts_too(name: str) -> None:
+def ends_thoughts(server: LiveServer, begin: str) -> None:
     """This tokenizer has no tokens of their own for the marks of these formats."""
-    begin = {"kimi": "◁think▷", "gpt-oss": "<|channel|>analysis<|message|>"}[name]
     lead = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begin + " Ada is 36"}]
-    with live_server("--served-model-name", MODEL, "--reasoning-parser", name) as server, connect(server) as client:
+    with connect(server) as client:
         fields = {"continue_final_message": True}
         answer = ask(client, lead, max_tokens=120, response_format=PERSON_FORM, extra_body=fields)
         assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
+
+
+def test_marks_of_several_tokens_end_thoughts_too(kimi_server: LiveServer) -> None:
+    ends_thoughts(kimi_server, "◁think▷")
+
+
+@pytest.mark.thorough
+def test_so_do_marks_of_gpt_oss() -> None:
+    with live_server("--served-model-name", MODEL, "--reasoning-parser", "gpt-oss") as server:
+        ends_thoughts(server, "<|channel|>analysis<|message|>")
 
 
 @pytest.mark.parametrize("name", ["max_thinking_tokens", "thinking_token_budget"])
@@ -468,8 +499,8 @@ def test_other_names_of_the_thinking_budget(client: openai.OpenAI, name: str) ->
         ask(client, APPLES, extra_body={name: 4, "thinking_budget": 5})
 
 
-def test_a_thinking_budget_needs_a_reasoning_parser(server_without_parsers: LiveServer) -> None:
-    with connect(server_without_parsers) as client:
+def test_a_thinking_budget_needs_a_reasoning_parser(server: LiveServer) -> None:
+    with connect(server) as client:
         refused = pytest.raises(openai.BadRequestError, match="thinking_budget needs --reasoning-parser")
         with refused:
             ask(client, APPLES, extra_body={"thinking_budget": 4})

@@ -1,4 +1,7 @@
-"""An output means the same however it is cut into pieces."""
+"""An output means the same however it is cut into pieces.
+
+`make test` tries a tenth of the random outputs and cuts of `make thorough`, the first ones.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,12 @@ from srt.function_call.outputs import MESSAGE_FORMATS, TOOLS, WRITERS, random_ca
 
 OUTPUTS_PER_FORMAT = 300
 PAIRS_PER_FORMAT = 2000
+REASONED_PER_FORMAT = 200
 SHORT_TEXT = 2048
 """Characters: several times what a call's header may have."""
+SHARES = pytest.mark.parametrize(
+    "share", [pytest.param(0.1, id="quick"), pytest.param(1.0, id="long", marks=pytest.mark.thorough)]
+)
 _DELTAS = (TextDelta, ReasoningDelta, ArgumentsDelta)
 
 
@@ -61,38 +68,45 @@ def random_cuts(rng: random.Random, text: str) -> list[str]:
     return cut(text, [rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 12))])
 
 
+@SHARES
 @pytest.mark.parametrize("name", WRITERS)
-def test_random_outputs_in_random_pieces(name: str) -> None:
+def test_random_outputs_in_random_pieces(name: str, share: float) -> None:
     rng = random.Random(name)
-    for _ in range(OUTPUTS_PER_FORMAT):
+    for _ in range(round(share * OUTPUTS_PER_FORMAT)):
         text = random_output(rng, name)
         whole = run(new_parser(name), [text])
         for pieces in (list(text), random_cuts(rng, text)):
             assert run(new_parser(name), pieces) == whole, pieces
 
 
+@SHARES
 @pytest.mark.parametrize("name", WRITERS)
-def test_pairs_of_cuts(name: str) -> None:
+def test_pairs_of_cuts(name: str, share: float) -> None:
     """All of a short output, and as many of a longer one."""
     text = WRITERS[name].message("so:", WRITERS[name].calls([("get_weather", {"city": 'a"'})]), "ok")
     whole = run(new_parser(name), [text])
     assert any(not isinstance(event, TextDelta) for event in whole)
     pairs = list(itertools.combinations(range(1, len(text)), 2))
-    for places in random.Random(name).sample(pairs, min(len(pairs), PAIRS_PER_FORMAT)):
+    for places in random.Random(name).sample(pairs, min(len(pairs), round(share * PAIRS_PER_FORMAT))):
         assert run(new_parser(name), cut(text, places)) == whole, places
 
 
+@SHARES
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_truncation(name: str) -> None:
-    """An output that breaks off is read, and what was sent before does not depend on what would have come."""
+def test_every_truncation(name: str, share: float) -> None:
+    """An output that breaks off is read, and what was sent before does not depend on what would have come.
+
+    The quick run has one output, and cuts only some of its beginnings into characters.
+    """
     rng = random.Random(name)
-    for _ in range(2):
+    for _ in range(round(2 * share) or 1):
         text = WRITERS[name].message(random_text(rng), WRITERS[name].calls([random_call(rng), random_call(rng)]), "end")
         running = new_parser(name)
         sent: list[Event] = []
         for end in range(len(text) + 1):
             whole = run(new_parser(name), [text[:end]])
-            assert run(new_parser(name), list(text[:end])) == whole
+            if end % round(1 / share) == 0:
+                assert run(new_parser(name), list(text[:end])) == whole
             assert _is_prefix(joined(sent), whole)
             sent += running.push(text[end : end + 1])
 
@@ -109,14 +123,15 @@ def _is_prefix(events: list[Event], whole: list[Event]) -> bool:
     return last == other
 
 
+@SHARES
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("options", [{}, {"separate": False}, {"whole_thoughts": True}])
 @pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name not in MESSAGE_FORMATS])
-def test_reasoning_in_random_pieces(name: str, options: dict[str, bool], inside: bool) -> None:
+def test_reasoning_in_random_pieces(name: str, options: dict[str, bool], inside: bool, share: float) -> None:
     rng = random.Random(name)
     form = REASONING_FORMATS[name]
     begin, end = form.markers
-    for _ in range(200):
+    for _ in range(round(share * REASONED_PER_FORMAT)):
         text = rng.choice(("", " ", "\n")) + rng.choice((begin, "", begin[:3])) + rng.choice(("\n", "")) + rng.choice(
             ("thinking ", "<think", "a\n\nb", end[:-1], "", random_output(rng, "glm45"))
         ) + rng.choice((end, "\n" + end + "\n\n", "")) + random_output(rng, "glm45")  # fmt: skip
@@ -126,27 +141,29 @@ def test_reasoning_in_random_pieces(name: str, options: dict[str, bool], inside:
             assert run(new_parser("glm45", name, inside=inside, **options), pieces) == whole, pieces
 
 
+@SHARES
 @pytest.mark.parametrize("name", WRITERS)
-def test_nonsense_made_of_the_formats_own_pieces(name: str) -> None:
+def test_nonsense_made_of_the_formats_own_pieces(name: str, share: float) -> None:
     rng = random.Random(name)
     writer = WRITERS[name]
     text = writer.message("x", writer.calls([("get_weather", {"city": "a", "tags": ["b"]}), ("now", {})]), "y")
     pieces = re.findall(r"<[^>]*>|\[[A-Z_]+\]|\w+|\s|.", text)
-    for _ in range(300):
+    for _ in range(round(share * OUTPUTS_PER_FORMAT)):
         soup = "".join(rng.choice(pieces) for _ in range(rng.randrange(60)))
         whole = run(new_parser(name), [soup])
         for parts in (list(soup), random_cuts(rng, soup)):
             assert run(new_parser(name), parts) == whole, parts
 
 
+@SHARES
 @pytest.mark.parametrize("name", [name for name in WRITERS if name not in MESSAGE_FORMATS])
-def test_nothing_is_lost(name: str) -> None:
+def test_nothing_is_lost(name: str, share: float) -> None:
     """Text and the calls' sources are the output, but for white space and the section's end."""
     rng = random.Random(name)
     form = TOOL_CALL_FORMATS[name]
     assert isinstance(form, CallFormat)
     end = form.section[1] if form.section else "\0"
-    for _ in range(300):
+    for _ in range(round(share * OUTPUTS_PER_FORMAT)):
         output = random_output(rng, name)
         events = run(new_parser(name), [output])
         kept = "".join(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang.srt.configs.activation import FUNCTIONS
@@ -68,6 +68,14 @@ class ModelDescription:
     shared_apart: str | None = None
     """Reason for which a shared expert is not held as one more of the routed ones; None if it is, or if there is
     none."""
+    _quants: dict[tuple[int, str, tuple[str, ...], int], ModuleQuant | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    """Storage of matrices that were asked for, by layer, name, parts and experts. Every pass over the layers asks."""
+    _expert_quants: list[frozenset[ModuleQuant | None]] = field(
+        default_factory=list, init=False, compare=False, repr=False
+    )
+    """What `_quants_of_experts` returned."""
 
     @property
     def has_embedding(self) -> bool:
@@ -98,14 +106,7 @@ class ModelDescription:
     def expert_quant(self) -> ModuleQuant | None:
         """Storage of the routed experts, but for layers that have them in 16 bits (`wide_experts`); None: all have.
         Raises UserError where there are several."""
-        quants = {
-            self.quant_of(i, matrix)
-            for i, layer in enumerate(self.layers)
-            if isinstance(layer.ffn, MoE)
-            for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
-            if isinstance(matrix, Matrix) and matrix.experts
-        }
-        quants -= {None}
+        quants = self._quants_of_experts() - {None}
         if len(quants) > 1:
             assert self.quantization is not None
             schemes = ", ".join(sorted(quant.scheme if quant else "16 bits" for quant in quants))
@@ -117,13 +118,21 @@ class ModelDescription:
     @property
     def wide_experts(self) -> bool:
         """Returns whether some layers have experts in 16 bits beside others that are quantized."""
-        return self.expert_quant is not None and any(
-            self.quant_of(i, matrix) is None
-            for i, layer in enumerate(self.layers)
-            if isinstance(layer.ffn, MoE)
-            for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
-            if isinstance(matrix, Matrix) and matrix.experts
-        )
+        return self.expert_quant is not None and None in self._quants_of_experts()
+
+    def _quants_of_experts(self) -> frozenset[ModuleQuant | None]:
+        """Returns every storage that routed experts of some layer have. Raises UserError where those of a layer
+        differ."""
+        if not self._expert_quants:
+            quants = {
+                self.quant_of(i, matrix)
+                for i, layer in enumerate(self.layers)
+                if isinstance(layer.ffn, MoE)
+                for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
+                if isinstance(matrix, Matrix) and matrix.experts
+            }
+            self._expert_quants.append(frozenset(quants))
+        return self._expert_quants[0]
 
     @property
     def head_quant(self) -> ModuleQuant | None:
@@ -144,8 +153,11 @@ class ModelDescription:
         stored in several ways. Raises UserError when those of experts differ."""
         if self.quantization is None or not matrix.quantized:
             return None
-        modules = self._modules(layer, matrix)
-        return self.quantization.of_fused(modules) if matrix.experts else self.quantization.of_product(modules)
+        asked = (layer, matrix.name, matrix.parts, matrix.experts)
+        if asked not in self._quants:
+            modules, rules = self._modules(layer, matrix), self.quantization
+            self._quants[asked] = rules.of_fused(modules) if matrix.experts else rules.of_product(modules)
+        return self._quants[asked]
 
     def _modules(self, layer: int, matrix: Matrix) -> list[str]:
         names = self.names

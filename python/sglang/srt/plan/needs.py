@@ -58,7 +58,7 @@ def _experts(of_rank: RankWeights) -> dict[str, Any]:
 def _merged(needs: Iterable[Need]) -> Iterator[Need]:
     """Yields one need for each op and shape; further shapes of an op, after the first, are named by their head dims."""
     by_shape: dict[Need, frozenset[str]] = {}
-    for need in needs:
+    for need in dict.fromkeys(needs):  # most layers need the same
         shape = replace(need, traits=frozenset())
         by_shape[shape] = by_shape.get(shape, frozenset()) | need.traits
     seen: set[str] = set()

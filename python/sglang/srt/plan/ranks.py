@@ -12,6 +12,7 @@ requests, and all ranks share the rest of a layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +280,24 @@ class HeadShares:
     @property
     def padded(self) -> bool:
         """Returns whether a rank has fewer heads, of either kind, than it allocates."""
-        ranks = range(self.tp_size)
-        return any(self.heads(rank).padded or self.kv_heads(rank).padded for rank in ranks)
+        return _padded(self)
 
     def cuts(self, dims: int, of_kv: bool, rank: int, group: int) -> bool:
         """Returns whether what a rank has of a matrix begins or ends within `group` neighbouring rows or columns, of
         which each query head (each KV head with `of_kv`) has `dims`."""
-        share = (self.kv_heads(rank) if of_kv else self.heads(rank)).of_dims(dims)
-        ends = {share.run.start, share.run.stop} - {share.total}
-        return any(end % group for end in ends)
+        return _cuts(self, dims, of_kv, rank, group)
+
+
+@lru_cache(maxsize=4096)  # every layer asks
+def _padded(shares: HeadShares) -> bool:
+    return any(shares.heads(rank).padded or shares.kv_heads(rank).padded for rank in range(shares.tp_size))
+
+
+@lru_cache(maxsize=4096)
+def _cuts(shares: HeadShares, dims: int, of_kv: bool, rank: int, group: int) -> bool:
+    share = (shares.kv_heads(rank) if of_kv else shares.heads(rank)).of_dims(dims)
+    ends = {share.run.start, share.run.stop} - {share.total}
+    return any(end % group for end in ends)
 
 
 def even_slice(total: int, rank: int, size: int) -> slice:
