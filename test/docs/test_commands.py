@@ -106,7 +106,7 @@ ONCE = {
 """By what a command does, whatever it calls its files."""
 
 
-@pytest.mark.parametrize("command", reversed(ONCE.values()), ids=str)
+@pytest.mark.parametrize("command", list(reversed(ONCE.values())), ids=str)
 def test_a_command_runs(
     command: Command,
     server: LiveServer,
