@@ -149,7 +149,7 @@ def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class SmallWorld(HostWorld):
     """With few prompts: what each gets alone takes longer than the schedules."""
 
-    def grow_tree(self, count: int = 14) -> None:
+    def grow_tree(self, count: int = 20) -> None:
         super().grow_tree(count)
 
 
