@@ -146,13 +146,6 @@ def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class SmallWorld(HostWorld):
-    """With few prompts: what each gets alone takes longer than the schedules."""
-
-    def grow_tree(self, count: int = 20) -> None:
-        super().grow_tree(count)
-
-
 OPTIONS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
 
 
@@ -161,7 +154,7 @@ OPTIONS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
     [("mistral_windows", "right", 4, "write_through_selective"), ("qwen3_5", "half-right", 4, "write_back")],
 )
 def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_path: Path) -> None:
-    world = SmallWorld(name, tmp_path, options={**OPTIONS, "hicache_write_policy": policy})
+    world = HostWorld(name, tmp_path, options={**OPTIONS, "hicache_write_policy": policy})
     seen = schedules(world, guesses, page, range(4))
     assert seen["loaded"] and seen["saved"] and seen["failed"], seen
 
