@@ -27,6 +27,8 @@ TRITON ?= 3.9.0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Many tests start processes; without compiled bytecode each compiles the package anew, 2 seconds of a processor.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help serve test fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports unit format clean
 

@@ -1,4 +1,6 @@
-"""The marker `pairs`: of the cases of a test, `make test` runs some that have each pair of values of its parameters
+"""Which cases of a test `make test` runs.
+
+The marker `pairs`: of the cases of a test, `make test` runs some that have each pair of values of its parameters
 among them, `make thorough` the others.
 
 Values are those of `parametrize` and of fixtures with `params`. Those that are named together, as in
@@ -8,10 +10,21 @@ Values are those of `parametrize` and of fixtures with `params`. Those that are 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
+
+
+def some(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """All cases, for `parametrize` over one argument; `make test` runs those in `quick`, `make thorough` the others."""
+    return [pytest.param(case, marks=[] if case in quick else pytest.mark.thorough) for case in cases]
+
+
+def some_of(cases: Iterable[tuple[Any, ...]], quick: Container[Any]) -> list[Any]:
+    """As `some`, over several arguments."""
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough) for case in cases]
 
 
 def covering(cases: Sequence[Sequence[str]]) -> set[int]:

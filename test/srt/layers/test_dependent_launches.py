@@ -1,9 +1,13 @@
 """What kernels that begin early read before they wait for the one ahead: what it cannot be writing, and no more. No
-GPU; on one, that a graph of such launches computes what plain ones do."""
+GPU; on one, that a graph of such launches computes what plain ones do.
+
+Compiling takes long: `make thorough` has the variants that read what others do, and most of those whose registers are
+compared with a plain launch's."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +16,10 @@ from pathlib import Path
 import interpreter
 import pytest
 import torch
+from pairs import some_of
 
 import sglang
-from sglang.ledger.compile import compile_for
+from sglang.ledger.compile import Compiled, compile_for
 from sglang.ledger.variant import Variant
 from sglang.ledger.variants.attention import variants as attention_variants
 from sglang.ledger.variants.elementwise import variants
@@ -53,6 +58,10 @@ BEFORE_THE_WAIT = {
 """(op, key of a variant) -> the tensors that it reads before it waits."""
 PREFETCHED = [key for key in BEFORE_THE_WAIT if "skinny" in key[1]]
 WEIGHTS_AHEAD = [k for k, tensors in BEFORE_THE_WAIT.items() if {"w", "w2"} & tensors and k not in PREFETCHED]
+ALIKE = {("decode_attention", "64x64/bfloat16/bfloat16/window_cap_sinks"), ("linear", "few/mxfp8")}
+"""Variants of which another one reads the same."""
+FEW_REGISTERS = {("linear", "few/fp8_channel"), ("linear", "skinny/64x128"), ("fused_moe", "down_sum/bf16")}
+"""The cheapest to compile of each kernel."""
 MARGIN = 72
 """Registers that a thread of a dependent launch may take beyond those on record, which are of plain launches."""
 _REGISTER = re.compile(r"%\w+")
@@ -64,6 +73,16 @@ def variant_of(op: str, key: str) -> Variant:
     if "skinny" in key:
         makers.pop(op)
     return next(v for v in makers.get(op, variants)(op, FEATURES) if v.key == key)
+
+
+@functools.cache
+def early(op: str, key: str) -> Compiled:
+    variant = variant_of(op, key)
+    return compile_for(replace(variant, constexprs={**variant.constexprs, "PDL": True}), TARGET)
+
+
+def before_the_wait(op: str, key: str) -> str:
+    return early(op, key).ptx.partition("griddepcontrol.wait")[0]
 
 
 def read_from(ptx: str, names: list[str]) -> set[str]:
@@ -86,11 +105,10 @@ def read_from(ptx: str, names: list[str]) -> set[str]:
     return read
 
 
-@pytest.mark.parametrize(("op", "key"), BEFORE_THE_WAIT)
+@pytest.mark.parametrize(("op", "key"), some_of(BEFORE_THE_WAIT, [key for key in BEFORE_THE_WAIT if key not in ALIKE]))
 def test_what_is_read_before_the_wait(op: str, key: str) -> None:
     variant = variant_of(op, key)
-    early = replace(variant, constexprs={**variant.constexprs, "PDL": True})
-    before, wait, rest = compile_for(early, TARGET).ptx.partition("griddepcontrol.wait")
+    before, wait, rest = early(op, key).ptx.partition("griddepcontrol.wait")
     names = [name for name, kind in variant.signature.items() if kind != "constexpr" and name not in variant.ones]
     pointers = {name for name in names if variant.signature[name].startswith("*")}
     assert wait and not re.search(r"\b(st|cp|red|atom)\.|\bbra\b|\bret\b", before), (
@@ -100,27 +118,27 @@ def test_what_is_read_before_the_wait(op: str, key: str) -> None:
     assert "griddepcontrol.launch_dependents" in rest and "griddepcontrol.launch_dependents" not in before
 
 
-@pytest.mark.parametrize(("op", "key"), WEIGHTS_AHEAD)
+@pytest.mark.parametrize(("op", "key"), some_of(WEIGHTS_AHEAD, [key for key in WEIGHTS_AHEAD if key not in ALIKE]))
 def test_weights_are_on_their_way_before_the_wait(op: str, key: str) -> None:
     """Those of every step that is loaded early, and they are not used before it: that would wait for them."""
-    plain = variant_of(op, key)
-    early = compile_for(replace(plain, constexprs={**plain.constexprs, "PDL": True}), TARGET)
-    before = early.ptx.partition("griddepcontrol.wait")[0]
-    assert before.count("L1::evict_first") >= plain.constexprs["EARLY"] >= 8 and "e4m3x2" not in before
-    _, registers, spills, stack, _ = compile_for(plain, TARGET).measurement
-    assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
+    before = before_the_wait(op, key)
+    assert before.count("L1::evict_first") >= variant_of(op, key).constexprs["EARLY"] >= 8 and "e4m3x2" not in before
 
 
 @pytest.mark.parametrize(("op", "key"), PREFETCHED)
 def test_lines_of_weights_are_asked_for_before_the_wait(op: str, key: str) -> None:
     """Each once, by one thread, and without a place to put it."""
     plain = variant_of(op, key)
-    early = compile_for(replace(plain, constexprs={**plain.constexprs, "PDL": True}), TARGET)
-    before = early.ptx.partition("griddepcontrol.wait")[0]
     lines = plain.constexprs["BLOCK_N"] * plain.constexprs["AHEAD"] * 2 // 128
-    assert before.count("prefetch.global.L2 [") * 32 * plain.tile["num_warps"] == lines > 0
-    _, registers, spills, stack, _ = compile_for(plain, TARGET).measurement
-    assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
+    asked = before_the_wait(op, key).count("prefetch.global.L2 [")
+    assert asked * 32 * plain.tile["num_warps"] == lines > 0
+
+
+@pytest.mark.parametrize(("op", "key"), some_of([*WEIGHTS_AHEAD, *PREFETCHED], FEW_REGISTERS))
+def test_what_travels_early_takes_few_registers(op: str, key: str) -> None:
+    _, registers, spills, stack, _ = compile_for(variant_of(op, key), TARGET).measurement
+    measured = early(op, key).measurement
+    assert measured[1] <= registers + MARGIN and measured[2:4] == (spills, stack) == (0, 0)
 
 
 def _early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:

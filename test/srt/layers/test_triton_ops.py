@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import interpreter
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import some_of
 
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, Activation
 from sglang.srt.layers import native_ops
@@ -31,9 +34,14 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+def in_turn(sizes: list[tuple[int, ...]]) -> list[Any]:
+    """Every size in every dtype. `make test` has each size once, and each dtype where there are as many sizes."""
+    quick = [(*size, DTYPES[i % len(DTYPES)]) for i, size in enumerate(sizes)]
+    return some_of([(*size, dtype) for size in sizes for dtype in DTYPES], quick)
+
+
 @interpreter.kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [96, 1000, 2064])
+@pytest.mark.parametrize(("size", "dtype"), in_turn([(96,), (1000,), (2064,)]))
 def test_embedding_rows(size: int, dtype: torch.dtype) -> None:
     """The rows of three ranks; each token has a row of one of them, and one is of none."""
     table = randn(3 * 20, size, dtype=dtype)
@@ -71,8 +79,7 @@ def test_decode_inputs(num_reqs: int, windows: int) -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 4096), (3, 96), (5, 1000)])
+@pytest.mark.parametrize(("num_tokens", "size", "dtype"), in_turn([(1, 4096), (3, 96), (5, 1000)]))
 def test_rmsnorm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     x, weight = randn(num_tokens, size, dtype=dtype, scale=3.0), randn(size, dtype=dtype)
     assert_close(norm.rmsnorm(x, weight, 1e-6), native_ops.rmsnorm(x, weight, 1e-6))
@@ -86,8 +93,7 @@ def test_rmsnorm_of_a_strided_slice_and_of_nothing() -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 2048), (4, 80)])
+@pytest.mark.parametrize(("num_tokens", "size", "dtype"), in_turn([(1, 2048), (4, 80)]))
 def test_fused_add_rmsnorm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     x, residual, weight = (randn(num_tokens, size, dtype=dtype) for _ in range(3))
     weight = weight[0].contiguous()
@@ -98,8 +104,7 @@ def test_fused_add_rmsnorm(num_tokens: int, size: int, dtype: torch.dtype) -> No
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (7, 100), (70, 64)])
+@pytest.mark.parametrize(("num_tokens", "size", "dtype"), in_turn([(1, 3072), (7, 100), (70, 64)]))
 def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = randn(num_tokens, 2 * size, dtype=dtype, scale=4.0)
     assert_close(activation.silu_and_mul(gate_up), native_ops.silu_and_mul(gate_up))
@@ -128,8 +133,7 @@ def test_activations_of_what_is_very_large() -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_q", "num_k"), [(6144, 1024), (768, 128), (1500, 1100), (16, 48)])
+@pytest.mark.parametrize(("num_q", "num_k", "dtype"), in_turn([(6144, 1024), (768, 128), (1500, 1100), (16, 48)]))
 def test_qk_whole_norm(num_q: int, num_k: int, dtype: torch.dtype) -> None:
     """MiniMax-M2 on one rank, on eight, and sizes that no block divides. `reduce` stands for a second rank."""
     qkv, q_weight, k_weight = (randn(*shape, dtype=dtype) for shape in ((5, num_q + 2 * num_k), (num_q,), (num_k,)))

@@ -1,5 +1,8 @@
 """Every family in the scheduler, where memory is short: greedy tokens are those of transformers whether a request is
 alone or among others, computed in chunks, retracted and resumed, or continued from a prefix of which some was evicted.
+
+`make test` runs each family once, in the smaller form of it where there are two, and windows of several sizes with each
+kind of window; `make thorough` runs every form, and every window with all chunks and pages.
 """
 
 from __future__ import annotations
@@ -20,8 +23,14 @@ from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.models.harness import TINY, VOCAB, reference_of, save_tiny
 
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 NAMES = [name for name in TINY if "wide" not in name]
+FURTHER_FORMS = (
+    "qwen3_tied_bias", "qwen3_windows_only", "qwen3_moe_mixed", "llama_bias_llama3", "deepseek_v2_lite",
+    "deepseek_v32_selects_all", "mistral", "gemma3_capped", "gemma4_moe", "nemotron_h_latent", "glm5_next",
+    "deepseek_v4", "qwen4_exp",
+)  # fmt: skip
+"""Of families that have another one, with the same kinds of caches."""
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -53,10 +62,12 @@ def check(model: PreTrainedModel, scheduler: Scheduler, prompts: Sequence[list[i
     assert_clean(scheduler)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in FURTHER_FORMS)) for name in NAMES]
+)
 def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) -> None:
     model = save_tiny(name, tmp_path)
-    tight = scheduler(tmp_path, max_total_tokens=160, schedule_conservativeness=0.01, chunked_prefill_size=16)
+    tight = scheduler(tmp_path, max_total_tokens=112, schedule_conservativeness=0.01, chunked_prefill_size=16)
     evicted = 0
     evict = tight.kv.tree.evict
 
@@ -68,8 +79,7 @@ def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) ->
 
     tight.kv.tree.evict = counted  # type: ignore[method-assign]
     prompts = [prompt(seed, 12 + 6 * seed) for seed in range(4)]
-    for alone in prompts[:2]:
-        check(model, tight, [alone])
+    check(model, tight, prompts[1:2])
     assert tight.stats.num_retracted == 0
     check(model, tight, prompts)
     # With pages of several tokens a request's window takes so much that fewer requests run at once.
@@ -88,10 +98,22 @@ SIZED_BY_WINDOW = ("inkling",)
 """Models with weights of the window's size."""
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize(("chunk", "page"), [(1, 1), (16, 4), (17, 1), (-1, 16)])
-@pytest.mark.parametrize("window", [1, 3, 16, 40, 300])
-@pytest.mark.parametrize("name", WINDOWED)
+SIZES = (1, 3, 16, 40, 300)
+CHUNKS_AND_PAGES = ((1, 1), (16, 4), (17, 1), (-1, 16))
+
+
+def sizes() -> list[Any]:
+    """All of them, of which `make test` runs two or three windows a model, with chunks and pages in turn."""
+    cases = []
+    for n, name in enumerate(WINDOWED):
+        for w, window in enumerate(SIZES):
+            for c, (chunk, page) in enumerate(CHUNKS_AND_PAGES):
+                quick = (n + w) % 2 == 0 and (n + w // 2) % len(CHUNKS_AND_PAGES) == c
+                cases.append(pytest.param(name, window, chunk, page, marks=[pytest.mark.thorough] * (not quick)))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "window", "chunk", "page"), sizes())
 def test_windows_and_chunks_of_every_relative_size(
     name: str, window: int, chunk: int, page: int, tmp_path: Path
 ) -> None:
@@ -102,5 +124,5 @@ def test_windows_and_chunks_of_every_relative_size(
     config.get("text_config", config)[key] = window
     path.write_text(json.dumps(config))
     model = reference_of(tmp_path)
-    prompts = [prompt(1, 61), prompt(2, 17), prompt(1, 61)[:48] + [3]]
+    prompts = [prompt(1, 45), prompt(2, 17), prompt(1, 45)[:32] + [3]]
     check(model, scheduler(tmp_path, max_total_tokens=1024, chunked_prefill_size=chunk, page_size=page), prompts)

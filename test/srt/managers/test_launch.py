@@ -155,7 +155,7 @@ def test_a_wrong_model_is_known_at_once() -> None:
         ({"logit_bias": {"999999": 1}}, "logit_bias keys must be token ids"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"),
         ({"regex": "(ab"}, "invalid regex"),
-        ({"json_schema": {"type": "no such type"}}, "json_schema"),
+        pytest.param({"json_schema": {"type": "no such type"}}, "json_schema", marks=pytest.mark.thorough),
     ],
 )
 def test_wrong_preferred_sampling_params_are_known_at_once(params: dict[str, Any], message: str) -> None:

@@ -641,7 +641,7 @@ def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -
     return int(least + share * (pool - least)) // page * page
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     events=workload,
     page=st.sampled_from([1, 4, 16]),

@@ -1,4 +1,8 @@
-"""Prompts with images and videos through the scheduler, against transformers' whole models."""
+"""Prompts with images and videos through the scheduler, against transformers' whole models.
+
+`make test` has a model of each kind: with positions in three directions, the same beside states, with latents and
+frames that are pooled, and with images that see themselves. `make thorough` has every family, of which `test_towers`
+has each one's answers, and every layout of ranks with each."""
 
 from __future__ import annotations
 
@@ -56,6 +60,14 @@ class Seeing:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.model = name, folder, save_seeing(name, folder)
+        self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+    def greedy(self, prompt: Prompt, output: list[int]) -> list[int]:
+        """What transformers would have said; computed once for what occurs again and again."""
+        key = repr(prompt), tuple(output)
+        if key not in self._greedy:
+            self._greedy[key] = greedy(self.model, prompt, output)
+        return self._greedy[key]
 
     def scheduler(self, **options: Any) -> Scheduler:
         if self.name in PAGES and "page_size" in options:
@@ -69,12 +81,12 @@ class Seeing:
         run_to_end(scheduler, collector)
         for i, prompt in enumerate(prompts):
             output = collector.tokens[f"r{i}"]
-            assert len(output) == new_tokens and output == greedy(self.model, prompt, output), f"prompt {i}"
+            assert len(output) == new_tokens and output == self.greedy(prompt, output), f"prompt {i}"
         assert_clean(scheduler)
 
 
 _FURTHER = ("qwen2_5_vl", "gemma4_per_layer", "glm4v", "glm46v", "glm5_next", "qwen4_exp", "minimax_m3_vl", "step3p7")
-_FURTHER += ("muse_glimmer", "llama4", "inkling_mm_model")
+_FURTHER += ("muse_glimmer", "llama4", "inkling_mm_model", "qwen3_vl_moe", "glm4v_moe")
 """Those of which `test_towers` has what is their own."""
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER)) for name in SEEING]
 
@@ -218,7 +230,7 @@ def test_short_memory(seeing: Seeing, page: int, tokens: int) -> None:
     prompts = [three_images(10 * i) for i in range(1, 6)]
     items = [item for prompt in prompts for item in prompt.items(seeing.folder)]
     features.budget = 2 * max(map(features.size_of, items))
-    seeing.check(scheduler, *prompts, new_tokens=64)
+    seeing.check(scheduler, *prompts, new_tokens=24)
     assert scheduler.stats.num_retracted > 0 and 0 < features.used <= features.budget
     seeing.check(scheduler, prompts[0], a_video(seeing.name))
 
@@ -246,7 +258,7 @@ def test_decoding_goes_on_between_encoder_steps(qwen3_vl: Seeing, monkeypatch: p
     assert collector.tokens["seen"] == greedy(qwen3_vl.model, three_images(), collector.tokens["seen"])
 
 
-_SLICED = ("qwen3_vl", "gemma4", "kimi_k25")
+_SLICED = (("qwen3_vl", "layers"), ("gemma4", "shares of patches"), ("kimi_k25", "shares of patches"))
 
 
 def media_pace_of(kind: str, patches: int) -> MediaPace:
@@ -256,9 +268,16 @@ def media_pace_of(kind: str, patches: int) -> MediaPace:
     return MediaPace(LayerTimes(1.0, 0.02, 1.0), {1: 7.5 * patches})
 
 
-@pytest.mark.parametrize("pace", ["layers", "shares of patches"])
+_PACES = ("layers", "shares of patches")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in _SLICED)) for name in SEEING]
+    ("name", "pace"),
+    [
+        pytest.param(name, pace, marks=[pytest.mark.thorough] * ((name, pace) not in _SLICED))
+        for name in SEEING
+        for pace in _PACES
+    ],
 )
 def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
@@ -294,8 +313,14 @@ def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeyp
     assert_clean(scheduler)
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        pytest.param(name, page, marks=[pytest.mark.thorough] * (page != quick))
+        for name, quick in (("qwen3_vl", 16), ("gemma4", 1), ("qwen3_5", 16))
+        for page in (1, 16)
+    ],
+)
 def test_chunks_with_images_are_short_beside_others(
     name: str, page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,6 +550,11 @@ GROUPS: dict[str, dict[str, Any]] = {
 """Attention groups with requests of their own, each with an encoder and features of its own."""
 NO_STAGES = ("gemma4_per_layer",)
 """Those with layers that attend to keys and values of earlier ones."""
+QUICK_CUTS = [
+    *(("qwen3_vl", layout) for layout in (*LAYOUTS, "DP2")),
+    ("gemma4", "PP2"),
+    ("kimi_k25", "TP2, shared"),
+]
 CUTS = [(name, layout) for name in SEEING for layout in LAYOUTS if layout != "PP2" or name not in NO_STAGES]
 
 
@@ -555,17 +585,13 @@ def _rank(rank: int, folders: dict[str, Path], out: Path, cuts: list[tuple[str, 
             parallel_state.shutdown()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("qwen3_vl", "gemma4", "kimi_k25"), pytest.param(tuple(SEEING), marks=pytest.mark.thorough)],
-    ids=len,
-)
-def test_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("cuts", [QUICK_CUTS, pytest.param(CUTS, marks=pytest.mark.thorough)], ids=["quick", "all"])
+def test_two_ranks(cuts: list[tuple[str, str]], tmp_path: Path) -> None:
     """Each with its own encoder. The stages of Qwen3-VL are cut between layers behind which features are added."""
-    folders = {name: tmp_path / name for name in names}
+    folders = {name: tmp_path / name for name, _ in cuts}
     for name, folder in folders.items():
         save_seeing(name, folder)
-    _check_ranks(folders, tmp_path, [*CUTS, ("qwen3_vl", "DP2")])
+    _check_ranks(folders, tmp_path, cuts)
 
 
 def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]], num_ranks: int = 2) -> None:
@@ -579,18 +605,13 @@ def _check_ranks(folders: dict[str, Path], out: Path, cuts: list[tuple[str, str]
                     assert outputs == one, f"{name}, {layout}, rank {rank} {graphs}"
 
 
-GROUP_CASES = [
-    pytest.param(layout, names, marks=[pytest.mark.thorough] * thorough)
-    for layout, names, thorough in (
-        ("DP2", ("qwen3_vl",), False),
-        ("DP2", tuple(SEEING), True),
-        ("DP2 x PP2", tuple(name for name in SEEING if name not in NO_STAGES), True),
-    )
-]
-
-
-@pytest.mark.parametrize(("layout", "names"), GROUP_CASES)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [("DP2", tuple(SEEING)), ("DP2 x PP2", tuple(name for name in SEEING if name not in NO_STAGES))],
+)
 def test_attention_groups_see_as_one_process_does(layout: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """`test_two_ranks` has one of them in every run."""
     folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         save_seeing(name, folder)

@@ -1,4 +1,7 @@
-"""Quantized checkpoints in their published forms on a CPU, against transformers with the weights they stand for."""
+"""Quantized checkpoints in their published forms on a CPU, against transformers with the weights they stand for.
+
+`make test` has every form in a model with experts, whose attention is quantized, too, and each way to store numbers in
+a dense one, with dummy weights, and on three ranks; `make thorough` has every form there, also on two ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +44,17 @@ def wanted(reference: Path) -> torch.Tensor:
     return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
 
 
-@pytest.mark.parametrize("form", FORMS | ZERO_POINT_FORMS)
+EACH_KIND = (
+    "fp8_block", "fp8_tensor_static", "mxfp8", "compressed_fp8_channel", "compressed_int8", "compressed_int4_g128",
+    "compressed_mxfp4", "modelopt_nvfp4", "gptq_g32", "awq_g32",
+)  # fmt: skip
+"""One form of each scheme, or of each order of its words."""
+EVERY_FORM = [
+    pytest.param(form, marks=[pytest.mark.thorough] * (form not in EACH_KIND)) for form in FORMS | ZERO_POINT_FORMS
+]
+
+
+@pytest.mark.parametrize("form", EVERY_FORM)
 def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> None:
     reference = save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
     plan = plan_for(tmp_path / "quantized")
@@ -171,7 +184,7 @@ def test_16_bit_weights_quantized_while_loading(tmp_path: Path) -> None:
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
-@pytest.mark.parametrize("form", FORMS | ZERO_POINT_FORMS)
+@pytest.mark.parametrize("form", EVERY_FORM)
 def test_dummy_weights_are_sane(form: str, tmp_path: Path) -> None:
     save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
     plan = plan_for(tmp_path / "quantized", load_format="dummy")
@@ -202,12 +215,13 @@ SPLIT = (
     "mxfp8",
     *ZERO_POINT_FORMS,
 )
+FEW = ("fp8_block", "compressed_fp8_channel", "modelopt_nvfp4", "gptq_g32", "awq_g128")
 
 
-def _rank(rank: int, size: int, folder: Path) -> None:
+def _rank(rank: int, size: int, folder: Path, forms: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
-    for form in SPLIT:
+    for form in forms:
         plan = plan_for(folder / form / "quantized", tp_size=size)
         runner = TinyRunner(plan)
         assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
@@ -215,14 +229,18 @@ def _rank(rank: int, size: int, folder: Path) -> None:
     parallel_state.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_hold_parts_of_weights_and_scales(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "forms"),
+    [(3, FEW), *(pytest.param(size, SPLIT, marks=pytest.mark.thorough) for size in (2, 3))],
+    ids=["3-few", "2-all", "3-all"],
+)
+def test_ranks_hold_parts_of_weights_and_scales(size: int, forms: tuple[str, ...], tmp_path: Path) -> None:
     """Of three ranks two share a kv head, and of four blocks of intermediate dims the first has two."""
-    for form in SPLIT:
+    for form in forms:
         (tmp_path / form).mkdir()
         save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path / form)
-    run_ranks(_rank, (size, tmp_path), size)
-    for form in SPLIT:
+    run_ranks(_rank, (size, tmp_path, forms), size)
+    for form in forms:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
         for rank in range(size):
             got = torch.load(tmp_path / f"{form}{rank}.pt")
@@ -233,9 +251,10 @@ EXPERT_RANKS = {1: [form for form in ZERO_POINT_FORMS if "g128" not in form], 2:
 """Forms by the number of groups of ranks with experts of their own. Experts of 128 dims have no two groups of 128."""
 
 
-def _rank_of_experts(rank: int, folder: Path) -> None:
+def _rank_of_experts(rank: int, folder: Path, every: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     for ep_size, forms in EXPERT_RANKS.items():
+        forms = [form for form in forms if form in every]
         ranks = RankLayout(2, ep_size)
         parallel_state.init(ranks, rank, "gloo", f"file://{folder}/rendezvous{ranks.ep_size}")
         for form in forms:
@@ -246,13 +265,16 @@ def _rank_of_experts(rank: int, folder: Path) -> None:
         parallel_state.shutdown()
 
 
-def test_ranks_hold_parts_of_experts_with_zero_points(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "forms", [("awq_g32",), pytest.param(tuple(ZERO_POINT_FORMS), marks=pytest.mark.thorough)], ids=len
+)
+def test_ranks_hold_parts_of_experts_with_zero_points(forms: tuple[str, ...], tmp_path: Path) -> None:
     """Shares of every expert, and whole experts."""
-    for form in ZERO_POINT_FORMS:
+    for form in forms:
         (tmp_path / form).mkdir()
         save_quantized("qwen3_moe_wide", ZERO_POINT_FORMS[form], tmp_path / form)
-    run_ranks(_rank_of_experts, (tmp_path,), 2)
-    for form in ZERO_POINT_FORMS:
+    run_ranks(_rank_of_experts, (tmp_path, forms), 2)
+    for form in forms:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
         files = [
             tmp_path / f"{form}{ep}{rank}.pt" for ep in EXPERT_RANKS for rank in range(2) if form in EXPERT_RANKS[ep]

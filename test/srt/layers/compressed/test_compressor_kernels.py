@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import interpreter
 import pytest
 import torch
+from pairs import some_of
 
 from sglang.srt.layers.compressed import native
 from sglang.srt.layers.compressed.kernels import CompressorKernels
@@ -170,8 +171,17 @@ def test_guesses_are_taken_back(form: tuple[int, int]) -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("form", "dim"), [((4, 2), 512), ((4, 2), 128), ((128, 1), 512)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "form", "dim"),
+    some_of(
+        [
+            (dtype, *size)
+            for dtype in (torch.bfloat16, torch.float32)
+            for size in (((4, 2), 512), ((4, 2), 128), ((128, 1), 512))
+        ],
+        {(torch.bfloat16, (4, 2), 512), (torch.float32, (128, 1), 512)},
+    ),
+)
 def test_published_sizes(form: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
     """The window of 128 tokens that begins in one step and ends in a later one; and what plain torch makes of it."""
     results = []
@@ -212,5 +222,6 @@ def test_long_prompts(form: tuple[int, int], dim: int) -> None:
     given.check({1: 12001, 2: 4000})
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

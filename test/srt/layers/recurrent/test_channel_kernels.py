@@ -79,7 +79,7 @@ def test_channels_that_forget_beside_channels_that_do_not(kind: str) -> None:
     [
         (CHANNELS, (3, 3), (24, 40), torch.float16),
         (BOUNDED, (1, 1), (128, 128), torch.bfloat16),
-        (CHANNELS, (1, 1), (128, 128), torch.bfloat16),
+        pytest.param(CHANNELS, (1, 1), (128, 128), torch.bfloat16, marks=pytest.mark.thorough),
     ],
 )
 def test_shapes_and_types(kind: str, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
