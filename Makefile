@@ -27,10 +27,8 @@ TRITON ?= 3.9.0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# Many tests start processes; without compiled bytecode each compiles the package anew, 2 seconds of a processor.
-unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve test fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports unit format clean
+.PHONY: help serve test fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -38,7 +36,9 @@ help:
 serve: install
 	exec $(BIN)/sglang serve --port $(PORT) $(ARGS)
 
-test: lint types imports unit
+test: install
+	$(MAKE) --no-print-directory -j 2 types compiled lint imports
+	$(MAKE) --no-print-directory unit
 
 fuzz: install
 	FUZZ=long $(BIN)/pytest test/fuzz $(ARGS)
@@ -113,6 +113,10 @@ types: install
 imports: install
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/import_figures.py
+
+# Compiles the modules of the tests once, beside mypy: each worker of `unit` would compile all of them. That reports errors.
+compiled: install
+	-@$(BIN)/pytest --collect-only -qq >/dev/null
 
 unit: install
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
