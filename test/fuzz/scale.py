@@ -8,11 +8,11 @@ LONG = os.environ.get("FUZZ") == "long"
 
 SOAK_REQUESTS = 2000 if LONG else 60
 """In a round."""
-SOAK_ROUNDS = 3 if LONG else 2
+SOAK_ROUNDS = 3 if LONG else 1
 
 API_EXAMPLES = 300 if LONG else 2
 """Random ones for each operation, beyond the values at the edge of each field's range."""
-EDGES_AT_FIRST, EDGES_STEP = (0, 1) if LONG else (30, 8)
+EDGES_AT_FIRST, EDGES_STEP = (0, 1) if LONG else (16, 12)
 """Of those values the first, and then each how many-th: all, or some."""
 LONGEST_EDGE = 1 << 20 if LONG else 1024
 """The most entries or characters whose limit is tried: a request with one more than 16,384 messages takes as long as a

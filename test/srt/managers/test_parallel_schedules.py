@@ -213,7 +213,7 @@ def test_the_schedule_has_what_it_is_for(models: dict[str, tuple[str, Outcome]])
         assert one.tokens["plain"] == one.tokens["same prompt"], name
 
 
-THOROUGH = {"PP3", "EP3 of 4 experts", "TP4", "EP2 x TP2"}
+THOROUGH = {"TP3", "PP3", "EP3 of 4 experts", "TP4", "EP2 x TP2"}
 """Others have the same paths."""
 
 
