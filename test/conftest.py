@@ -4,8 +4,10 @@ that take long come first.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import order
 import pairs
@@ -29,3 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands that a test calls in its own process set it, for whatever test comes next."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
