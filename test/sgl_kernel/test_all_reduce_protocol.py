@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from pairs import some
 
 CSRC = Path(__file__).resolve().parents[2] / "sgl-kernel" / "csrc"
 ON_CPU = Path(__file__).parent / "on_cpu"
@@ -75,10 +76,7 @@ QUICK = ("a flag before the data", "words that are not looked at", "half of a gr
 """What `make test` breaks: order, what is read, and what is encoded. Each takes a build; `make thorough` breaks all."""
 
 
-@pytest.mark.parametrize(
-    "change",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in (*BROKEN, *BROKEN_SUMS)],
-)
+@pytest.mark.parametrize("change", some((*BROKEN, *BROKEN_SUMS), QUICK))
 def test_a_broken_protocol_is_noticed(change: str, tmp_path: Path) -> None:
     before, after = (BROKEN | BROKEN_SUMS)[change]
     name = "quantized_sum.cuh" if change in BROKEN_SUMS else "all_reduce.cuh"

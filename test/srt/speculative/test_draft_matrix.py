@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from pairs import some_of
 from rank_processes import run_ranks
 
 from sglang.srt.constrained.grammar import Grammar
@@ -195,11 +196,10 @@ case: DFLASH with a head or of one model, NEXTN with a shared selection."""
 
 
 def cases() -> list[Any]:
-    return [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.thorough)
-        for drafter, (_, models) in DRAFTERS.items()
-        for case in itertools.product((drafter,), models, LAYOUTS)
-    ]
+    every = (
+        case for drafter, (_, models) in DRAFTERS.items() for case in itertools.product((drafter,), models, LAYOUTS)
+    )
+    return some_of(every, QUICK)
 
 
 def prompt(seed: int, length: int) -> list[int]:
