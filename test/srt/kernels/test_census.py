@@ -50,7 +50,7 @@ UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one 
 """Kernels with rows that no launcher of the server reaches."""
 
 
-pytestmark = pytest.mark.timeout(900)  # one and a half minutes on an idle processor, for the first test
+pytestmark = pytest.mark.timeout(900)  # two minutes for the first test, where three workers share two processors
 
 
 @pytest.fixture(scope="module")
