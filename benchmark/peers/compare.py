@@ -9,7 +9,8 @@ need a config.json and a tokenizer; weights are random. One load generator (ours
 a table with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
 
 Upstream reads the type of DeepSeek-V4's experts from checkpoints and takes it for MXFP4 where weights are random;
-SGLANG_DSV4_FP4_EXPERTS=0 in the environment makes them FP8.
+SGLANG_DSV4_FP4_EXPERTS=0 in the environment makes them FP8. A peer that was packed without FlashAttention 3 knows
+MiMo-V2 with PEER_STUBS=cutlass,quack,sgl_kernel.flash_ops, if another attention backend is named.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PEER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "FLASHINFER_DISABLE_VERSION_CHECK": "1",
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
-    "PEER_STUBS": "cutlass,quack",
+    "PEER_STUBS": os.environ.get("PEER_STUBS", "cutlass,quack"),
 }
 
 
@@ -110,7 +111,8 @@ def healthy(port: int) -> bool:
 def server(
     side: Side, model: str, concurrencies: list[int], client_env: dict[str, str], port: int = PORT
 ) -> dict[str, Any]:
-    """Throughput and latencies under random load, and the time between tokens of a full batch of equal requests."""
+    """Throughput and latencies under random load, and the time between tokens of a full batch of equal requests. Each
+    load runs twice and the second run counts, as in `latency`."""
     with side.log.open("a") as log:
         process = subprocess.Popen(
             side.command("launch_server", model, "--port", str(port)),
@@ -130,7 +132,7 @@ def server(
             rows = []
             for concurrency in concurrencies:
                 random_lengths = ("0.0", SERVER_INPUT, SERVER_OUTPUT)
-                load.run(concurrency, concurrency, *random_lengths)  # warms up
+                load.run(8 * concurrency, concurrency, *random_lengths)  # a side may compile kernels within it
                 rows.append(load.run(8 * concurrency, concurrency, *random_lengths))
             full = load.run(BATCH_SIZES[-1], BATCH_SIZES[-1], "1.0", INPUT_LEN, 2 * OUTPUT_LEN)
             return {"load": rows, "full_batch": full}

@@ -224,15 +224,23 @@ def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
     pytest.importorskip("triton")
     from sglang.srt.layers.attention.triton_ops.decode_attention import combine_constants
     from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE
-    from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, register_scan
+    from sglang.srt.layers.recurrent.triton_ops import register_scan
 
     assert SHORT_PIECE == served_attention.SHORT_PIECE
     for dim, heads, seqs in itertools.product((64, 80, 128, 192, 256, 512), (1, 12, 64, 256), (1, 8, 9, 256)):
         keys = attention_model.Keys(seqs, 4096, heads, 1, dim, dim)
         assert combine_constants(dim, heads, seqs)["BLOCK_P"] == served_attention.merged_at_once(keys)
-    shared, registers = served_attention.IN_SHARED, served_attention.IN_REGISTERS
-    assert (chunk_local.CHUNK, chunk_scan.scan_tile(128)["BLOCK_V"]) == (shared.chunk, shared.columns)
-    assert (register_scan.CHUNK, register_scan.TILE["BLOCK_V"]) == (registers.chunk, registers.columns)
+    scan = served_attention.SCAN
+    assert (register_scan.CHUNK, register_scan.TILE["BLOCK_V"]) == (scan.chunk, scan.columns)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "heads", "measured"), [(1, 8192, 32, 588), (4, 2048, 32, 403), (1, 8192, 16, 444), (4, 2048, 16, 218)]
+)
+def test_the_gated_delta_rule_takes_what_an_h100_took(prompts: int, tokens: int, heads: int, measured: float) -> None:
+    """In microseconds; the model of an H200 has the same SMs and clock."""
+    seconds = served_attention.delta_rule_seconds(prompts, tokens, heads, 128, H200)
+    assert seconds * 1e6 == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

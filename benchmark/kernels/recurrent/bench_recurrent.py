@@ -23,7 +23,7 @@ from timing import copies_for, copy_ceiling, matmul_ceiling, time_calls
 
 from sglang.srt.layers.recurrent import native
 from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, chunk_local, gated_norm, recurrence
+from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence, register_scan
 
 CONV_WIDTH = 4
 LONG = 32_768
@@ -127,7 +127,7 @@ def norm_case(shape: Shape, tokens: int) -> Case:
 
 
 def prompt_cases(shape: Shape) -> Iterator[Case]:
-    chunk = chunk_local.CHUNK
+    chunk = register_scan.CHUNK
     for length, count in ((64, 1), (1024, 1), (8192, 1), (1024, 8)):
         tokens = length * count
         slots = torch.arange(1, count + 1, device="cuda")

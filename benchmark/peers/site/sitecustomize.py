@@ -8,7 +8,8 @@ bytes are left as the memory was. What a norm lets through is then so small that
 token has the same experts, and the GPU reads a tenth of the weights that real tokens need. Here norms are 1, routers'
 biases 0 and bytes random, as in our own random weights: tokens choose themselves.
 
-`PEER_STUBS`: packages that the peer's own modules import, but never call here.
+`PEER_STUBS`: packages that the peer's own modules import, but never call here; and, with a dot, modules that a package
+imports of itself.
 """
 
 from __future__ import annotations
@@ -101,4 +102,6 @@ def let_tokens_choose() -> None:
     loader.initialize_dummy_weights = fill_and_settle
 
 
-watch_imports(list(filter(None, os.environ.get("PEER_STUBS", "").split(","))))
+names = list(filter(None, os.environ.get("PEER_STUBS", "").split(",")))
+sys.modules |= {name: _Stub(name) for name in names if "." in name}
+watch_imports([name for name in names if "." not in name])

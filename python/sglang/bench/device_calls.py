@@ -200,11 +200,9 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits, device: str) -> list[Call]:
 
 def _gated_delta(op: GatedDeltaRule, arch: ArchTraits, device: str) -> list[Call]:
     """The call for heads whose gates are random; queries and keys of length 1."""
-    from sglang.srt.kernels.conditions import SM12X_PRODUCTS
     from sglang.srt.layers.recurrent.rule import gated_delta_rule
     from sglang.srt.layers.recurrent.triton_ops import recurrence
 
-    kernels = recurrence.IN_REGISTERS if SM12X_PRODUCTS <= arch.features else recurrence.RECURRENCE
     rule, tokens, keys = gated_delta_rule(op.key_dim), op.batch * op.tokens, op.key_heads * op.key_dim
     rows = _half(tokens, 2 * keys + op.heads * op.value_dim, device=device)
     rows[:, : 2 * keys] *= op.key_dim**-0.5
@@ -225,9 +223,9 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits, device: str) -> list[Call
     def call(slots: torch.Tensor) -> None:
         given = (rule, q, k, v, a, b, a_log, dt_bias, None, pool)
         if op.tokens == 1:
-            kernels.decode(*given, slots, out, max(1, arch.num_sms))
+            recurrence.RECURRENCE.decode(*given, slots, out, max(1, arch.num_sms))
         else:
-            kernels.extend(*given, slots, slots, prefix, start, out)
+            recurrence.RECURRENCE.extend(*given, slots, slots, prefix, start, out)
 
     return [lambda slots=slots: call(slots) for slots in all_slots.unbind()]  # type: ignore[misc]
 

@@ -51,13 +51,12 @@ from sglang.tuning.ops import (
 from sglang.tuning.rates import UNMEASURED, ceilings_of, rates_of
 from sglang.tuning.search_space import KINDS, MoeShape, grouped_product, in_half, widening_of
 from sglang.tuning.served_attention import (
-    IN_REGISTERS,
     READING,
+    SCAN,
     carried_step_times,
     delta_rule_seconds,
     planned_pieces,
     reading_seconds_of,
-    scan_of,
     served_prompt_seconds,
     shared_times,
 )
@@ -370,9 +369,8 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
         return Predicted(LAUNCH + reading_seconds(op.num_bytes, arch), 0.3, "states read and written once")
     seconds = delta_rule_seconds(op.batch, op.tokens, op.heads, op.value_dim, arch)
     # Scores, u and w go from the first launch to the second through memory.
-    handed_on = 4.0 * op.batch * op.tokens * op.heads * (op.key_dim + op.value_dim + scan_of(arch).chunk)
-    told = "by SGLang's" if scan_of(arch) is IN_REGISTERS else "as on an H200"
-    return Predicted(max(seconds, reading_seconds(op.num_bytes + handed_on, arch)), 0.4, f"chunks in turn, {told}")
+    handed_on = 4.0 * op.batch * op.tokens * op.heads * (op.key_dim + op.value_dim + SCAN.chunk)
+    return Predicted(max(seconds, reading_seconds(op.num_bytes + handed_on, arch)), 0.4, "chunks in turn, as on an H100")
 
 
 CALLED_BY_PYTORCH = 16 << 20

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.conditions import SM12X_PRODUCTS
 from sglang.srt.kernels.spec import TileRecord
 from sglang.tuning.attention_model import (
     NUM_SMS,
@@ -184,34 +183,29 @@ def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A form of its prompts: `chunk` tokens at once, and a program takes `columns` of a head's state through the chunks
-    of a request, which wait for each other; tests hold both to the kernels. One of them takes `waits` microseconds
-    besides `operations` on a whole SM. `local`: instructions of the lanes for what a chunk of a head needs besides,
-    counted."""
+    """The form of its prompts: `chunk` tokens at once, and a program takes `columns` of a head's state through the
+    chunks of a request, which wait for each other; a test holds both to the kernels. One of them takes `waits`
+    microseconds besides `operations` on a whole SM. `local`: instructions of the lanes for what a chunk of a head needs
+    besides, counted, which take `local_times` as long as the lanes need to issue them."""
 
     chunk: int
     columns: int
     operations: float
     waits: float
     local: float
+    local_times: float
 
 
-IN_SHARED = Scan(64, 32, 0.0, 6.7, 8 * 32 * 4170.0)
-"""6.7 us of an H200, products among them: one time of 8,192 tokens tells it, less what `local` takes."""
-IN_REGISTERS = Scan(32, 64, 4 * 112 * 2 * 16 * 8 * 16, 0.8, 4 * 32 * 2818.0)
+SCAN = Scan(32, 64, 4 * 112 * 2 * 16 * 8 * 16, 0.8, 4 * 32 * 2818.0, 1.9)
 """The products are counted: four warps with 112 of 16 x 8 x 16. The waits are those of SGLang's kernels on an RTX PRO
-6000 Server, which take two heads through 64 tokens in 1.26 us, 0.43 us of it products."""
-
-
-def scan_of(arch: ArchTraits) -> Scan:
-    return IN_REGISTERS if SM12X_PRODUCTS <= arch.features else IN_SHARED
+6000 Server, which take two heads through 64 tokens in 1.26 us, 0.43 us of it products. An H100 takes 288 us for the
+first launch of 8,192 tokens of 32 heads, whose lanes would need 151, and for the second what these numbers say."""
 
 
 def delta_rule_seconds(batch: int, tokens: int, heads: int, value_dim: int, arch: ArchTraits) -> float:
-    scan = scan_of(arch)
-    chunks = -(-tokens // scan.chunk)
+    chunks = -(-tokens // SCAN.chunk)
     lanes = arch.num_sms * LANES_PER_SM * rates_of(arch).clock * constants_of(arch).issue_share
-    local = batch * chunks * heads * scan.local / lanes
-    programs = batch * heads * -(-value_dim // scan.columns)
-    step = scan.operations * arch.num_sms / ceilings_of(arch).products["half"] + scan.waits * 1e-6
+    local = batch * chunks * heads * SCAN.local * SCAN.local_times / lanes
+    programs = batch * heads * -(-value_dim // SCAN.columns)
+    step = SCAN.operations * arch.num_sms / ceilings_of(arch).products["half"] + SCAN.waits * 1e-6
     return 2 * 2.0e-6 + local + waves_of(programs / arch.num_sms) * chunks * step

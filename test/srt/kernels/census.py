@@ -826,7 +826,6 @@ def _recurrent(
 ) -> None:
     """With states of both types; q, k and v are parts of what the convolution leaves, which is a part of a product."""
     keys, values, delta = key_heads * key_dim, heads * value_dim, rule.delta
-    kernels = recurrence.IN_REGISTERS if SM12X_PRODUCTS <= arch.features else recurrence.RECURRENCE
     channels = 2 * keys + values
     conv = (empty(channels, width), empty(channels) if conv_bias else None, empty(REQUESTS + 1, width - 1, channels))
     heads_with_norm = (2 * key_heads, key_dim) if delta else (0, 0)
@@ -848,7 +847,7 @@ def _recurrent(
         result = empty(tokens, heads, value_dim)
         for dtype in (torch.float32, BF16):
             states = empty(REQUESTS + 1, heads, key_dim, value_dim, dtype=dtype)
-            kernels.extend(*given, states, *ragged, result)
+            recurrence.recurrence_extend(*given, states, *ragged, result)
             if tokens == 8:
                 causal_conv.causal_conv_decode(x, *conv, slots, out, *heads_with_norm)
                 for num_sms in (1, 1000):

@@ -10,7 +10,6 @@ import triton
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
-from sglang.srt.kernels.conditions import SM12X_PRODUCTS
 from sglang.srt.layers.recurrent.triton_ops import (
     causal_conv,
     channel_decay,
@@ -122,8 +121,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     else:
         delta, dims = RULES[op]
         for key_dim, value_dim in dims:
-            in_registers = SM12X_PRODUCTS <= {*features} and key_dim <= register_scan.MAX_KEYS
-            yield from _recurrence(op, delta, key_dim, value_dim, in_registers)
+            yield from _recurrence(op, delta, key_dim, value_dim)
 
 
 def _convolutions() -> Iterator[Variant]:
@@ -153,12 +151,13 @@ def _convolutions() -> Iterator[Variant]:
     yield _described("causal_conv1d", "commit", commit.commit_conv_kernel, types, constants, commit.CONV_TILE, aligned)
 
 
-def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int, in_registers: bool) -> Iterator[Variant]:
+def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
     data = dict.fromkeys(("q", "k", "v", "scores", "u", "w", "out"), "*bf16") | _GATES | _INDEX | _COUNTS
     data |= dict.fromkeys(("decay", "beta", "beta_out", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
     data |= dict.fromkeys(_STRIDES, "i32")
     shape = {"K": key_dim, "V": value_dim, "BLOCK_K": triton.next_power_of_2(key_dim), "DELTA": delta}
     dims = f"{key_dim}x{value_dim}"
+    in_registers = key_dim <= register_scan.MAX_KEYS
     chunk = {"CHUNK": register_scan.CHUNK if in_registers else chunk_local.CHUNK}
     constants: dict[str, Any] = shape | chunk | {"BLOCK_V": triton.next_power_of_2(value_dim)}
     local, local_tile = chunk_local.chunk_local_kernel, register_scan.LOCAL_TILE if in_registers else chunk_local.TILE

@@ -180,18 +180,7 @@ def _recurrent(triton_entry: str, native_entry: str) -> tuple[KernelSpec, ...]:
     )
 
 
-_RECURRENCE = (
-    # Predicted as faster for prompts, from counts and from what others' kernels take on such a card; no GPU has timed
-    # it. Where the other one was timed, that one stays.
-    KernelSpec(
-        "triton_registers",
-        f"{_RECURRENT}.triton_ops.recurrence:IN_REGISTERS",
-        SM12X_PRODUCTS,
-        "triton",
-        refuse=HALF,
-    ),
-    *_recurrent("recurrence:RECURRENCE", "RECURRENCE"),
-)
+_RECURRENCE = _recurrent("recurrence:RECURRENCE", "RECURRENCE")
 GATED_DELTA_RULE = (
     *_RECURRENCE,
     KernelSpec("flashinfer", requires=CP_ASYNC, refuse=not_for_hybrids("flashinfer"), not_here=NOT_YET),

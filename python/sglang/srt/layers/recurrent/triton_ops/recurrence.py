@@ -6,8 +6,6 @@ References: `native.recurrence_extend`, `native.recurrence_decode` and `native.r
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 
@@ -35,10 +33,9 @@ def recurrence_extend(
     prefix_lens: torch.Tensor,
     start_loc: torch.Tensor,
     out: torch.Tensor,
-    in_registers: bool = False,
 ) -> None:
-    """Ragged new tokens of B sequences, each over the state of its prefix. `in_registers`: by `register_scan`, where a
-    state fits.
+    """Ragged new tokens of B sequences, each over the state of its prefix: by `register_scan` where a state fits into
+    registers, else by `chunk_scan`.
 
     q, k [T, Hk, K], v [T, H, V]: parts of rows equally far apart; a, b [T, H]; a_log, dt_bias, skip [H]; states
     [slots, H, K, V]; initial_slots, slots [B]: where a sequence's state is read (if it has a prefix) and written;
@@ -50,7 +47,7 @@ def recurrence_extend(
     if num_tokens == 0 or num_seqs == 0:
         return
     assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
-    in_registers = in_registers and key_dim <= register_scan.MAX_KEYS
+    in_registers = key_dim <= register_scan.MAX_KEYS
     chunk = register_scan.CHUNK if in_registers else chunk_local.CHUNK
     delta, device, block_k, group = rule.delta, v.device, triton.next_power_of_2(key_dim), heads // k.shape[1]
     scores = torch.empty((num_tokens, heads, chunk), dtype=v.dtype, device=device)
@@ -138,7 +135,3 @@ def recurrence_verify(
 
 
 RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
-IN_REGISTERS: RecurrenceKernels = StepKernels(
-    functools.partial(recurrence_extend, in_registers=True), recurrence_decode, recurrence_verify, commit_states
-)
-"""The same, with prompts by `register_scan`."""
