@@ -231,11 +231,12 @@ def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
         keys = attention_model.Keys(seqs, 4096, heads, 1, dim, dim)
         assert combine_constants(dim, heads, seqs)["BLOCK_P"] == served_attention.merged_at_once(keys)
     scan = served_attention.SCAN
-    assert (register_scan.CHUNK, register_scan.TILE["BLOCK_V"]) == (scan.chunk, scan.columns)
+    assert (register_scan.CHUNK, tuple(tile["BLOCK_V"] for tile in register_scan.TILES)) == (scan.chunk, scan.columns)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "tokens", "heads", "measured"), [(1, 8192, 32, 588), (4, 2048, 32, 403), (1, 8192, 16, 444), (4, 2048, 16, 218)]
+    ("prompts", "tokens", "heads", "measured"),
+    [(1, 8192, 32, 588), (4, 2048, 32, 403), (1, 8192, 16, 343), (4, 2048, 16, 218)],
 )
 def test_the_gated_delta_rule_takes_what_an_h100_took(prompts: int, tokens: int, heads: int, measured: float) -> None:
     """In microseconds; the model of an H200 has the same SMs and clock."""

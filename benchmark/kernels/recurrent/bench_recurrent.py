@@ -126,7 +126,7 @@ def norm_case(shape: Shape, tokens: int) -> Case:
     return Case(f"gated norm {shape.name} T={tokens}", 6 * tokens * shape.values, norm)
 
 
-def prompt_cases(shape: Shape) -> Iterator[Case]:
+def prompt_cases(shape: Shape, num_sms: int) -> Iterator[Case]:
     chunk = register_scan.CHUNK
     for length, count in ((64, 1), (1024, 1), (8192, 1), (1024, 8)):
         tokens = length * count
@@ -139,7 +139,7 @@ def prompt_cases(shape: Shape) -> Iterator[Case]:
             given = inputs(shape, tokens)
             states = randn(count + 1, shape.heads, shape.key_dim, shape.value_dim, dtype=torch.float32)
             out = randn(tokens, shape.heads, shape.value_dim)
-            return lambda: recurrence.recurrence_extend(shape.rule, *given, states, *ragged, out)
+            return lambda: recurrence.recurrence_extend(shape.rule, *given, states, *ragged, out, num_sms)
 
         def conv(tokens: int = tokens, count: int = count, ragged: tuple = ragged) -> Call:
             x, weight = randn(tokens, shape.channels), randn(shape.channels, CONV_WIDTH)
@@ -189,7 +189,7 @@ def main() -> None:
     print(f"{'':<58} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'of ceiling':>10}")
     rows = []
     for shape in SHAPES:
-        for case in (*decode_cases(shape, num_sms), *prompt_cases(shape)):
+        for case in (*decode_cases(shape, num_sms), *prompt_cases(shape, num_sms)):
             if args.only not in case.name:
                 continue
             seconds = time_calls([case.make() for _ in range(copies_for(case.num_bytes, most=16))])

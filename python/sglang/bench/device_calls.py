@@ -225,7 +225,7 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits, device: str) -> list[Call
         if op.tokens == 1:
             recurrence.RECURRENCE.decode(*given, slots, out, max(1, arch.num_sms))
         else:
-            recurrence.RECURRENCE.extend(*given, slots, slots, prefix, start, out)
+            recurrence.RECURRENCE.extend(*given, slots, slots, prefix, start, out, max(1, arch.num_sms))
 
     return [lambda slots=slots: call(slots) for slots in all_slots.unbind()]  # type: ignore[misc]
 

@@ -183,29 +183,31 @@ def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The form of its prompts: `chunk` tokens at once, and a program takes `columns` of a head's state through the
-    chunks of a request, which wait for each other; a test holds both to the kernels. One of them takes `waits`
-    microseconds besides `operations` on a whole SM. `local`: instructions of the lanes for what a chunk of a head needs
-    besides, counted, which take `local_times` as long as the lanes need to issue them."""
+    """The form of its prompts: `chunk` tokens at once, and a program takes some `columns` of a head's state through the
+    chunks of a request, which wait for each other: the fewest with which each program has an SM, else the most. A test
+    holds both to the kernels. A chunk takes `waits` microseconds besides `operations` a column on a whole SM. `local`:
+    instructions of the lanes for what a chunk of a head needs besides, counted, which take `local_times` as long as the
+    lanes need to issue them."""
 
     chunk: int
-    columns: int
+    columns: tuple[int, ...]
     operations: float
     waits: float
     local: float
     local_times: float
 
 
-SCAN = Scan(32, 64, 4 * 112 * 2 * 16 * 8 * 16, 0.8, 4 * 32 * 2818.0, 1.9)
-"""The products are counted: four warps with 112 of 16 x 8 x 16. The waits are those of SGLang's kernels on an RTX PRO
-6000 Server, which take two heads through 64 tokens in 1.26 us, 0.43 us of it products. An H100 takes 288 us for the
-first launch of 8,192 tokens of 32 heads, whose lanes would need 151, and for the second what these numbers say."""
+SCAN = Scan(32, (16, 32, 64), 112 * 2 * 8 * 16, 0.8, 4 * 32 * 2818.0, 1.9)
+"""The products are counted: 112 of 16 x 8 x 16 for 16 columns. The waits are those of SGLang's kernels on an RTX PRO
+6000 Server, which take two heads through 64 tokens in 1.26 us, 0.43 us of it products; an H100 has 0.7 to 1.0 us here.
+An H100 takes 288 us for the first launch of 8,192 tokens of 32 heads, whose lanes would need 151."""
 
 
 def delta_rule_seconds(batch: int, tokens: int, heads: int, value_dim: int, arch: ArchTraits) -> float:
     chunks = -(-tokens // SCAN.chunk)
     lanes = arch.num_sms * LANES_PER_SM * rates_of(arch).clock * constants_of(arch).issue_share
     local = batch * chunks * heads * SCAN.local * SCAN.local_times / lanes
-    programs = batch * heads * -(-value_dim // SCAN.columns)
-    step = SCAN.operations * arch.num_sms / ceilings_of(arch).products["half"] + SCAN.waits * 1e-6
-    return 2 * 2.0e-6 + local + waves_of(programs / arch.num_sms) * chunks * step
+    programs = {columns: batch * heads * -(-value_dim // columns) for columns in SCAN.columns}
+    columns = next((columns for columns, count in programs.items() if count <= arch.num_sms), SCAN.columns[-1])
+    step = SCAN.operations * columns * arch.num_sms / ceilings_of(arch).products["half"] + SCAN.waits * 1e-6
+    return 2 * 2.0e-6 + local + waves_of(programs[columns] / arch.num_sms) * chunks * step

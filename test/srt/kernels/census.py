@@ -19,7 +19,7 @@ from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, exper
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import band_of
-from sglang.srt.kernels.conditions import MIXED_ROWS, SM12X_PRODUCTS
+from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.block_selection import BlockSelection
@@ -847,7 +847,8 @@ def _recurrent(
         result = empty(tokens, heads, value_dim)
         for dtype in (torch.float32, BF16):
             states = empty(REQUESTS + 1, heads, key_dim, value_dim, dtype=dtype)
-            recurrence.recurrence_extend(*given, states, *ragged, result)
+            for num_sms in (1, 8 * heads * -(-value_dim // 32), 1 << 20):  # each number of columns
+                recurrence.recurrence_extend(*given, states, *ragged, result, num_sms)
             if tokens == 8:
                 causal_conv.causal_conv_decode(x, *conv, slots, out, *heads_with_norm)
                 for num_sms in (1, 1000):

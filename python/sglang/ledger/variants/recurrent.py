@@ -163,11 +163,12 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
     local, local_tile = chunk_local.chunk_local_kernel, register_scan.LOCAL_TILE if in_registers else chunk_local.TILE
     yield _described(op, f"local/{dims}", local, data, constants, local_tile, _STRIDES)
     scan = register_scan.register_scan_kernel if in_registers else chunk_scan.chunk_scan_kernel
-    scan_tile = register_scan.TILE if in_registers else chunk_scan.scan_tile(key_dim)
+    scan_tiles = register_scan.TILES if in_registers else (chunk_scan.TILE,)
     for state, pointer in STATE_TYPES.items():
         arguments = data | {"states": pointer}
         constants = shape | chunk | {"HAS_SKIP": not delta}
-        yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, scan_tile, _STRIDES)
+        for tile in scan_tiles:
+            yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
         for tile in state_step.STEP_TILES:
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}

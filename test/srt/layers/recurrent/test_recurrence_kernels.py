@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.triton_ops import recurrence
+from sglang.srt.layers.recurrent.triton_ops import recurrence, register_scan
 from srt.layers.recurrent.problems import DELTA, SSD, judge, problem, relative
 
 DEVICE = interpreter.DEVICE
@@ -28,7 +28,8 @@ def seed() -> None:
 @interpreter.kernel_test
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("lens", "prefixes"), [((1,), (0,)), ((31, 32, 33), (0, 5, 0)), ((63, 64, 65), (0, 5, 0)), ((130,), (7,)), ((3, 0, 200), (1, 9, 0))]
+    ("lens", "prefixes"),
+    [((1,), (0,)), ((31, 32, 33), (0, 5, 0)), ((63, 64, 65), (0, 5, 0)), ((130,), (7,)), ((3, 0, 200), (1, 9, 0))],
 )
 def test_lengths(kind: str, lens: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
     """Around the chunk's size, with and without a state before, and with nothing to do."""
@@ -57,6 +58,20 @@ def test_keys_of_a_state(kind: str, key_dim: int, dtype: torch.dtype) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_sms", [1, 2, 4])
+def test_columns_of_a_program(kind: str, num_sms: int) -> None:
+    """64, 32 and 16 of 64: as few as give every program an SM of its own."""
+    given = problem(kind, (70,), (5,), (1, 1), (80, 64), device=DEVICE)
+    tile = register_scan.scan_tile(1, 64, num_sms)
+    assert tile["BLOCK_V"] == 64 // num_sms
+    out, states = given.extend(recurrence.recurrence_extend, num_sms=num_sms)
+    expected_out, expected_states = judge(given)
+    assert relative(out, expected_out) < TOLERANCE[torch.float32]
+    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+
+
+@interpreter.kernel_test
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", ["none", "some", "strong"])
@@ -75,9 +90,7 @@ def test_decays_and_repeated_keys(kind: str, decay: str, repeated: bool) -> None
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "dims"), [((2, 4), (24, 40)), ((2, 2), (128, 64)), ((1, 2), (64, 128))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shapes_and_types(
-    kind: str, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_shapes_and_types(kind: str, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Dims that are no powers of two, heads that share keys; rows before the sequences stay as they are."""
     given = problem(kind, (70, 20), (0, 4), heads, dims, dtype, lead=3, device=DEVICE)
     out, states = given.extend(recurrence.recurrence_extend)
@@ -164,11 +177,12 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 4097])
 @pytest.mark.parametrize(("heads", "dims"), [((16, 32), (128, 128)), ((2, 2), (128, 128)), ((8, 64), (128, 64))])
 @pytest.mark.parametrize("decay", ["none", "some", "strong"])
+@pytest.mark.parametrize("num_sms", [1, 1 << 20])
 def test_published_shapes(
-    kind: str, length: int, heads: tuple[int, int], dims: tuple[int, int], decay: str
+    kind: str, length: int, heads: tuple[int, int], dims: tuple[int, int], decay: str, num_sms: int
 ) -> None:
     given = problem(kind, (length, 17), (5, 0), heads, dims, torch.bfloat16, decay=decay, device="cuda")
-    out, states = given.extend(recurrence.recurrence_extend)
+    out, states = given.extend(recurrence.recurrence_extend, num_sms=num_sms)
     expected_out, expected_states = judge(given)
     assert relative(out, expected_out) < 2e-2
     assert relative(states, expected_states) < 2e-2

@@ -201,4 +201,5 @@ class RecurrentCore:
             cache["state"],
             *ragged,
             out,
+            self.num_sms,
         )

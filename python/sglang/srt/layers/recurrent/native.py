@@ -86,6 +86,7 @@ def recurrence_extend(
     prefix_lens: torch.Tensor,
     start_loc: torch.Tensor,
     out: torch.Tensor,
+    num_sms: int = 1,
 ) -> None:
     """Computes what `triton_ops.recurrence.recurrence_extend` does."""
     log_decay, beta = gates(rule, a, b, a_log, dt_bias)

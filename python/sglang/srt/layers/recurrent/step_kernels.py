@@ -139,6 +139,7 @@ class RecurrenceExtend(Protocol):
         prefix_lens: torch.Tensor,
         start_loc: torch.Tensor,
         out: torch.Tensor,
+        num_sms: int = 1,
     ) -> None: ...
 
 

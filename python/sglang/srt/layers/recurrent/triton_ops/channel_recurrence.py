@@ -41,6 +41,7 @@ def channel_recurrence_extend(
     prefix_lens: torch.Tensor,
     start_loc: torch.Tensor,
     out: torch.Tensor,
+    num_sms: int = 1,
 ) -> None:
     """Ragged new tokens of B sequences, each over the state of its prefix: as `recurrence.recurrence_extend`."""
     num_tokens, heads, value_dim = v.shape

@@ -11,8 +11,6 @@ The state is read once before and written once after. Reference: the recurrence 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import triton
 import triton.language as tl
 
@@ -92,6 +90,5 @@ def chunk_scan_kernel(
     tl.store(after + tile, state.to(states.dtype.element_ty), mask=tile_ok)
 
 
-def scan_tile(key_dim: int) -> Mapping[str, int]:
-    """Columns of V a program: so few that no operand of the products fills the registers."""
-    return {"BLOCK_V": 32 if key_dim <= 128 else 16, "num_warps": 8, "num_stages": 2}
+TILE = {"BLOCK_V": 16, "num_warps": 8, "num_stages": 2}
+"""So few columns that with 256 keys no operand of the products fills the registers."""

@@ -33,14 +33,15 @@ def recurrence_extend(
     prefix_lens: torch.Tensor,
     start_loc: torch.Tensor,
     out: torch.Tensor,
+    num_sms: int = 1,
 ) -> None:
     """Ragged new tokens of B sequences, each over the state of its prefix: by `register_scan` where a state fits into
     registers, else by `chunk_scan`.
 
     q, k [T, Hk, K], v [T, H, V]: parts of rows equally far apart; a, b [T, H]; a_log, dt_bias, skip [H]; states
     [slots, H, K, V]; initial_slots, slots [B]: where a sequence's state is read (if it has a prefix) and written;
-    prefix_lens [B], start_loc [B + 1] int32; out [T, H, V], whose rows before start_loc[0] stay as they are. Never
-    synchronizes; CUDA-graph safe.
+    prefix_lens [B], start_loc [B + 1] int32; out [T, H, V], whose rows before start_loc[0] stay as they are. `num_sms`
+    of the GPU decides how the work is cut. Never synchronizes; CUDA-graph safe.
     """
     num_tokens, heads, value_dim = v.shape
     key_dim, num_seqs = k.shape[2], start_loc.shape[0] - 1
@@ -61,8 +62,10 @@ def recurrence_extend(
         v.stride(0), a.stride(0), rule.scale, rule.dt_min, rule.dt_max, K=key_dim, V=value_dim, BLOCK_K=block_k,
         BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk, DELTA=delta, **local_tile,
     )  # fmt: skip
-    scan = register_scan.register_scan_kernel if in_registers else chunk_scan.chunk_scan_kernel
-    tile = register_scan.TILE if in_registers else chunk_scan.scan_tile(key_dim)
+    if in_registers:
+        scan, tile = register_scan.register_scan_kernel, register_scan.scan_tile(num_seqs * heads, value_dim, num_sms)
+    else:
+        scan, tile = chunk_scan.chunk_scan_kernel, chunk_scan.TILE
     scan[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
         q, k, v, scores, decay, beta, u, w, a_log if skip is None else skip, states, initial_slots, slots, prefix_lens,
         start_loc, out, heads, group, v.stride(0), out.stride(0), states.stride(0), rule.scale, K=key_dim, V=value_dim,
