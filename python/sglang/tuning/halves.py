@@ -49,7 +49,8 @@ class Stretch:
 
 
 def runs_in_halves(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> bool:
-    """Returns whether a server computes the step as two halves there, its cards joined by PCIe or by NVLink."""
+    """Returns whether a server computes the step as two halves there, its cards joined by PCIe or by NVLink; False of
+    attention groups with requests of their own, of whose halves nothing is predicted."""
     prompt = not step.decodes and not step.verifies
     whole = why_whole(serving.tp_size, serving.dcp_size) or serving.attn_dp_size > 1
     if serving.two_batch == "off" or whole or not prompt:

@@ -3,7 +3,6 @@ kernels do, also for prompts in parts, padding, and guesses that are taken back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from sglang.srt.layers.recurrent.triton_ops import channel_recurrence
 from sglang.srt.layers.recurrent.triton_ops.gated_norm import gated_rmsnorm
 from sglang.srt.layers.triton_ops import gated_streams, index_rope, index_store
 from sglang.srt.model_executor.graph_runner import GraphSizes
+from srt.layers.kernels_in_models import assert_as_with_torch
 from srt.model_executor import test_compressed_steps as steps
 from srt.model_executor.graph_stand_ins import in_graphs
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
-from srt.models.harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny
+from srt.models.harness import random_tokens, save_tiny
 
 TILE = {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 1}
 SCORES = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 1}
@@ -63,26 +63,13 @@ KERNELS = {
 }
 
 
-@dataclass(frozen=True)
-class KernelPlan(NativePlan):
-    def entry(self, op: str) -> Any:
-        return KERNELS[op] if op in KERNELS else super().entry(op)
-
-
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
 def test_kernels_in_a_model(tmp_path: Path) -> None:
     """The indexer drops blocks: four of up to twelve are selected."""
     save_tiny("qwen4_exp_wide", tmp_path)
-    native = plan_for(tmp_path)
-    runners = [TinyRunner(native), TinyRunner(KernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype))]
-    tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
+    tokens = random_tokens(50, seed=1)
     tokens[20] = tokens[33] = 7  # where n-grams end
-    results = []
-    for runner in runners:
-        parts = [*runner.extend({3: tokens[:29], 1: other[:4]}), *runner.extend({1: other[4:], 3: tokens[29:42]})]
-        parts += [runner.decode({3: token, 1: 6}) for token in tokens[42:]]
-        results.append(torch.cat(parts))
-    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-3)
+    assert_as_with_torch(tmp_path, KERNELS, tokens, random_tokens(9, seed=2), (29, 42))
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
@@ -119,25 +106,12 @@ OF_LATENTS = {
 }
 
 
-@dataclass(frozen=True)
-class LatentKernelPlan(NativePlan):
-    def entry(self, op: str) -> Any:
-        return OF_LATENTS[op] if op in OF_LATENTS else super().entry(op)
-
-
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
 def test_kernels_of_pooled_latents_in_a_model(tmp_path: Path) -> None:
     """The indexer drops runs: three of up to twelve are selected."""
     save_tiny("glm5_next_wide", tmp_path)
-    native = plan_for(tmp_path)
-    runners = [TinyRunner(native), TinyRunner(LatentKernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype))]
     tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
-    results = []
-    for runner in runners:
-        parts = [*runner.extend({3: tokens[:29], 1: other[:4]}), *runner.extend({1: other[4:], 3: tokens[29:42]})]
-        parts += [runner.decode({3: token, 1: 6}) for token in tokens[42:]]
-        results.append(torch.cat(parts))
-    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=2e-3)
+    assert_as_with_torch(tmp_path, OF_LATENTS, tokens, other, (29, 42), atol=2e-3)
 
 
 @pytest.mark.thorough

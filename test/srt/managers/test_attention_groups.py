@@ -88,6 +88,20 @@ FOUR_PARTS: dict[str, dict[str, Any]] = {
     "compressed": {"o_groups": 4},
 }
 """What differs in models that four ranks could not share otherwise."""
+
+
+def save_models(names: Iterable[str], ranks: RankLayout, folder: Path) -> dict[str, str]:
+    """Returns where these of MODELS are, whose attention the ranks can share."""
+    folders = {}
+    for name in names:
+        tiny, changes = MODELS[name]
+        parts = FOUR_PARTS.get(name, {}) if ranks.attn_tp_size == 4 else {}
+        folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
+        if tiny:
+            save_tiny(tiny, Path(folders[name]), **changes, **parts)
+    return folders
+
+
 POOLS = {"compressed": 112, "n-grams": 112, "pooled latents": 112}
 """Pools of models with large pages, of which a request has two at least."""
 WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents")
@@ -142,12 +156,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flag
 
 
 def check(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
-    folders, groups = {}, ranks.attn_dp_size
-    for name in names:
-        tiny, changes = MODELS[name]
-        folders[name] = str(tmp_path / name if tiny else DEFAULT_MODEL_PATH)
-        if tiny:
-            save_tiny(tiny, Path(folders[name]), **changes)
+    folders, groups = save_models(names, ranks, tmp_path), ranks.attn_dp_size
     alone = {name: outcome(folder, ONE_RANK, 0, None) for name, folder in folders.items()}
     flags: dict[str, Any] = {"chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
     if ranks.dcp_size > 1:  # not pages of 16, as with states, of which so small a pool has too few for a request
@@ -266,10 +275,7 @@ def test_prefixes_of_groups_return(layout: str, where: str, tmp_path: Path) -> N
     """Each group keeps its own; ranks of other groups know what was copied, and copy nothing."""
     ranks = LAYOUTS[layout]
     names = HOST_MODELS if ranks.dcp_size == 1 else SHARED_OUT_HOST_MODELS
-    folders = {name: str(tmp_path / name) for name in names}
-    for name, folder in folders.items():
-        tiny, changes = MODELS[name]
-        save_tiny(tiny, Path(folder), **changes)
+    folders = save_models(names, ranks, tmp_path)
     flags: dict[str, Any] = {
         "chunked_prefill_size": CHUNK * ranks.attn_dp_size,
         "max_running_requests": 4 * ranks.attn_dp_size,

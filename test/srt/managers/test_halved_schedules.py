@@ -13,7 +13,6 @@ import pytest
 import torch
 from rank_processes import run_ranks
 
-from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.turns import Turns
 from sglang.srt.layers import embedding
@@ -21,9 +20,8 @@ from sglang.srt.model_executor import step_halves
 from sglang.srt.model_executor.step_halves import StepHalves
 from sglang.srt.plan.halves import turns_by_block
 from sglang.srt.plan.ranks import RankLayout
-from srt.models.harness import save_tiny
 
-from .test_attention_groups import FOUR_PARTS, MODELS
+from .test_attention_groups import MODELS, save_models
 from .test_parallel_schedules import POOL, Outcome, outcome
 
 ON: dict[str, Any] = {"enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
@@ -126,13 +124,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
 
 
 def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], folder: Path) -> None:
-    folders = {}
-    for name in names:
-        tiny, changes = MODELS[name]
-        folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
-        parts = FOUR_PARTS.get(name, {}) if ranks.attn_tp_size == 4 else {}
-        if tiny:
-            save_tiny(tiny, Path(folders[name]), **changes, **parts)
+    folders = save_models(names, ranks, folder)
     run_ranks(_rank, (ranks, folders, folder, modes), ranks.world_size)
     for name in names:
         results: dict[str, tuple[Outcome, Counter[str]]] = {}

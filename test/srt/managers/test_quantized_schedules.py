@@ -12,14 +12,12 @@ import pytest
 import torch
 from rank_processes import run_ranks
 
-from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.quantized_sums import QuantizedSums
 from sglang.srt.layers import embedding
 from sglang.srt.plan.ranks import RankLayout
-from srt.models.harness import save_tiny
 
-from .test_attention_groups import FOUR_PARTS, MODELS, POOL, POOLS
+from .test_attention_groups import MODELS, POOL, POOLS, save_models
 from .test_parallel_schedules import Outcome, outcome
 
 MODE = "enable_quantized_all_reduce"
@@ -80,13 +78,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
 
 def run(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """(name, mode) -> outcome and calls of rank 0, which all ranks have alike; stages differ in their calls."""
-    folders = {}
-    for name in names:
-        tiny, changes = MODELS[name]
-        folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
-        parts = FOUR_PARTS.get(name, {}) if ranks.attn_tp_size == 4 else {}
-        if tiny:
-            save_tiny(tiny, Path(folders[name]), **changes, **parts)
+    folders = save_models(names, ranks, folder)
     run_ranks(_rank, (ranks, folders, folder, modes), ranks.world_size)
     results = {}
     for name in names:

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.distributed.turns import LateLane, Turns
 from sglang.srt.model_executor.step import GroupSteps, MediaTokens, PromptTokens, StepInput
-from sglang.srt.model_executor.step_halves import ALIGNMENT, Cut, cut_groups, cut_of, halves_of
+from sglang.srt.model_executor.step_halves import ALIGNMENT, Cut, cut_groups, cut_of, cut_step
 from sglang.srt.models.causal_lm import CausalLM
 
 
@@ -65,7 +65,7 @@ def test_halves_have_every_token_once_and_a_cut_prompt_goes_on_behind_its_first_
         if cut is None:
             assert len(step.out_cache_loc) - decodes < 2
             continue
-        first, second = halves_of(step, cut)
+        first, second = cut_step(step, cut)
         tokens = [(slot, pos, loc, token) for half in (first, second) for slot, pos, loc, token in rows(half)]
         assert tokens == rows(step)
         assert first.num_decodes == decodes and second.num_decodes == 0

@@ -7,23 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang import explain
 from sglang.srt.configs.fused_projections import STRIPES, with_projection_stripes
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.model_loader.loader import filled_draft, load_model
 from sglang.srt.plan.fused_rows import fused_rows, keep_groups
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.ranks import HeadShares, RankLayout
+from sglang.srt.plan.ranks import HeadShares
 
 from .depth_drafts import build_depths
 from .harness import TinyRunner, plan_for
 from .quantized_checkpoints import FORMS, save_quantized
+from .ranks_alike import assert_ranks_alike
 from .test_depth_drafts import planned
 from .test_mimo_v2 import PUBLISHED, as_published
 from .test_quantized import TOLERANCE, steps, wanted
@@ -190,28 +189,14 @@ def test_ranks_have_the_rows_of_their_heads(stripes: int, size: int) -> None:
             assert len(rows) == 1 and keep_groups(rows, 128)
 
 
-def _rank(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
-    for stripes in (1, 4):
-        plan = plan_for(folder / str(stripes) / "quantized", tp_size=size)
-        runner = TinyRunner(plan)
-        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-        torch.save(steps(runner), folder / f"{stripes}{rank}.pt")
-    parallel_state.shutdown()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_their_heads_of_every_stripe(size: int, tmp_path: Path) -> None:
-    for stripes in (1, 4):
-        (tmp_path / str(stripes)).mkdir()
-        save_fused(tmp_path / str(stripes), stripes, moe_intermediate_size=512)
-    run_ranks(_rank, (size, tmp_path), size)
-    for stripes in (1, 4):
-        want = steps(TinyRunner(plan_for(tmp_path / str(stripes) / "quantized")))
-        for rank in range(size):
-            torch.testing.assert_close(torch.load(tmp_path / f"{stripes}{rank}.pt"), want, **TOLERANCE)
+    folders = {stripes: tmp_path / str(stripes) for stripes in (1, 4)}
+    for stripes, folder in folders.items():
+        folder.mkdir()
+        save_fused(folder, stripes, moe_intermediate_size=512)
+    assert_ranks_alike(size, steps, TOLERANCE, *folders.values())
 
 
 def test_draft_layers_are_stored_as_the_models(tmp_path: Path) -> None:

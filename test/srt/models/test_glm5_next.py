@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from rank_processes import run_ranks
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.ranks import RankLayout
 
 from .harness import DSA, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
+from .ranks_alike import assert_ranks_alike
 from .test_pooled_sparse import StagePlan
 from .test_quantized_hybrids import EXPERTS, TOKENS, Published, publish, steps
 
@@ -139,16 +137,6 @@ def with_draft_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _rank(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
-    plan = plan_for(folder / "quantized", tp_size=size)
-    runner = TinyRunner(plan)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-    torch.save(steps(runner), folder / f"{rank}.pt")
-    parallel_state.shutdown()
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_a_published_form_computes_what_it_stands_for(name: str, tmp_path: Path) -> None:
     reference = publish(FORMS[name], tmp_path)
@@ -165,10 +153,7 @@ def test_a_published_form_computes_what_it_stands_for(name: str, tmp_path: Path)
 def test_two_ranks_share_a_published_form(name: str, tmp_path: Path) -> None:
     publish(FORMS[name], tmp_path)
     with_draft_layer(tmp_path / "quantized")
-    run_ranks(_rank, (2, tmp_path), 2)
-    want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)
+    assert_ranks_alike(2, steps, TOLERANCE, tmp_path)
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
-from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, blocks_of, plan_for, save_tiny
 from .quantized_checkpoints import FORMS, Form, Tensors, write_model
+from .ranks_alike import assert_ranks_alike
 from .test_quantized_hybrids import TOLERANCE, steps, wanted
 
 EXPERTS = r".*block_sparse_moe\.experts\.\d+\.w[123]"
@@ -105,23 +103,10 @@ def test_a_stored_form_computes_what_it_stands_for(name: str, tmp_path: Path) ->
     assert not isinstance(mixer.beta.apply, QuantizedLinear), "it is too little"
 
 
-def _rank(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
-    plan = plan_for(folder / "quantized", tp_size=size)
-    runner = TinyRunner(plan)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-    torch.save(steps(runner), folder / f"{rank}.pt")
-    parallel_state.shutdown()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["FP8 blocks", "NVFP4 of compressed-tensors"])
 def test_two_ranks_share_heads_and_experts(name: str, tmp_path: Path) -> None:
     """A rank's two heads of beta end within the block that all four share."""
     case = CASES[name]
     save_stored(case, tmp_path, moe_intermediate_size=256)
-    run_ranks(_rank, (2, tmp_path), 2)
-    want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)
+    assert_ranks_alike(2, steps, TOLERANCE, tmp_path)

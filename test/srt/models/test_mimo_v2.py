@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.quantization import detect
-from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import Dense
 from sglang.srt.plan.layout import check_layout
@@ -21,6 +19,7 @@ from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, plan_for
 from .quantized_checkpoints import FORMS, save_quantized
+from .ranks_alike import assert_ranks_alike
 from .test_quantized import TOLERANCE, steps, wanted
 
 PUBLISHED = Path(__file__).parents[1] / "kernels" / "published" / "MiMo-V2-Flash" / "config.json"
@@ -89,16 +88,6 @@ def test_a_pattern_that_cannot_be_read_is_refused(pattern: list[int], tmp_path: 
         _ = plan_for(tmp_path).description
 
 
-def _rank(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
-    plan = plan_for(folder / "quantized", tp_size=size)
-    runner = TinyRunner(plan)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-    torch.save(steps(runner), folder / f"{rank}.pt")
-    parallel_state.shutdown()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_whose_keys_end_within_blocks_hold_them_in_the_models_type(size: int, tmp_path: Path) -> None:
@@ -109,10 +98,7 @@ def test_ranks_whose_keys_end_within_blocks_hold_them_in_the_models_type(size: i
     full, window = (layer.mixer for layer in plan_for(tmp_path / "quantized").description.layers[:2])
     assert isinstance(full, GQA) and isinstance(window, GQA) and full.scale_rows == window.scale_rows == 128
     assert full.widened(size) and window.widened(size) == (size == 4)
-    run_ranks(_rank, (size, tmp_path), size)
-    want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
-    for rank in range(size):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)
+    assert_ranks_alike(size, steps, TOLERANCE, tmp_path)
 
 
 def test_projections_in_the_models_type_by_layout() -> None:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, plan_for, save_tiny
+from .ranks_alike import assert_ranks_alike
 from .test_hybrid import multimodal
 from .test_quantized_hybrids import ATTENTION, EXPERTS, TOLERANCE, Published, publish, steps, wanted
 
@@ -133,23 +131,10 @@ def test_a_table_in_16_bits_beside_quantized_experts(tmp_path: Path) -> None:
     torch.testing.assert_close(steps(TinyRunner(plan)), wanted(tmp_path / "reference"), **TOLERANCE)
 
 
-def _rank(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
-    plan = plan_for(folder / "quantized", tp_size=size)
-    runner = TinyRunner(plan)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-    torch.save(steps(runner), folder / f"{rank}.pt")
-    parallel_state.shutdown()
-
-
 def test_two_ranks_share_the_table(tmp_path: Path) -> None:
     publish(replace(FORMS["NVFP4"]), tmp_path)
     in_fp8(tmp_path)
-    run_ranks(_rank, (2, tmp_path), 2)
-    want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)
+    assert_ranks_alike(2, steps, TOLERANCE, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 from .quantized_checkpoints import Tensors, Write, gptq, nvfp4_modelopt, plain, static
+from .ranks_alike import assert_ranks_alike
 
 TOKENS = random_tokens(19, seed=1)
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
@@ -267,22 +265,9 @@ def test_a_published_form_computes_what_it_stands_for(name: str, tmp_path: Path)
     assert head is not None and isinstance(head.product, QuantizedLinear) == in_table
 
 
-def _rank(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
-    plan = plan_for(folder / "quantized", tp_size=size)
-    runner = TinyRunner(plan)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-    torch.save(steps(runner), folder / f"{rank}.pt")
-    parallel_state.shutdown()
-
-
 def test_two_ranks_share_heads_experts_and_the_quantized_vocabulary(tmp_path: Path) -> None:
     publish(replace(PUBLISHED["Qwen3.6-35B-A3B-NVFP4"], model="qwen3_5_moe_wide"), tmp_path)
-    run_ranks(_rank, (2, tmp_path), 2)
-    want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)
+    assert_ranks_alike(2, steps, TOLERANCE, tmp_path)
 
 
 # --- the KV cache, and what is refused --------------------------------------------------------------------------------

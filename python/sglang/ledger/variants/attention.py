@@ -89,6 +89,16 @@ but 12, which takes up to 10 more and spills no more."""
 # Flags, in the order of what they switch off.
 _PREFIX = ("k_cache_ptr", "v_cache_ptr", "req_to_token_ptr", "req_pool_indices_ptr", "prefix_lens_ptr", "k_scale",
            "v_scale", "stride_kcs", "stride_kch", "stride_vcs", "stride_vch", "stride_rt")  # fmt: skip
+_DECODE = FormRule(
+    free=frozenset({"GROUP"}),
+    at_most=frozenset({"HAS_CAP", "HAS_SINKS", "HAS_GUESSES"}),
+    counts=frozenset({"num_heads", "num_head_tiles", "num_tokens", "window", "stride_rt"}),
+    absent={
+        "HAS_SINKS": ("sinks_ptr",),
+        "HAS_WINDOW": ("window",),
+        "HAS_GUESSES": ("prefix_lens_ptr", "num_tokens"),
+    },
+)
 FORM_RULES = {
     "extend_attention.extend_kernel": FormRule(
         free=frozenset({"GROUP"}),
@@ -103,26 +113,8 @@ FORM_RULES = {
             "HAS_WINDOW": ("window",),
         },
     ),
-    "decode_attention.decode_kernel": FormRule(
-        free=frozenset({"GROUP"}),
-        at_most=frozenset({"HAS_CAP", "HAS_SINKS", "HAS_GUESSES"}),
-        counts=frozenset({"num_heads", "num_head_tiles", "num_tokens", "window", "stride_rt"}),
-        absent={
-            "HAS_SINKS": ("sinks_ptr",),
-            "HAS_WINDOW": ("window",),
-            "HAS_GUESSES": ("prefix_lens_ptr", "num_tokens"),
-        },
-    ),
-    "decode_fp4.decode_fp4_kernel": FormRule(
-        free=frozenset({"GROUP"}),
-        at_most=frozenset({"HAS_CAP", "HAS_SINKS", "HAS_GUESSES"}),
-        counts=frozenset({"num_heads", "num_head_tiles", "num_tokens", "window", "stride_rt"}),
-        absent={
-            "HAS_SINKS": ("sinks_ptr",),
-            "HAS_WINDOW": ("window",),
-            "HAS_GUESSES": ("prefix_lens_ptr", "num_tokens"),
-        },
-    ),
+    "decode_attention.decode_kernel": _DECODE,
+    "decode_fp4.decode_fp4_kernel": _DECODE,
     "extend_fp4.extend_fp4_kernel": FormRule(
         free=frozenset({"GROUP"}),
         at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),

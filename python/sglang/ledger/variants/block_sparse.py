@@ -6,12 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang.ledger.form_rule import FormRule
-from sglang.ledger.variant import Variant, describe
-from sglang.ledger.variants.sparse import of_tile
-from sglang.srt.kernels import tiles
-from sglang.srt.layers.attention.entry_shares import MOST_SHARES
-from sglang.srt.layers.attention.triton_ops import block_attention, block_scores, sparse_attention
-from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_kernel
+from sglang.ledger.variant import Variant
+from sglang.ledger.variants.sparse import merges, of_tile, tiles_of
+from sglang.srt.layers.attention.triton_ops import block_attention, block_scores
 
 OPS = ("block_indexer", "block_attention")
 
@@ -40,17 +37,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
         yield from _scores(features)
     else:
         yield from _attention(features)
-        yield from _merges()
-
-
-def _tiles(op: str, features: tuple[str, ...]) -> Iterator[tuple[tuple[int, int], str, Mapping[str, int]]]:
-    for row in tiles.ROWS:
-        if row.op == op:
-            for tile in row.candidates(features):
-                for head_dims in row.head_dims:
-                    for kv_dtype in ELEMENTS:
-                        if tiles.KV_BYTES[kv_dtype] in row.kv_bytes:
-                            yield head_dims, kv_dtype, tile
+        yield from merges("block_attention", "merge", 128, False)
 
 
 def _types(kernel: Any) -> dict[str, str]:
@@ -60,7 +47,7 @@ def _types(kernel: Any) -> dict[str, str]:
 def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
     """Yields the variants for as many columns as a tile has, however many heads a rank has."""
     kernel = block_scores.block_scores_kernel
-    for head_dims, kv_dtype, tile in _tiles("block_indexer", features):
+    for head_dims, kv_dtype, tile in tiles_of("block_indexer", features, ELEMENTS):
         for heads in (1, 2, 4, 8, block_scores.LEAST_COLUMNS):
             types = _types(kernel)
             types |= {"q_ptr": "*bf16", "keys_ptr": "*bf16", "scores_ptr": "*fp32", "req_pool_indices_ptr": "*i64"}
@@ -73,21 +60,10 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
     kernel = block_attention.block_attention_kernel
-    for head_dims, kv_dtype, tile in _tiles("block_attention", features):
+    for head_dims, kv_dtype, tile in tiles_of("block_attention", features, ELEMENTS):
         element = ELEMENTS[kv_dtype]
         types = _types(kernel) | {"q_ptr": "*bf16", "o_ptr": "*bf16", "k_cache_ptr": element, "v_cache_ptr": element}
         types |= {"part_o_ptr": "*fp32", "part_lse_ptr": "*fp32", "scale": "fp32", "v_scale": "fp32"}
         key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/plain"
         constants = {"PER_GROUP": True, "DIM": head_dims[0], "BLOCK": BLOCK}
         yield of_tile("block_attention", key, kernel, types, constants, tile, _STRIDES)
-
-
-def _merges() -> Iterator[Variant]:
-    for shares in (sparse_attention.LEAST_SHARES, MOST_SHARES):
-        types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()}
-        types |= {"o_ptr": "*bf16", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
-        types |= {"lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
-        constants = {"RANK": 128, "COLS": sparse_attention.MERGE_COLS, "HAS_SINKS": False, "HAS_LSE": False}
-        launch = {"SHARES": shares, "num_warps": 4}
-        strides = ("stride_ot", "stride_oh")
-        yield describe("block_attention", f"merge/{shares}", merge_shares_kernel, types, constants, launch, strides)

@@ -197,29 +197,23 @@ def _of_pairs(
 ) -> Variant:
     tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
     constants = constants | experts.flags | {name: value for name, value in launch.items() if name not in tile}
-    arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
-    # Words of eight columns.
+    # Rows of `depth` / 8 words of eight columns each: a stride that 16 divides only where 128 divides the columns.
     words = experts.product.pair_kind == "packed" and depth % 128 != 0
     multiples = (name for name in experts.multiples(depth) if name in fn.arg_names)
     key = f"{kernel}/{experts.name}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "")
     key += "/bias" if experts.bias else ""
     aligned = tuple(name for name in multiples if not (words and name == "w_stride"))
-    return describe("fused_moe", key, fn, arguments, constants, tile, aligned)
+    return describe("fused_moe", key, fn, types, constants, tile, aligned)
 
 
 def _alignment() -> Iterator[Variant]:
-    types = {
-        "topk_ids": "*i32",
-        "cursors": "*i32",
-        "counts": "*i32",
-        "num_places": "i32",
-    } | GROUPING
-    steps = {
+    """The kernels that sort the choices of tokens by expert."""
+    types = GROUPING | {"topk_ids": "*i32", "cursors": "*i32", "counts": "*i32", "num_places": "i32"}
+    launches = {
         align.align_small_kernel: {"EXPERTS": MOST_EXPERTS, "BLOCK_M": 16, "CHUNK": align.CHUNK, "num_warps": 16},
         align.align_count_kernel: {"EXPERTS": MOST_EXPERTS, "CHUNK": align.CHUNK, "num_warps": 8},
         align.align_offsets_kernel: {"EXPERTS": MOST_EXPERTS, "BLOCK_M": 64, "num_warps": 8},
         align.align_scatter_kernel: {"CHUNK": align.CHUNK, "num_warps": 8},
     }
-    for fn, launch in steps.items():
-        arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
-        yield describe("fused_moe", fn.fn.__name__.removesuffix("_kernel"), fn, arguments, {}, launch)
+    for fn, launch in launches.items():
+        yield describe("fused_moe", fn.fn.__name__.removesuffix("_kernel"), fn, types, {}, launch)

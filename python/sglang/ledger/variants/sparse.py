@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -84,15 +84,18 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
         yield from _choices()
     else:
         yield from _attention(features)
-        yield from _merges()
+        yield from merges("sparse_attention", "merge", 512, True)
 
 
-def _tiles(op: str, features: tuple[str, ...]) -> Iterator[tuple[tuple[int, int], str, Mapping[str, int]]]:
+def tiles_of(
+    op: str, features: tuple[str, ...], kv_dtypes: Iterable[str] = ELEMENTS
+) -> Iterator[tuple[tuple[int, int], str, Mapping[str, int]]]:
+    """Yields (head dims, type of the cache, tile) of every row of `tiles` for the op."""
     for row in tiles.ROWS:
         if row.op == op:
             for tile in row.candidates(features):
                 for head_dims in row.head_dims:
-                    for kv_dtype in ELEMENTS:
+                    for kv_dtype in kv_dtypes:
                         if tiles.KV_BYTES[kv_dtype] in row.kv_bytes:
                             yield head_dims, kv_dtype, tile
 
@@ -143,7 +146,7 @@ def _queries() -> Iterator[Variant]:
 def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
     """Yields the variants of the indexer's scores for as many tokens as a block has room for: fewer cost less."""
     kernel = index_logits.index_logits_kernel
-    for head_dims, kv_dtype, tile in _tiles("sparse_indexer", features):
+    for head_dims, kv_dtype, tile in tiles_of("sparse_indexer", features):
         for heads in (*INDEX_HEADS, *((POOLED_HEADS,) if kv_dtype == "bfloat16" else ())):
             element = ELEMENTS[kv_dtype]
             types = {name: "i32" for name in kernel.arg_names if not name.isupper()}
@@ -175,7 +178,7 @@ def _index_types(kernel: Any) -> dict[str, str]:
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
     """Yields the variants of attention to selected tokens, with everything that a launch may have: two caches where
     keys are values, sinks, and log-sum-exps."""
-    for head_dims, kv_dtype, tile in _tiles("sparse_attention", features):
+    for head_dims, kv_dtype, tile in tiles_of("sparse_attention", features):
         packed = kv_dtype == "fp8_e4m3"
         kernel = packed_attention_kernel if packed else sparse_attention.sparse_attention_kernel
         types = {
@@ -196,14 +199,15 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
         yield of_tile("sparse_attention", key, kernel, types, constants, tile, divisible)
 
 
-def _merges() -> Iterator[Variant]:
+def merges(op: str, key: str, rank: int, optional: bool) -> Iterator[Variant]:
+    """Yields the kernel that puts shares of outputs of `rank` columns together, of the fewest shares and of the most.
+    optional: with sinks and log sums."""
+    types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()} | _OUTPUTS
+    constants = {"RANK": rank, "COLS": sparse_attention.MERGE_COLS, "HAS_SINKS": optional, "HAS_LSE": optional}
+    strides = ("stride_ot", "stride_oh")
     for shares in (sparse_attention.LEAST_SHARES, MOST_SHARES):
-        types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()} | _OUTPUTS
-        constants = {"RANK": 512, "COLS": sparse_attention.MERGE_COLS, "HAS_SINKS": True, "HAS_LSE": True}
         launch = {"SHARES": shares, "num_warps": 4}
-        strides = ("stride_ot", "stride_oh")
-        key = f"merge/{shares}"
-        yield describe("sparse_attention", key, merge_shares_kernel, types, constants, launch, strides)
+        yield describe(op, f"{key}/{shares}", merge_shares_kernel, types, constants, launch, strides)
 
 
 def of_tile(

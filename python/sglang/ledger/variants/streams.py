@@ -8,11 +8,9 @@ from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
+from sglang.ledger.variants.sparse import merges, of_tile
 from sglang.srt.kernels import tiles
-from sglang.srt.layers.attention.entry_shares import MOST_SHARES
 from sglang.srt.layers.attention.triton_ops import selected_blocks
-from sglang.srt.layers.attention.triton_ops.sparse_attention import LEAST_SHARES, MERGE_COLS
-from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_kernel
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
 from sglang.srt.layers.triton_ops import gated_streams
 from sglang.srt.layers.triton_ops.norm import row_launch
@@ -133,17 +131,6 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
                 types |= dict.fromkeys(("part_o_ptr", "part_lse_ptr"), "*fp32") | dict.fromkeys(_SELECTED, "*i32")
                 types["scale"] = "fp32"
                 constants = {"DIM": dim, "BLOCK": BLOCK_TOKENS}
-                launch = {
-                    name: value for name, value in tile.items() if name in kernel.arg_names or name.startswith("num_")
-                }
-                variant = describe(
-                    op, f"{dim}x{v_dim}/bfloat16/bfloat16/plain", kernel, types, constants, launch, strides
-                )
-                yield replace(variant, tile=tile)
+                yield of_tile(op, f"{dim}x{v_dim}/bfloat16/bfloat16/plain", kernel, types, constants, tile, strides)
     for dim in sorted({dims[0] for row in tiles.ROWS if row.op == op for dims in row.head_dims}):
-        for shares in (LEAST_SHARES, MOST_SHARES):
-            types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()}
-            types |= {"o_ptr": "*bf16"} | dict.fromkeys(("lse_ptr", "sinks_ptr", "part_o_ptr", "part_lse_ptr"), "*fp32")
-            constants = {"RANK": dim, "COLS": MERGE_COLS, "HAS_SINKS": False, "HAS_LSE": False}
-            launch, key = {"SHARES": shares, "num_warps": 4}, f"merge/{dim}/{shares}"
-            yield describe(op, key, merge_shares_kernel, types, constants, launch, ("stride_ot", "stride_oh"))
+        yield from merges(op, f"merge/{dim}", dim, False)

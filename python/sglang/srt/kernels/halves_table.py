@@ -33,7 +33,8 @@ class HalvesBand:
     bits, which the host takes longer to launch."""
 
 
-_TWO, _MORE, _FOUR, _EIGHT = (frozenset(ranks) for ranks in ((2,), range(3, 9), (3, 4), range(5, 9)))
+_TWO, _MORE = frozenset({2}), frozenset(range(3, 9))
+_UP_TO_FOUR, _UP_TO_EIGHT = frozenset({3, 4}), frozenset(range(5, 9))
 _SUMS = "predicted: sums take longer than reading the weights once more, and the host keeps up"
 _EXPERTS = "predicted: sums take longer than reading the experts once more"
 _NOTHING = "predicted: nothing to gain beside eight bits"
@@ -43,10 +44,9 @@ HALVES: tuple[HalvesBand, ...] = (
     HalvesBand(PCIE, _MORE, False, None, 2048, True, _SUMS),
     HalvesBand(PCIE, _TWO, True, False, 8192, True, _EXPERTS, exact=True),
     HalvesBand(PCIE, _TWO, True, True, 8192, False, _NOTHING, exact=True),
-    HalvesBand(PCIE, _FOUR, True, False, 2048, True, _EXPERTS),
-    HalvesBand(PCIE, _FOUR, True, True, 4096, True, _EXPERTS),
-    HalvesBand(PCIE, _EIGHT, True, False, 2048, True, _EXPERTS),
-    HalvesBand(PCIE, _EIGHT, True, True, 2048, True, _EXPERTS),
+    HalvesBand(PCIE, _UP_TO_FOUR, True, False, 2048, True, _EXPERTS),
+    HalvesBand(PCIE, _UP_TO_FOUR, True, True, 4096, True, _EXPERTS),
+    HalvesBand(PCIE, _UP_TO_EIGHT, True, None, 2048, True, _EXPERTS),
 )  # fmt: skip
 """Of two ranks halves keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens took 118
 ms so, 131 with both, 153 in eight bits alone and 177 with neither."""

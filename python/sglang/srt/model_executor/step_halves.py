@@ -49,7 +49,7 @@ def cut_of(step: StepInput) -> Cut | None:
         return None
     total = len(step.out_cache_loc)
     ends = step.num_decodes + np.cumsum(prompts.extend_lens)
-    if len(ends) == 0 or total - step.num_decodes < 2:
+    if total - step.num_decodes < 2:
         return None
     middle = max(total // 2, step.num_decodes + 1)
     nearest = int(np.argmin(np.abs(ends[:-1] - middle))) if len(ends) > 1 else -1
@@ -60,8 +60,7 @@ def cut_of(step: StepInput) -> Cut | None:
     tokens = middle - begin
     position = int(prompts.prefix_lens[cut]) + tokens
     aligned = tokens - position % ALIGNMENT
-    tokens = aligned if aligned > 0 and begin + aligned > step.num_decodes else tokens
-    return Cut(cut, tokens)
+    return Cut(cut, aligned if aligned > 0 else tokens)
 
 
 def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
@@ -73,13 +72,13 @@ def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
     second: list[StepInput | None] = []
     for step, idle in zip(steps.steps, steps.idle, strict=True):
         cut = None if idle else cut_of(step)
-        one, other = (None if idle else step, None) if cut is None else halves_of(step, cut)
+        one, other = (None if idle else step, None) if cut is None else cut_step(step, cut)
         first.append(one)
         second.append(other)
     return None if not any(second) else (GroupSteps.of(first), GroupSteps.of(second))
 
 
-def halves_of(step: StepInput, cut: Cut) -> Halves:
+def cut_step(step: StepInput, cut: Cut) -> Halves:
     """Returns the two halves. What a step is sampled by is not theirs."""
     prompts, count = step.prompts, step.num_decodes
     assert prompts is not None
@@ -115,7 +114,8 @@ class StepHalves:
     def __init__(self, state: DeviceState, groups: Groups, least_tokens: int | None, exact: bool = False) -> None:
         """exact: sums of halves are never quantized."""
         lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
-        self.state, self.groups, self.least_tokens = state, groups, least_tokens
+        self.state, self.groups = state, groups
+        self.least_tokens = least_tokens
         """None: no step runs as two."""
         self.turns = Turns(lane)
         self.turns.exact = exact
@@ -134,7 +134,7 @@ class StepHalves:
             return None
         if step.groups is None:
             cut = cut_of(step)
-            return None if cut is None else halves_of(step, cut)
+            return None if cut is None else cut_step(step, cut)
         groups = cut_groups(step.groups)
         if groups is None:
             return None

@@ -3,7 +3,6 @@ prompts in parts, padding, and guesses that are taken back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from sglang.srt.layers.compressed import native
 from sglang.srt.layers.compressed.kernels import CompressorKernels
 from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
 from sglang.srt.model_executor.graph_runner import GraphSizes
+from srt.layers.kernels_in_models import assert_as_with_torch
 from srt.model_executor import test_compressed_steps as steps
 from srt.model_executor.graph_stand_ins import in_graphs
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
-from srt.models.harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny
+from srt.models.harness import random_tokens, save_tiny
 
 KERNELS = {
     "kv_compressor": compressor.KV_COMPRESSOR,
@@ -28,25 +28,11 @@ KERNELS = {
 """All but hyper-connections, which are for bfloat16: tiny models are exact in fp32."""
 
 
-@dataclass(frozen=True)
-class KernelPlan(NativePlan):
-    def entry(self, op: str) -> Any:
-        return KERNELS[op] if op in KERNELS else super().entry(op)
-
-
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
 @pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v4_small"])
 def test_kernels_in_a_model(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    native = plan_for(tmp_path)
-    runners = [TinyRunner(native), TinyRunner(KernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype))]
-    tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
-    results = []
-    for runner in runners:
-        parts = [*runner.extend({3: tokens[:29], 1: other[:4]}), *runner.extend({1: other[4:], 3: tokens[29:42]})]
-        parts += [runner.decode({3: token, 1: 6}) for token in tokens[42:]]
-        results.append(torch.cat(parts))
-    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-3)
+    assert_as_with_torch(tmp_path, KERNELS, random_tokens(50, seed=1), random_tokens(9, seed=2), (29, 42))
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")

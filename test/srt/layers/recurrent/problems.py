@@ -136,3 +136,13 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The error's norm over the norm of what is right."""
     difference = (actual.double() - expected).norm()
     return float(difference / expected.norm().clamp_min(1e-30))
+
+
+def check_extend(given: Problem, run: object, tolerance: float, lead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel makes of prompts is right: the relative errors of its rows, without `lead` ones before the first
+    sequence's, and of its states are below the tolerance. Returns both."""
+    out, states = given.extend(run)
+    expected_out, expected_states = judge(given)
+    assert relative(out[lead:], expected_out[lead:]) < tolerance
+    assert relative(states, expected_states) < tolerance
+    return out, states

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.layers.recurrent import native
 from sglang.srt.layers.recurrent.triton_ops.channel_recurrence import CHANNEL_RECURRENCE
-from srt.layers.recurrent.problems import BOUNDED, CHANNELS, judge, problem, relative
+from srt.layers.recurrent.problems import BOUNDED, CHANNELS, check_extend, problem, relative
 
 DEVICE = interpreter.DEVICE
 KINDS = (CHANNELS, BOUNDED)
@@ -40,10 +40,7 @@ def seed() -> None:
 def test_lengths(kind: str, lens: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
     """Around the sizes of a chunk and of its parts, with and without a state before, and with nothing to do."""
     given = problem(kind, lens, prefixes, *SMALL, device=DEVICE)
-    out, states = given.extend(extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    check_extend(given, extend, TOLERANCE[torch.float32])
 
 
 @interpreter.kernel_test
@@ -54,10 +51,7 @@ def test_lengths(kind: str, lens: tuple[int, ...], prefixes: tuple[int, ...]) ->
 def test_decays_and_repeated_keys(kind: str, decay: str, repeated: bool) -> None:
     """Strong decays sum up to logs of which exp overflows with the other sign."""
     given = problem(kind, (70,), (3,), *SMALL, decay=decay, repeated=repeated, device=DEVICE)
-    out, states = given.extend(extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    check_extend(given, extend, TOLERANCE[torch.float32])
 
 
 @interpreter.kernel_test
@@ -67,10 +61,7 @@ def test_channels_that_forget_beside_channels_that_do_not(kind: str) -> None:
     given = problem(kind, (40,), (3,), *SMALL, device=DEVICE)
     given.dt_bias[:, ::2] = -60.0
     given.dt_bias[:, 1::2] = 60.0
-    out, states = given.extend(extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    check_extend(given, extend, TOLERANCE[torch.float32])
 
 
 @interpreter.kernel_test
@@ -85,10 +76,7 @@ def test_channels_that_forget_beside_channels_that_do_not(kind: str) -> None:
 def test_shapes_and_types(kind: str, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Dims that are no powers of two; rows before the sequences stay as they are."""
     given = problem(kind, (35, 20), (0, 4), heads, dims, dtype, lead=3, device=DEVICE)
-    out, states = given.extend(extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out[3:], expected_out[3:]) < TOLERANCE[dtype]
-    assert relative(states, expected_states) < TOLERANCE[dtype]
+    out, _ = check_extend(given, extend, TOLERANCE[dtype], lead=3)
     assert not out[:3].any()
 
 
@@ -97,10 +85,7 @@ def test_a_state_is_read_from_one_slot_and_written_to_another() -> None:
     """What a prefix tree keeps is not overwritten by those that go on from it."""
     given = problem(BOUNDED, (40, 30), (5, 6), *SMALL, device=DEVICE)
     given = replace(given, initial_slots=torch.full_like(given.slots, 3))
-    out, states = given.extend(extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    _, states = check_extend(given, extend, TOLERANCE[torch.float32])
     assert torch.equal(states[3:], given.states[3:]) and torch.equal(states[0], given.states[0])
 
 
@@ -180,10 +165,7 @@ def test_equal_decays_of_all_channels_are_the_gated_delta_rule() -> None:
 @pytest.mark.parametrize("decay", ["none", "some", "strong"])
 def test_published_shapes(kind: str, length: int, heads: int, decay: str) -> None:
     given = problem(kind, (length, 17), (5, 0), (heads, heads), (128, 128), torch.bfloat16, decay=decay, device="cuda")
-    out, states = given.extend(extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < 2e-2
-    assert relative(states, expected_states) < 2e-2
+    check_extend(given, extend, 2e-2)
 
 
 @interpreter.in_two_parts

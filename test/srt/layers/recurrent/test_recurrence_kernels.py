@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import interpreter
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from sglang.srt.layers.recurrent import native
 from sglang.srt.layers.recurrent.triton_ops import recurrence, register_scan
-from srt.layers.recurrent.problems import DELTA, SSD, judge, problem, relative
+from srt.layers.recurrent.problems import DELTA, SSD, check_extend, problem, relative
 
 DEVICE = interpreter.DEVICE
 KINDS = (DELTA, SSD)
@@ -34,10 +35,7 @@ def seed() -> None:
 def test_lengths(kind: str, lens: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
     """Around the chunk's size, with and without a state before, and with nothing to do."""
     given = problem(kind, lens, prefixes, *SMALL, device=DEVICE)
-    out, states = given.extend(recurrence.recurrence_extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    check_extend(given, recurrence.recurrence_extend, TOLERANCE[torch.float32])
 
 
 @interpreter.kernel_test
@@ -51,10 +49,7 @@ def test_lengths(kind: str, lens: tuple[int, ...], prefixes: tuple[int, ...]) ->
 def test_keys_of_a_state(kind: str, key_dim: int, dtype: torch.dtype) -> None:
     """In registers in one part, in two, and in shared memory, as registers have no room."""
     given = problem(kind, (33, 31), (0, 5), (1, 1), (key_dim, 16), dtype, device=DEVICE)
-    out, states = given.extend(recurrence.recurrence_extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[dtype]
-    assert relative(states, expected_states) < TOLERANCE[dtype]
+    check_extend(given, recurrence.recurrence_extend, TOLERANCE[dtype])
 
 
 @interpreter.kernel_test
@@ -65,10 +60,7 @@ def test_columns_of_a_program(kind: str, num_sms: int) -> None:
     given = problem(kind, (70,), (5,), (1, 1), (80, 64), device=DEVICE)
     tile = register_scan.scan_tile(1, 64, num_sms)
     assert tile["BLOCK_V"] == 64 // num_sms
-    out, states = given.extend(recurrence.recurrence_extend, num_sms=num_sms)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    check_extend(given, partial(recurrence.recurrence_extend, num_sms=num_sms), TOLERANCE[torch.float32])
 
 
 @interpreter.kernel_test
@@ -79,10 +71,7 @@ def test_columns_of_a_program(kind: str, num_sms: int) -> None:
 def test_decays_and_repeated_keys(kind: str, decay: str, repeated: bool) -> None:
     """Keys that repeat without any decay make the triangular system as ill-conditioned as it gets."""
     given = problem(kind, (150,), (3,), *SMALL, decay=decay, repeated=repeated, device=DEVICE)
-    out, states = given.extend(recurrence.recurrence_extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    check_extend(given, recurrence.recurrence_extend, TOLERANCE[torch.float32])
 
 
 @interpreter.kernel_test
@@ -93,10 +82,7 @@ def test_decays_and_repeated_keys(kind: str, decay: str, repeated: bool) -> None
 def test_shapes_and_types(kind: str, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Dims that are no powers of two, heads that share keys; rows before the sequences stay as they are."""
     given = problem(kind, (70, 20), (0, 4), heads, dims, dtype, lead=3, device=DEVICE)
-    out, states = given.extend(recurrence.recurrence_extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out[3:], expected_out[3:]) < TOLERANCE[dtype]
-    assert relative(states, expected_states) < TOLERANCE[dtype]
+    out, _ = check_extend(given, recurrence.recurrence_extend, TOLERANCE[dtype], lead=3)
     assert not out[:3].any()
 
 
@@ -106,10 +92,7 @@ def test_a_state_is_read_from_one_slot_and_written_to_another(kind: str) -> None
     """What a prefix tree keeps is not overwritten by those that go on from it."""
     given = problem(kind, (40, 30), (5, 6), *SMALL, device=DEVICE)
     given = replace(given, initial_slots=torch.full_like(given.slots, 3))
-    out, states = given.extend(recurrence.recurrence_extend)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states) < TOLERANCE[torch.float32]
+    _, states = check_extend(given, recurrence.recurrence_extend, TOLERANCE[torch.float32])
     assert torch.equal(states[3:], given.states[3:]) and torch.equal(states[0], given.states[0])
 
 
@@ -182,10 +165,7 @@ def test_published_shapes(
     kind: str, length: int, heads: tuple[int, int], dims: tuple[int, int], decay: str, num_sms: int
 ) -> None:
     given = problem(kind, (length, 17), (5, 0), heads, dims, torch.bfloat16, decay=decay, device="cuda")
-    out, states = given.extend(recurrence.recurrence_extend, num_sms=num_sms)
-    expected_out, expected_states = judge(given)
-    assert relative(out, expected_out) < 2e-2
-    assert relative(states, expected_states) < 2e-2
+    check_extend(given, partial(recurrence.recurrence_extend, num_sms=num_sms), 2e-2)
 
 
 @interpreter.in_two_parts

@@ -1,0 +1,39 @@
+"""Tiny models some of whose ops run on given kernels, beside themselves on those of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from srt.models.harness import NativePlan, TinyRunner, plan_for
+
+
+@dataclass(frozen=True)
+class KernelPlan(NativePlan):
+    kernels: Mapping[str, Any] = field(default_factory=dict)
+    """By op; of the others torch's."""
+
+    def entry(self, op: str) -> Any:
+        return self.kernels[op] if op in self.kernels else super().entry(op)
+
+
+def assert_as_with_torch(
+    folder: Path, kernels: Mapping[str, Any], long: Sequence[int], short: Sequence[int], parts: tuple[int, int],
+    atol: float = 1e-3,
+) -> None:  # fmt: skip
+    """The logits of two requests, in fp32. `long` is a prompt up to parts[0], goes on up to parts[1], and is decoded
+    from there on; `short` is a prompt of four tokens, goes on beside it, and decodes always the same."""
+    native = plan_for(folder)
+    results = []
+    for plan in (native, KernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype, kernels=kernels)):
+        runner = TinyRunner(plan)
+        first, second = parts
+        logits = [*runner.extend({3: long[:first], 1: short[:4]})]
+        logits += runner.extend({1: short[4:], 3: long[first:second]})
+        logits += [runner.decode({3: token, 1: 6}) for token in long[second:]]
+        results.append(torch.cat(logits))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=atol)
