@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile, pair_tiles
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, PairTile
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_TILES
 from sglang.tuning.attention_model import largest
 from sglang.tuning.cost_model import LANES_PER_SM
@@ -54,7 +54,7 @@ def _seconds(stream: Stream, arch: ArchTraits) -> float:
 
 def of_pairs(op: Experts, arch: ArchTraits) -> tuple[Stream, Stream]:
     """Both products of experts whose pairs stream them one by one."""
-    up_tile, down_tile = pair_tiles(pair_kind(op.scheme, arch.features), arch.features)
+    up_tile, down_tile = PAIR_TILES[pair_kind(op.scheme, arch.features)]
     counts, item = streamed(op.scheme, arch.name), weight_bytes(op.scheme)
     of_pair = float(op.hidden * op.intermediate)
     up_rows, up_warps = _cut(up_tile, op.scheme, op.hidden)

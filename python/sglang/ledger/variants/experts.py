@@ -37,7 +37,7 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
-from sglang.srt.layers.moe.fused_moe_triton.tiles import early_tiles, last_resort, pair_cut, pair_tiles, tile_rows
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, early_tiles, last_resort, pair_cut, tile_rows
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
@@ -118,7 +118,7 @@ def _of_scheme(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Var
     yield replace(last, form_only=True)
     if experts.product.kind == "mx":
         yield from _odd_scales(experts, features)
-    yield from _few(experts, (EVEN, 2688, 2816, 3584), COLUMNS, features)
+    yield from _few(experts, (EVEN, 2688, 2816, 3584), COLUMNS)
 
 
 def _odd_scales(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
@@ -147,7 +147,7 @@ def _gpt_oss(features: Collection[str]) -> Iterator[Variant]:
             yield grouped("gate_up", experts, row.gate_up, features)
             yield grouped("down", experts, row.down, features)
         yield from (replace(variant, form_only=True) for variant in _last_resort(experts, features))
-        yield from _few(experts, (2880,), (2880, 768, 384), features)
+        yield from _few(experts, (2880,), (2880, 768, 384))
     # Shares of 16-bit experts, which no block divides.
     half = ExpertLaunch(None, product_of(None, features), 2880, 1440, 4, GPT_OSS_SWIGLU, bias=True)
     for row in tile_rows("plain", features):
@@ -163,11 +163,9 @@ def _without_biases(features: Collection[str]) -> Iterator[Variant]:
             yield replace(product_variant_of(other, features), form_only=True)
 
 
-def _few(
-    experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collection[int], features: Collection[str]
-) -> Iterator[Variant]:
+def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collection[int]) -> Iterator[Variant]:
     """One row for each way of cutting the columns: hidden sizes those of the first matrix, shares of the second."""
-    up_tile, down_tile = pair_tiles(experts.product.pair_kind, features)
+    up_tile, down_tile = PAIR_TILES[experts.product.pair_kind]
     few = kernels_zero_points if experts.zero_points else kernels_few
     types = SIZES | STRIDES | ROUTING | {"top_k": "i32", "x_stride": "i32"}
     types |= {"x": "*bf16", "inter": "*bf16", "out": "*bf16"}

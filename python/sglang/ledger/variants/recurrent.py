@@ -167,8 +167,8 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
     for state, pointer in STATE_TYPES.items():
         arguments = data | {"states": pointer}
         constants = shape | chunk | {"HAS_SKIP": not delta}
-        for tile in scan_tiles:
-            yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
+        for scan_tile in scan_tiles:
+            yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, scan_tile, _STRIDES)
         for tile in state_step.STEP_TILES:
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}

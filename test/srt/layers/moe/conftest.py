@@ -4,7 +4,7 @@ import interpreter
 import pytest
 
 from sglang.srt.layers.moe.fused_moe_triton import expert_bands
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, PairTile
 
 
 @pytest.fixture(autouse=True)
@@ -12,4 +12,4 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a program of one row as for one of many."""
     if interpreter.INTERPRETED:
         large = (PairTile(8192, 1024, 2), PairTile(4096, 256, 2))
-        monkeypatch.setattr(expert_bands, "pair_tiles", lambda kind, features: large)
+        monkeypatch.setattr(expert_bands, "PAIR_TILES", dict.fromkeys(PAIR_TILES, large))

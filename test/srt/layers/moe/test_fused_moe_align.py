@@ -18,7 +18,6 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     PAIR_TILES,
     TILES,
     WIDE_TILES,
-    WITHOUT_WGMMA,
     MoeTiles,
     PairTile,
     few_pairs,
@@ -104,7 +103,7 @@ def test_weights_are_the_tall_operand_only_with_wgmma() -> None:
 
 @pytest.mark.parametrize("cols", [192, 256, 768, 2048, 2880, 5120, 7168])
 def test_streamed_tiles_cover_a_row_with_little_waste(cols: int) -> None:
-    for up, down in (*PAIR_TILES.values(), *WITHOUT_WGMMA.values()):
+    for up, down in PAIR_TILES.values():
         for pair_tile in (up, down):
             cut = pair_tile.cut(cols, 128)
             step = cut["COLS"]

@@ -17,13 +17,13 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     FEW,
     MANY,
     MIXED,
+    PAIR_TILES,
     TILES,
     WIDE_TILES,
     MoeTiles,
     early_tiles,
     few_pairs,
     pair_cut,
-    pair_tiles,
     smaller_tiles,
     tile_rows,
 )
@@ -108,7 +108,7 @@ def bands_of(layer: ExpertLayer, features: Collection[str], tuned: TunedTiles | 
     """The bands of Triton's products on GPUs with these features (of ArchTraits)."""
     few = most_tokens(lambda tokens: few_pairs(_expected(layer, tokens, tuned), layer.num_experts))
     grouped = _of_table(layer, features) if tuned is None else _of_file(layer, tuned)
-    bands = [Band(few, FEW, (_few_tiles(layer, features),), "PAIR_TILES")] if few else []
+    bands = [Band(few, FEW, (_few_tiles(layer),), "PAIR_TILES")] if few else []
     for band in grouped:
         if band.most > (bands[-1].most if bands else 0):
             bands.append(band)
@@ -149,9 +149,9 @@ def forced(tiles: MoeTiles, product: ScaledProduct) -> Bands:
     return (Band(ANY, MANY, rungs_of(tiles, product.tile_kind), "forced"),)
 
 
-def _few_tiles(layer: ExpertLayer, features: Collection[str]) -> Tiles:
+def _few_tiles(layer: ExpertLayer) -> Tiles:
     """The tiles of both launches. EARLY: tiles of the second one that are loaded before the first one has ended."""
-    product, (up_tile, down_tile) = layer.product, pair_tiles(layer.product.pair_kind, features)
+    product, (up_tile, down_tile) = layer.product, PAIR_TILES[layer.product.pair_kind]
     up = pair_cut(product, up_tile, layer.intermediate, layer.hidden)
     down = pair_cut(product, down_tile, layer.hidden, layer.intermediate)
     steps = -(-layer.intermediate // down["COLS"])

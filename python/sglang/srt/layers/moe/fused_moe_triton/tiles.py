@@ -160,25 +160,15 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
     "int8": (PairTile(256, 256, 4, 1), PairTile(512, 256, 8, 1)),
     "mxfp8": (PairTile(256, 256, 4, 1), PairTile(512, 256, 8, 1)),
     "planes": (PairTile(1024, 1024, 1, 1), PairTile(2048, 256, 4, 4)),
-    "pairs": (PairTile(2048, 1024, 1, 1, 1024), PairTile(4096, 1024, 1, 1, 1024)),
+    "pairs": (PairTile(2048, 1024, 1, 1, 1024), PairTile(2048, 1024, 1, 1, 1024)),
     "packed": (PairTile(512, 512, 4, 1), PairTile(512, 256, 4, 1)),
 }
 """(gate and up, down); "packed": two e2m1 to a byte as published.
 
 Mostly one warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory,
-and many small programs have more loads on their way than few large ones. Measured on an H200 (benchmark/results).
+and many small programs have more loads on their way than few large ones. Measured on an H200, "pairs" on an H100, too
+(benchmark/results).
 """
-
-WITHOUT_WGMMA: Mapping[str, tuple[PairTile, PairTile]] = {
-    "pairs": (PairTile(2048, 1024, 1, 1, 1024), PairTile(2048, 1024, 1, 1, 1024)),
-}
-"""What GPUs without wgmma take instead. Of one token the second product of GPT-OSS-120B is 720 warps of four rows each,
-fewer than four for each of an RTX PRO 6000's 188 SMs, too few to hide their instructions. Predicted, not measured."""
-
-
-def pair_tiles(kind: str, features: Collection[str]) -> tuple[PairTile, PairTile]:
-    """The tiles of a kind for few pairs on a GPU with these features (of ArchTraits)."""
-    return PAIR_TILES[kind] if "wgmma" in features else WITHOUT_WGMMA.get(kind, PAIR_TILES[kind])
 
 
 EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
