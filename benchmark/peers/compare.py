@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="64,256")
     parser.add_argument("--port", type=int, default=PORT, help="One for each GPU that compares at the same time.")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server under way is ended with it
     log_dir = args.out.parent
     concurrencies = [int(c) for c in args.concurrency.split(",")]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
