@@ -459,8 +459,8 @@ def _correction(bias: torch.Tensor | None, of_images: ImageCorrection | None) ->
     """[E], or with images [T, E]."""
     if of_images is None:
         return bias
-    text = torch.zeros_like(of_images.bias) if bias is None else bias.float()
-    return torch.where((of_images.token_ids == of_images.token)[:, None], of_images.bias, text)
+    assert bias is not None, "tokens of text have one, too"
+    return torch.where((of_images.token_ids == of_images.token)[:, None], of_images.bias, bias.float())
 
 
 def _choose(

@@ -314,6 +314,7 @@ def _topk(
     num_tokens, num_experts = router_logits.shape
     image_bias, token_ids, image_token = None, None, 0
     if of_images is not None:
+        assert bias is not None, "tokens of text have one, too"
         image_bias, token_ids, image_token = of_images.bias, of_images.token_ids, of_images.token
     weights, ids = _outputs(router_logits, top_k + with_shared)
     if num_tokens:

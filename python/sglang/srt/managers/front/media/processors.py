@@ -265,11 +265,11 @@ def _in_rows(settings: Settings, dtype: str) -> ImageProcessor:
     words, limits = given(settings), {"shortest_edge": 544**2, "longest_edge": 1024, **_size(settings)}
     patch, merge = int(words.get("patch_size", 14)), int(words.get("downsample_ratio", 3))
     tokens = words.get("max_image_tokens", limits["longest_edge"])
-    most = min(tokens, PATCHES_A_STEP // merge**2)
+    least, most = words.get("min_pixels", limits["shortest_edge"]), min(tokens, PATCHES_A_STEP // merge**2)
     longest, levels = words.get("max_wh_ratio"), as_type(levels_of(words), dtype)
 
     def process(image: Image.Image) -> Patches:
-        size = within_rows_of_tokens(image.size, patch, merge, int(limits["shortest_edge"]), most, longest)
+        size = within_rows_of_tokens(image.size, patch, merge, least, most, longest)
         if longest is not None and image.width >= longest * image.height:
             picture = image.resize(size)
         else:
