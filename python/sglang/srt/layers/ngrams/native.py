@@ -34,8 +34,8 @@ def token_before(
 def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, hashed: NgramHash) -> torch.Tensor:
     """Returns the rows [T, heads] int64 of `ngram_rows`, before offsets are added to them."""
     fill = ids.new_full((), hashed.filling)
-    own = torch.where(ids == hashed.end_token, fill, ids)
-    mixed, mixes, ended = own * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
+    last = torch.where(ids == hashed.end_token, fill, ids)
+    mixed, mixes, ended = last * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
     for place in range(1, len(hashed.multipliers)):
         earlier = token_before(ids, kept, requests, place, fill)
         ended = ended | (earlier == hashed.end_token)

@@ -59,8 +59,8 @@ def ngram_rows_kernel(
     position = tl.load(positions + token).to(tl.int64)
     first = tl.load(firsts + token).to(tl.int64)
     state = kept + tl.load(slots + token).to(tl.int64) * (LONGEST - 1)
-    own = tl.load(ids + token)
-    mixed = tl.where(own == end_token, fill, own) * tl.load(multipliers)
+    last = tl.load(ids + token)
+    mixed = tl.where(last == end_token, fill, last) * tl.load(multipliers)
     ended = token < 0
     for place in tl.static_range(1, LONGEST):
         at = position - place
