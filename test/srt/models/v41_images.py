@@ -169,9 +169,10 @@ def pictured(*parts: Picture | Sequence[int]) -> Pictured:
 @dataclass
 class V41Seeing:
     text: V41
+    vision: dict[str, Any]
 
     def features(self, prompt: Pictured) -> Tensor | None:
-        made = [seen(self.text.w, VISION, one.pixels, one.rows, one.columns) for one in prompt.pictures]
+        made = [seen(self.text.w, self.vision, one.pixels, one.rows, one.columns) for one in prompt.pictures]
         return torch.cat(made) if made else None
 
     def logits(self, prompt: Pictured, output: Sequence[int] = ()) -> Tensor:
@@ -183,14 +184,16 @@ class V41Seeing:
         return said
 
 
-def save_v41_seeing(folder: Path, **changes: Any) -> V41Seeing:
-    """A checkpoint with an encoder and a draft. Nobody says a placeholder."""
-    tower = random_tensors(tower_shapes(VISION, TEXT["hidden_size"]), seed=4)
+def save_v41_seeing(folder: Path, of_vision: dict[str, Any] | None = None, **changes: Any) -> V41Seeing:
+    """A checkpoint with an encoder and a draft. Nobody says a placeholder. of_vision, changes: keys of the configs of
+    vision and text."""
+    vision = {**VISION, **(of_vision or {})}
+    tower = random_tensors(tower_shapes(vision, {**TEXT, **changes}["hidden_size"]), seed=4)
     text = save_v41_draft(folder, tower, **changes).target
     text.image_token = IMAGE
     file = folder / "model.safetensors"
     text.w["head.weight"][IMAGE] = 0.0
     save_file(load_file(file) | {"head.weight": text.w["head.weight"]}, file)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "image_token_id": IMAGE, "vision_config": VISION}))
-    return V41Seeing(text)
+    (folder / "config.json").write_text(json.dumps({**config, "image_token_id": IMAGE, "vision_config": vision}))
+    return V41Seeing(text, vision)
