@@ -253,7 +253,7 @@ RECIPE_CONFIGS = {
     "Nemotron-3-Super-120B-A12B-NVFP4": "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
     "DeepSeek-V3.2": "deepseek_v32",
     "DeepSeek-V4-Flash": "deepseek_v4",
-    "DeepSeek-V4.1-Flash (text)": "DeepSeek-V4.1-Flash",
+    "DeepSeek-V4.1-Flash": "DeepSeek-V4.1-Flash",
     "Hy3-FP8": "Hy3-FP8",
     "Hy3-NVFP4": "Hy3-NVFP4",
     "Muse-Glimmer-30B": "Muse-Glimmer-30B",

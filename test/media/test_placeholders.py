@@ -121,6 +121,8 @@ def test_frames_of_gemma_have_marks() -> None:
         ({"model_type": "muse_glimmer", "vision_config": {}}, "muse_glimmer"),
         ({"model_type": "llama4", "image_token_index": 5, "vision_config": {}}, "llama4"),
         ({"model_type": "inkling_mm_model", "vision_config": {}}, "inkling"),
+        ({"model_type": "deepseek_v41", "image_token_id": 5, "vision_config": {}}, "deepseek_v41"),
+        ({"model_type": "deepseek_v41", "image_token_id": 5}, None),
         ({"model_type": "inkling_mm_model"}, None),
         ({"model_type": "gemma4", "image_token_id": 5}, None),
         ({"model_type": "llama", "vision_config": {}}, None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,87 @@ def test_patches_are_those_of_transformers(family: str, settings: dict[str, Any]
         assert tuple(want["image_grid_thw"][0]) == got.grid
         assert np.array_equal(want["pixel_values"], got.pixels)
         assert np.array_equal(in_16(image).pixels, as_type(got.pixels, "bfloat16"))
+
+
+OF_V41 = {"patch_size": 14, "downsample_ratio": 3, "max_image_tokens": 1024, "min_pixels": 544**2, "max_wh_ratio": None}
+
+
+def v41_size(width: int, height: int, words: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns of patches, written from the description: what has too few pixels grows, sides are rounded up
+    to patches, and what has too many tokens shrinks to the most rows and columns of its shape."""
+    patch, merge, most = words["patch_size"], words["downsample_ratio"], words["max_image_tokens"]
+    if words["max_wh_ratio"] and width > height * words["max_wh_ratio"]:
+        width = height * words["max_wh_ratio"]
+    if width * height < words["min_pixels"]:
+        ratio = math.sqrt(words["min_pixels"] / (width * height))
+        width, height = int(width * ratio), int(height * ratio)
+    rows, columns = -(-height // patch), -(-width // patch)
+    if -(-rows // merge) * (-(-columns // merge) + 1) + 2 <= most:
+        return rows, columns
+    across = math.sqrt((most - 2) * width / height + 0.25) - 0.5
+    down = across * height / width
+    if across < 1:
+        return (most - 2) // 2 * merge, merge
+    if down < 1:
+        return merge, (most - 3) * merge
+    scale = min(int(across) * merge * patch / width, int(down) * merge * patch / height)
+    return int(height * scale / patch), int(width * scale / patch)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"max_image_tokens": 40, "min_pixels": 1}, {"max_wh_ratio": 2, "downsample_ratio": 2}], ids=str
+)
+def test_pictures_of_deepseek_v41(changed: dict[str, Any]) -> None:
+    """In the middle of their canvas, with grey beside or above and below, patches row by row; sides that are no whole
+    squares, pictures that grow and that shrink, and the longest ones."""
+    words = OF_V41 | changed
+    in_32, in_16 = (
+        image_processor(ProcessorFiles("deepseek_v41", words, {}), dtype) for dtype in ("float32", "bfloat16")
+    )
+    for size in ((640, 480), (100, 60), (1001, 377), (1999, 1400), (30, 3000), (3000, 20), (544, 544)):
+        image = picture(*size)
+        rows, columns = v41_size(*size, words)
+        got, canvas = in_32(image), Image.new("RGB", (14 * columns, 14 * rows), (127, 127, 127))
+        if words["max_wh_ratio"] and size[0] >= words["max_wh_ratio"] * size[1]:
+            canvas = image.resize(canvas.size, Image.Resampling.BICUBIC)
+        else:
+            scale = min(canvas.width / size[0], canvas.height / size[1])
+            inner = [
+                whole if abs(side * scale - whole) < 1e-6 else round(side * scale)
+                for side, whole in zip(size, canvas.size, strict=True)
+            ]
+            place = tuple(round((whole - side) * 0.5) for side, whole in zip(inner, canvas.size, strict=True))
+            canvas.paste(image.resize(inner, Image.Resampling.BICUBIC), place)
+        values = (np.asarray(canvas, np.float32) / 255 - 0.5) / 0.5
+        want = values.reshape(rows, 14, columns, 14, 3).transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
+        assert got.grid == (1, rows, columns), size
+        np.testing.assert_allclose(got.pixels, want, atol=1e-6)
+        assert np.array_equal(in_16(image).pixels, as_type(want, "bfloat16"))
+        merge = words["downsample_ratio"]
+        assert got.num_tokens == -(-rows // merge) * (-(-columns // merge) + 1) + 2 <= words["max_image_tokens"]
+
+
+def test_settings_of_deepseek_v41_are_in_its_config(tmp_path: Path) -> None:
+    """Published checkpoints have no files for processors; those that transformers writes have a `size` of pixels and
+    tokens."""
+    config = {"model_type": "deepseek_v41", "vision_config": {**OF_V41, "max_image_tokens": 50}}
+    files = read_processor_files(tmp_path, "deepseek_v41", "{}", config)
+    assert image_processor(files)(picture(900, 800)).num_tokens <= 50
+    changed = read_processor_files(tmp_path, "deepseek_v41", '{"image": {"max_image_tokens": 20}}', config)
+    assert image_processor(changed)(picture(900, 800)).num_tokens <= 20
+    refused = {"max_pixels": "max_image_tokens in place", "max_image_tokens": "from 4 on"}
+    for word, message in refused.items():
+        given = json.dumps({"image": {word: 3}})
+        with pytest.raises(UserError, match=message):
+            read_processor_files(tmp_path, "deepseek_v41", given, config)
+    with pytest.raises(UserError, match="language-model-only"):
+        read_processor_files(tmp_path, "deepseek_v41", "{}")
+    written = {"image_processor_type": "DeepseekV41ImageProcessor", "size": {"shortest_edge": 1000, "longest_edge": 30}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    files = read_processor_files(tmp_path, "deepseek_v41", "{}", config)
+    assert image_processor(files)(picture(900, 800)).num_tokens <= 30
+
+
+def test_a_sliver_is_refused_by_deepseek_v41() -> None:
+    process = image_processor(ProcessorFiles("deepseek_v41", OF_V41 | {"min_pixels": 1, "max_image_tokens": 4}, {}))
+    assert process(picture(3000, 20)).num_tokens == 4

@@ -98,7 +98,7 @@ def test_rows_of_ngrams(longest: int, quantized: bool, rank: int) -> None:
 @interpreter.kernel_test
 @pytest.mark.parametrize("group", [4, 20])
 def test_rows_with_scales_of_their_own(group: int) -> None:
-    """No token ends an n-gram; another one stands before the first token."""
+    """Another token than that which ends n-grams stands for it, and before the first token."""
     spec, requests = embedding(4, 1), requests_of_a_step()
     sizes = torch.tensor(spec.head_rows, device=DEVICE)
     hashed = NgramHash(
@@ -106,6 +106,7 @@ def test_rows_with_scales_of_their_own(group: int) -> None:
     )
     ids = torch.randint(0, 9, (len(requests.slots),), device=DEVICE)
     kept = torch.randint(0, 9, (len(LENGTHS) + 1, 3), dtype=torch.int32, device=DEVICE)
+    ids[::5], kept[::2, 1] = -1, -1
     table = random(int(sizes.sum()), spec.dim).to(torch.float8_e4m3fn)
     scale = torch.randint(120, 132, (len(table), spec.dim // group), dtype=torch.uint8, device=DEVICE)
     want = torch.zeros(len(ids), len(sizes) * spec.dim, dtype=torch.bfloat16, device=DEVICE)

@@ -1,9 +1,11 @@
-"""DeepSeek-V4.1 on a GPU, in bf16, against the reference in plain torch: eager, in graphs, in chunks, drafting."""
+"""DeepSeek-V4.1 on a GPU, in bf16, against the reference in plain torch: eager, in graphs, in chunks, drafting, and
+behind images."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from srt.managers.fake_runner import add, request
 from srt.managers.gpu_parity import error_over_bf16, gpu_scheduler
 from srt.models.v41_drafts import save_v41_draft
+from srt.models.v41_images import Picture, Pictured, V41Seeing, pictured, save_v41_seeing, texts
 from srt.models.v41_reference import V41
 
 pytestmark = pytest.mark.gpu
@@ -43,8 +48,13 @@ class Module:
         return SimpleNamespace(logits=self.reference.logits(ids[0].tolist())[None])
 
     def bfloat16(self) -> Module:
-        rounded = {name: tensor.bfloat16().float() for name, tensor in self.reference.w.items()}
-        return Module(V41(self.reference.c, rounded, self.reference.texts))
+        return Module(rounded(self.reference))
+
+
+def rounded(reference: V41) -> V41:
+    """The same with weights in bf16."""
+    weights = {name: tensor.bfloat16().float() for name, tensor in reference.w.items()}
+    return replace(reference, w=weights)
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +68,51 @@ def test_against_the_reference(variant: str, tmp_path: Path) -> None:
     reference = save_v41_draft(tmp_path, **WIDE).target
     scheduler = gpu_scheduler(tmp_path, page_size=64, **VARIANTS[variant])
     assert error_over_bf16(scheduler, Module(reference)) < OVER_ROUNDED_WEIGHTS  # type: ignore[arg-type]
+
+
+OF_VISION = {"hidden_size": 128, "intermediate_size": 96}
+PICTURES = (
+    pictured(texts(20, 1), Picture(9, 13, 1), texts(30, 2)),
+    pictured(Picture(20, 31, 2), texts(9, 3), Picture(4, 4, 3), texts(40, 4)),
+)
+"""The second has an image of 86 tokens, which chunks of a page cut."""
+
+
+def prompt_logprobs(scheduler: Scheduler, prompt: Pictured, folder: Path) -> torch.Tensor:
+    """Of all tokens but the first, beside two requests that decode."""
+    for number in range(2):
+        add(scheduler, request(f"t{number}", texts(9, number), 24, temperature=0.0, ignore_eos=True))
+    scheduler.step()
+    msg = prompt.request("seen", folder, 2)
+    msg.return_logprob, msg.logprob_start_len = True, 0
+    add(scheduler, msg)
+    values: list[float] = []
+    while not scheduler.idle:
+        scheduler.step()
+        for message in scheduler.outbox:
+            for rid, given in zip(message.rids, message.logprobs or [], strict=False):
+                if rid == "seen" and given is not None:
+                    values += [value for value, _ in given.input or [] if value is not None]
+        scheduler.outbox.clear()
+    return torch.tensor(values)
+
+
+def error_over_rounded(scheduler: Scheduler, reference: V41Seeing, folder: Path) -> float:
+    """Our mean error over that of the reference with weights in bf16."""
+    ours, theirs, half = [], [], replace(reference, text=rounded(reference.text))
+    for prompt in PICTURES:
+        at = torch.tensor(prompt.ids[1:])[:, None]
+        want, other = (one.logits(prompt)[:-1].log_softmax(-1).gather(1, at)[:, 0] for one in (reference, half))
+        ours.append((prompt_logprobs(scheduler, prompt, folder) - want).abs())
+        theirs.append((other - want).abs())
+    scheduler.kv.check()
+    return float(torch.cat(ours).mean() / torch.cat(theirs).mean())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_images_against_the_reference(variant: str, tmp_path: Path) -> None:
+    reference = save_v41_seeing(tmp_path, OF_VISION, **WIDE)
+    scheduler = gpu_scheduler(tmp_path, page_size=64, **VARIANTS[variant])
+    assert scheduler.media.features is not None
+    scheduler.media.features.directory = tmp_path
+    assert error_over_rounded(scheduler, reference, tmp_path) < OVER_ROUNDED_WEIGHTS

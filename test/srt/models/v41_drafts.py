@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .v41_reference import TEXT, V41, layer_shapes, random_tensors, rms, rotated, save_v41
+from .v41_reference import TEXT, V41, Tensors, layer_shapes, random_tensors, rms, rotated, save_v41
 
 STAGES, RANK, BLOCK, MASK = 3, 12, 5, 201
 TARGETS = (4, 6, 7)
@@ -71,8 +71,8 @@ class V41DSpark:
         return torch.stack(given)
 
 
-def save_v41_draft(folder: Path, **changes: Any) -> V41DSpark:
-    """A target with the draft that its checkpoint brings."""
+def save_v41_draft(folder: Path, more: Tensors | None = None, **changes: Any) -> V41DSpark:
+    """A target with the draft that its checkpoint brings; `more`: tensors beside theirs."""
     c = {**TEXT, **KEYS, **changes}
     hidden, last = c["hidden_size"], f"mtp.{STAGES - 1}"
     shapes: dict[str, tuple[int, ...]] = {
@@ -85,4 +85,4 @@ def save_v41_draft(folder: Path, **changes: Any) -> V41DSpark:
     }
     for stage in range(STAGES):
         shapes |= layer_shapes(c, f"mtp.{stage}.", -1, c["dspark_n_routed_experts"])
-    return V41DSpark(save_v41(folder, random_tensors(shapes, seed=9), **KEYS, **changes))
+    return V41DSpark(save_v41(folder, {**random_tensors(shapes, seed=9), **(more or {})}, **KEYS, **changes))

@@ -107,6 +107,11 @@ class V41:
     c: dict[str, Any]
     w: Tensors
     texts: np.ndarray
+    image_token: int = -1
+    """Tokens of images in prompts."""
+
+    def pictured(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([token == self.image_token for token in tokens])
 
     def angles(self, positions: Tensor, compresses: bool) -> Tensor:
         c, dim = self.c, self.c["qk_rope_head_dim"]
@@ -134,15 +139,16 @@ class V41:
         ]
 
     def engram(self, layer: int, h: Tensor, tokens: Sequence[int]) -> Tensor:
-        """h [n, N, H] -> what is added to it."""
+        """h [n, N, H] -> what is added to it: nothing to tokens of images, beyond which nothing is looked up."""
         c, at, number = self.c, f"layers.{layer}.engram.", self.c["engram_layer_ids"].index(layer)
         sizes, factors = table_sizes(c)[number], self.multipliers[number]
         texts, pad = [int(self.texts[token]) for token in tokens], int(self.texts[c["engram_pad_token_id"]])
         rows = []
         for i in range(len(tokens)):
-            mixed, places, begin = texts[i] * factors[0], [], 0
+            mixed, places, begin, reached = texts[i] * factors[0], [], 0, True
             for back in range(1, c["engram_max_ngram_size"]):
-                mixed ^= (texts[i - back] if i >= back else pad) * factors[back]
+                reached = reached and i >= back and tokens[i - back] != self.image_token
+                mixed ^= (texts[i - back] if reached else pad) * factors[back]
                 for _ in range(c["engram_n_heads"]):
                     size = sizes[len(places)]
                     places.append(begin + mixed % size)
@@ -155,7 +161,7 @@ class V41:
         key = rms(key.unflatten(1, (num, size)), ones, c["rms_norm_eps"]) * self.w[f"{at}k_weight"]
         query = rms(h, ones, c["rms_norm_eps"]) * self.w[f"{at}q_weight"]
         dot = (key * query).sum(-1) / size**0.5
-        gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
+        gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt()) * ~self.pictured(tokens)[:, None]
         return gate[..., None] * value[:, None]
 
     def mixes(self, at: str, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,20 +249,23 @@ class V41:
         gate, up = (x @ self.w[f"{at}{name}.weight"].T for name in ("w1", "w3"))
         return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)) @ self.w[f"{at}w2.weight"].T
 
-    def moe(self, at: str, x: Tensor, top_k: int) -> Tensor:
+    def moe(self, at: str, x: Tensor, top_k: int, pictured: Tensor) -> Tensor:
         scores = F.softplus(x @ self.w[f"{at}gate.weight"].T).sqrt()
-        chosen = (scores + self.w[f"{at}gate.bias"]).topk(top_k, -1).indices
+        bias = torch.where(pictured[:, None], self.w[f"{at}gate.bias_vl"], self.w[f"{at}gate.bias"])
+        chosen = (scores + bias).topk(top_k, -1).indices
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) * self.c["routed_scaling_factor"]
         shares = torch.zeros_like(scores).scatter(1, chosen, weights)
         routed = [share[:, None] * self.expert(f"{at}experts.{i}.", x) for i, share in enumerate(shares.unbind(1))]
         return torch.stack(routed).sum(0) + self.expert(f"{at}shared_experts.", x)
 
-    def layer(self, at: str, h: Tensor, pre: Tensor, attend: Any, top_k: int) -> tuple[Tensor, Tensor]:
-        eps = self.c["rms_norm_eps"]
+    def layer(
+        self, at: str, h: Tensor, pre: Tensor, attend: Any, top_k: int, pictured: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        eps, pictured = self.c["rms_norm_eps"], torch.zeros(len(h), dtype=torch.bool) if pictured is None else pictured
         for name, norm, block in (
             ("hc_attn", "attn_norm", attend),
-            ("hc_ffn", "ffn_norm", lambda x: self.moe(f"{at}ffn.", x, top_k)),
+            ("hc_ffn", "ffn_norm", lambda x: self.moe(f"{at}ffn.", x, top_k, pictured)),
         ):
             following, post, mix = self.mixes(f"{at}{name}", h)
             out = block(rms((pre[..., None] * h).sum(1), self.w[f"{at}{norm}.weight"], eps))
@@ -265,10 +274,14 @@ class V41:
         return h, pre
 
     @torch.inference_mode()
-    def streams(self, tokens: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """The streams [n, N, H] before every layer and behind the last one, and the hidden states behind the norm."""
-        c = self.c
-        h = self.w["embed.weight"][torch.tensor(list(tokens))][:, None].repeat(1, c["hc_mult"], 1)
+    def streams(self, tokens: Sequence[int], features: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """The streams [n, N, H] before every layer and behind the last one, and the hidden states behind the norm.
+        features [tokens of images, H]: in place of their embeddings."""
+        c, pictured = self.c, self.pictured(tokens)
+        embedded = self.w["embed.weight"][torch.tensor(list(tokens))]
+        if features is not None:
+            embedded[pictured] = features
+        h = embedded[:, None].repeat(1, c["hc_mult"], 1)
         pre = F.one_hot(torch.zeros(len(h), dtype=torch.int64), c["hc_mult"]).float()
         shared: dict[str, Tensor] = {}
         before = []
@@ -278,12 +291,13 @@ class V41:
             before.append(h)
             at = f"layers.{i}."
             h, pre = self.layer(
-                at, h, pre, lambda x, i=i, at=at: self.attention(f"{at}attn.", x, shared, i), c["num_experts_per_tok"]
-            )
+                at, h, pre, lambda x, i=i, at=at: self.attention(f"{at}attn.", x, shared, i), c["num_experts_per_tok"],
+                pictured,
+            )  # fmt: skip
         return [*before, h], rms((pre[..., None] * h).sum(1), self.w["norm.weight"], c["rms_norm_eps"])
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        return self.streams(tokens)[1] @ self.w["head.weight"].T
+    def logits(self, tokens: Sequence[int], features: Tensor | None = None) -> Tensor:
+        return self.streams(tokens, features)[1] @ self.w["head.weight"].T
 
 
 def layer_shapes(c: dict[str, Any], at: str, layer: int, experts: int) -> dict[str, tuple[int, ...]]:

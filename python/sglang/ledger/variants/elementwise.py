@@ -132,7 +132,7 @@ FORM_RULES = {
     "topk.topk_kernel": FormRule(
         free=frozenset({"K", "COLUMNS", "MEMBERS"}),
         at_most=frozenset({"K_BLOCK"}),
-        optional=frozenset({"bias", "num_valid", "expert_map"}),
+        optional=frozenset({"bias", "image_bias", "token_ids", "num_valid", "expert_map"}),
     ),
     "topk.topk_hash_kernel": FormRule(
         free=frozenset({"K", "COLUMNS"}),
@@ -365,15 +365,19 @@ def _merge_parts() -> Iterator[Variant]:
 
 
 def _routing(score: str) -> Iterator[Variant]:
-    """The widest form: with bias, shared expert, padding and a map of experts."""
+    """The widest form: with bias, shared expert, padding and a map of experts, and with a bias for tokens of images
+    where a published model has one."""
     types = {"weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32"}
     types |= {"scale": "fp32", "expert_map": "*i32"} | ({} if score == "softmax" else {"bias": "*fp32"})
+    types |= {"image_token": "i32"} | ({"image_bias": "*fp32", "token_ids": "*i64"} if score == "sqrtsoftplus" else {})
     for (experts, k, groups), logits, renormalize in itertools.product(
         ROUTINGS[score], ("bf16", "fp32"), (True, False)
     ):
         if score != "softmax" and renormalize == (k == 1):  # one score is not made 1
             continue
-        constants = {"SCORE": score, "RENORMALIZE": renormalize} | ({"bias": None} if score == "softmax" else {})
+        constants: dict[str, Any] = {"SCORE": score, "RENORMALIZE": renormalize}
+        constants |= {"bias": None} if score == "softmax" else {}
+        constants |= {} if score == "sqrtsoftplus" else {"image_bias": None, "token_ids": None}
         constants |= topk.topk_constants(experts, k, groups, with_shared=True)
         key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "") + f"/{logits}"
         key += "" if renormalize else "/raw"

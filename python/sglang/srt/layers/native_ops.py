@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
-from sglang.srt.layers.ops import LSE_BYTES
+from sglang.srt.layers.ops import LSE_BYTES, ImageCorrection
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
 if TYPE_CHECKING:
@@ -404,13 +404,17 @@ def topk_sigmoid(
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
+    of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E], bias [E] -> weights [T, k] fp32: the sigmoids of the experts whose sigmoid plus bias is
     largest, among the best `groups[1]` of `groups[0]` groups of neighbours; ids [T, k] int32, in the order of choice.
 
+    `of_images`: what tokens of images have in place of the bias.
+
     A group's score is the sum of its two largest. Source: DeepSeek-V3 technical report, section 2.1.2.
     """
     scores = router_logits.float().sigmoid()
+    bias = _correction(bias, of_images)
     return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 
 
@@ -424,9 +428,11 @@ def topk_sqrtsoftplus(
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
+    of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts as `topk_sigmoid` does, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
     scores = F.softplus(router_logits.float()).sqrt()
+    bias = _correction(bias, of_images)
     return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 
 
@@ -447,6 +453,14 @@ def topk_hash(
     scores = logits.sigmoid() if score == "sigmoid" else F.softplus(logits).sqrt()
     ids = table[token_ids].long()
     return _routed(scores.gather(1, ids), ids, True, scale, router_logits.shape[1], with_shared, num_valid, expert_map)
+
+
+def _correction(bias: torch.Tensor | None, of_images: ImageCorrection | None) -> torch.Tensor | None:
+    """[E], or with images [T, E]."""
+    if of_images is None:
+        return bias
+    assert bias is not None, "tokens of text have one, too"
+    return torch.where((of_images.token_ids == of_images.token)[:, None], of_images.bias, bias.float())
 
 
 def _choose(

@@ -8,6 +8,7 @@ parameters to those here, and call sites to saying so. Shapes and meanings are t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -417,6 +418,16 @@ class SoftmaxRoutingOp(Protocol):
     ) -> Routing: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ImageCorrection:
+    """What is added to the scores of tokens of images in place of the bias: `bias` [E] fp32, for those of the step's
+    `token_ids` [T] int64 that are `token`."""
+
+    bias: torch.Tensor
+    token_ids: torch.Tensor
+    token: int
+
+
 class ScoreRoutingOp(Protocol):
     def __call__(
         self,
@@ -429,6 +440,7 @@ class ScoreRoutingOp(Protocol):
         with_shared: bool = False,
         num_valid: torch.Tensor | None = None,
         expert_map: torch.Tensor | None = None,
+        of_images: ImageCorrection | None = None,
     ) -> Routing: ...
 
 

@@ -173,7 +173,7 @@ def _of_layer(scope: Scope, name: str, spec: object, site: Site, convolution: Sh
     attention groups, other blocks those of the requests of their ranks."""
     block = build_block(scope, spec, site)
     if name == FFN and scope.groups.dp.size > 1:
-        block = SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and bool(spec.router.hash_table))
+        block = SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and spec.router.reads_ids)
     place = {MIXER: "mixer", FFN: "ffn"}.get(name)
     if convolution is None or place is None:
         return block

@@ -22,11 +22,13 @@ class Engram(NgramEmbedding):
     """As NgramEmbedding, without a convolution: the streams take the gated value. Token ids are those of `num_texts`
     texts that tokens have once case, accents and spaces are made alike (`utils.token_texts`); `pad_token` stands for
     tokens before a request's first one. A table in e4m3 has a scale in e8m0 for every SCALE_GROUP columns. `layer`: the
-    number of the layer, which seeds the hash."""
+    number of the layer, which seeds the hash. `image_token`: of images, whose tokens add nothing to the streams, and
+    beyond which no n-gram reaches: `pad_token` stands for them and for those before; None: no images are served."""
 
     layer: int
     num_texts: int
     pad_token: int
+    image_token: int | None = None
 
     @property
     def multipliers(self) -> tuple[int, ...]:

@@ -77,7 +77,8 @@ class Router:
     token. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
     type, and the sums of their products are not rounded to it. `sinks`: so many shared experts are scored as the
     routed ones are; their scores are among those that sum to 1, and weight what they make. `scaled`: a number of the
-    checkpoint multiplies all weights.
+    checkpoint multiplies all weights. `image_correction`: the last piece of the name of the bias that tokens of images
+    have in place of `correction`: those that are `image_token`. None: no images are served, and it is not read.
     """
 
     top_k: int
@@ -94,10 +95,17 @@ class Router:
     exact_logits: bool = False
     sinks: int = 0
     scaled: bool = False
+    image_correction: str = ""
+    image_token: int | None = None
 
     @property
     def op(self) -> str:
         return "topk_hash" if self.hash_table else f"topk_{self.score}"
+
+    @property
+    def reads_ids(self) -> bool:
+        """Returns whether token ids have a part in the choice."""
+        return bool(self.hash_table) or self.image_token is not None
 
     def problems(self, num_experts: int) -> list[str]:
         """Returns the settings of this router that no model can have."""
@@ -182,8 +190,9 @@ class MoE:
         if self.latent_size:
             parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))
             parts.append(Matrix("moe.latent_out", ("",), hidden_size, width))
-        if router.correction:
-            parts.append(Elements(self.num_experts, "float32"))
+        corrections = bool(router.correction) + (router.image_token is not None)
+        if corrections:
+            parts.append(Elements(corrections * self.num_experts, "float32"))
         if router.scaled:
             parts.append(Elements(1, "float32"))
         if router.hash_table:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.plan.towers.deepseek_vit import describe_deepseek_vit
 from sglang.srt.plan.towers.gemma4 import describe_gemma4
 from sglang.srt.plan.towers.glm4v import describe_glm4v, describe_glm5_next
 from sglang.srt.plan.towers.inkling import describe_inkling
@@ -92,6 +93,7 @@ ENCODERS: Mapping[str, _Reader] = {
     "muse_glimmer": _Reader(describe_muse_glimmer, sections=False),
     "llama4": _Reader(describe_llama4, sections=False),
     "inkling_mm_model": _Reader(describe_inkling, sections=False),
+    "deepseek_v41": _Reader(describe_deepseek_vit, sections=False),
 }
 """Readers of models whose image encoder is implemented, by `model_type`; others are served for text alone."""
 
@@ -102,6 +104,7 @@ _UNNAMED: Mapping[str, tuple[int, int]] = {
     "muse_glimmer": (200092, 200091),
     "llama4": (200092, 0),
     "inkling_mm_model": (200054, 0),
+    "deepseek_v41": (129264, 0),
 }
 """The placeholders of models whose configs may leave them out, by `model_type`."""
 

@@ -29,6 +29,7 @@ from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_
 from sglang.srt.plan.halves import HalvesRule, halves_rule
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
+from sglang.srt.plan.image_tokens import telling_images
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
@@ -512,7 +513,10 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) ->
     together = args.pp_size == args.attn_dp_size == 1  # attention groups and stages encode at times of their own
     if media is not None and together and not args.mm_enable_dp_encoder:
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
-    return replace(description, media=media)
+    layers = description.layers
+    if media is not None and media.image_token is not None:
+        layers = tuple(telling_images(layer, media.image_token) for layer in layers)
+    return replace(description, media=media, layers=layers)
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:

@@ -13,6 +13,7 @@ import torch
 
 from sglang import explain
 from sglang.srt.layers import native_ops
+from sglang.srt.layers.ops import ImageCorrection
 from sglang.srt.layers.triton_ops import topk
 
 DEVICE = interpreter.DEVICE
@@ -184,6 +185,21 @@ def test_biased_scores(score: str, experts: int, k: int, groups: int, best: int,
     logits, bias = random_logits(7, experts), torch.randn(experts).to(DEVICE)
     args = (logits, bias, k, renormalize, (groups, best), 2.5)
     assert_same(getattr(topk, f"topk_{score}")(*args), getattr(native_ops, f"topk_{score}")(*args))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_tokens_of_images_have_a_bias_of_their_own(score: str) -> None:
+    """The biases choose different experts; padding has neither."""
+    logits, ids = random_logits(6, 24), torch.tensor([7, 5, 7, 7, 5, 7], device=DEVICE)
+    text, image = (torch.full((24,), -9.0, device=DEVICE) for _ in range(2))
+    text[:6], image[12:] = 9.0, 9.0
+    num_valid = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    args, of_images = (logits, text, 4, True, (1, 1), 1.5, True, num_valid), ImageCorrection(image, ids, 7)
+    got = getattr(topk, f"topk_{score}")(*args, of_images=of_images)
+    assert_same(got, getattr(native_ops, f"topk_{score}")(*args, of_images=of_images))
+    chosen = got[1][:5, :4]
+    assert torch.equal(chosen.min(1).values >= 12, ids[:5] == 7) and torch.equal(chosen.max(1).values < 6, ids[:5] == 5)
 
 
 @interpreter.kernel_test

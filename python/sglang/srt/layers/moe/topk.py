@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.ops import HashRoutingOp, LinearOp, ScoreRoutingOp, SoftmaxRoutingOp
+from sglang.srt.layers.ops import HashRoutingOp, ImageCorrection, LinearOp, ScoreRoutingOp, SoftmaxRoutingOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import PartKey
@@ -39,6 +39,11 @@ class TopK:
         if spec.correction:
             self.correction = scope.sub("correction").param(
                 spec.correction, (num_experts,), init=Init.ZEROS, dtype=torch.float32
+            )
+        self.image_correction: torch.Tensor | None = None
+        if spec.image_token is not None:
+            self.image_correction = scope.sub("correction").param(
+                spec.image_correction, (num_experts,), init=Init.ZEROS, dtype=torch.float32
             )
         if spec.hash_table:
             self.table = _hash_table(scope.sub("hash"), spec, num_experts)
@@ -85,7 +90,14 @@ class TopK:
             with_shared=self.with_shared,
             num_valid=valid,
             expert_map=self.expert_map,
+            of_images=self._of_images(batch),
         )
+
+    def _of_images(self, batch: ForwardBatch | None) -> ImageCorrection | None:
+        if self.image_correction is None or self.spec.image_token is None:
+            return None
+        assert batch is not None, "tokens of images are told by their ids"
+        return ImageCorrection(self.image_correction, batch.input_ids, self.spec.image_token)
 
 
 def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | None:

@@ -1,8 +1,9 @@
 """DeepSeek-V4.1's Engram before a layer: from the residual streams and token ids to what is added to the streams.
 
 A token's n-grams find rows of a table by a hash of the texts of their tokens. A product of these rows gives a key for
-each stream and a value, which the streams gate. A request's state is the texts of its last tokens; a step that may be
-taken back leaves it as it is and records its tokens.
+each stream and a value, which the streams gate. Tokens of images add nothing and end the n-grams of those behind them:
+OF_IMAGE stands for their texts. A request's state is the texts of its last tokens; a step that may be taken back leaves
+it as it is and records its tokens.
 
 Source: the inference code beside the checkpoint of V4.1-Flash, as others describe it.
 """
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 _DUMMY_EXPONENT = 127 - 12
+OF_IMAGE = -1
+"""In place of the number of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,15 @@ class EngramBlock:
         sizes = spec.head_rows[first_head : first_head + num]
         offsets = [sum(sizes[:head]) for head in range(num)]
         self.texts.copy_(torch.from_numpy(numbers))
+        if spec.image_token is not None:
+            self.texts[spec.image_token] = OF_IMAGE
         self.hashed = NgramHash(
             torch.tensor(spec.multipliers, device=device),
             torch.tensor(sizes, device=device),
             torch.tensor(offsets, device=device),
             first_head,
             spec.heads,
-            spec.end_token,
+            OF_IMAGE,
             int(numbers[spec.pad_token]),
         )
 
@@ -109,6 +114,8 @@ class EngramBlock:
             batch.state_records.append(EngramRecord(self.kernels, kept, texts, requests, width))
         products = self.project(self.group.all_gather(rows))
         gated, _ = self.kernels.gate(products, streams, self.key_weight, self.query_weight, self.ones, self.eps)
+        if self.spec.image_token is not None:
+            gated.masked_fill_((texts == OF_IMAGE)[:, None, None], 0.0)
         return gated
 
 

@@ -15,8 +15,8 @@ from sglang.srt.layers.compressed.step import TokenRequests
 class NgramHash:
     """The numbers by which n-grams find their rows: multipliers [longest] of token ids, the last token's first; sizes
     and offsets [heads] of the heads' parts of the table, those of this rank; all int64. Head h is of n-grams of
-    2 + (first_head + h) // per_ngram tokens. `end_token`: behind which no n-gram reaches, -1: there is none; `fill`:
-    what stands for tokens that an n-gram does not reach (None: the end token)."""
+    2 + (first_head + h) // per_ngram tokens. `end_token`: beyond which no n-gram reaches; `fill`: what stands for it
+    and for tokens that an n-gram does not reach (None: the end token)."""
 
     multipliers: torch.Tensor
     sizes: torch.Tensor

@@ -34,11 +34,12 @@ def token_before(
 def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, hashed: NgramHash) -> torch.Tensor:
     """Returns the rows [T, heads] int64 of `ngram_rows`, before offsets are added to them."""
     fill = ids.new_full((), hashed.filling)
-    mixed, mixes, ended = ids * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
+    last = torch.where(ids == hashed.end_token, fill, ids)
+    mixed, mixes, ended = last * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
     for place in range(1, len(hashed.multipliers)):
         earlier = token_before(ids, kept, requests, place, fill)
-        mixed = mixed ^ (torch.where(ended, fill, earlier) * hashed.multipliers[place])
         ended = ended | (earlier == hashed.end_token)
+        mixed = mixed ^ (torch.where(ended, fill, earlier) * hashed.multipliers[place])
         mixes.append(mixed)
     heads = torch.arange(len(hashed.sizes), device=ids.device) + hashed.first_head
     return torch.stack(mixes, dim=1)[:, heads // hashed.per_ngram] % hashed.sizes
@@ -60,8 +61,8 @@ def ngram_rows(
     two for every G columns, as e8m0 -> out [T, heads * D].
 
     The n-gram of a token is it and those before it, each id times its multiplier, joined by exclusive or; modulo a
-    head's size that is its row. Tokens before the request's first one, and those up to an end token before the last
-    one, count as end tokens.
+    head's size that is its row. `hashed.filling` stands for end tokens, for those before one that precedes the last
+    token, and for those before the request's first one.
     """
     places = ngram_places(ids, kept, requests, hashed) + hashed.offsets
     rows = table[places.to(table.device)].to(ids.device)

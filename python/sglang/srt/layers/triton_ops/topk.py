@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.ops import ImageCorrection
 from sglang.srt.layers.triton_ops import pdl
 
 LAUNCH = {"ROWS": 1, "num_warps": 1}
@@ -80,15 +81,18 @@ def _store_choices(weights, ids, chosen_weights, chosen_ids, row, valid, inside,
         tl.store(ids + row * COLUMNS + K, tl.where(valid, SHARED_ID, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "image_token"])
 def topk_kernel(
     logits,  # [T, E]
     bias,  # [E] or None
+    image_bias,  # [E] fp32 in place of bias for tokens that are `image_token`, or None
+    token_ids,  # [T] int64 with image_bias, or None
     weights,  # [T, COLUMNS] fp32
     ids,  # [T, COLUMNS] int32
     num_valid,  # [1] int32 or None
     expert_map,  # [E] int32 or None
     num_tokens,
+    image_token,
     row_stride,
     scale,
     SCORE: tl.constexpr,
@@ -115,6 +119,10 @@ def topk_kernel(
     # Only logits come from the layer, and of all kernels before only the one directly ahead may still run.
     if bias is not None:
         correction = tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+        if image_bias is not None:
+            token = tl.load(token_ids + row, mask=inside, other=0)  # those of the step, written before its layers
+            of_images = tl.load(image_bias + expert, mask=exists, other=0.0)
+            correction = tl.where((token == image_token)[:, None], of_images, correction)
     valid = inside
     if num_valid is not None:
         valid = row < tl.load(num_valid)
@@ -241,10 +249,12 @@ def topk_sigmoid(
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
+    of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E], bias [E] -> weights [T, k] fp32, ids [T, k] int32: the largest sigmoid plus bias among the
-    best `groups[1]` of `groups[0]` groups."""
-    return _topk("sigmoid", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
+    best `groups[1]` of `groups[0]` groups. `of_images`: what tokens of images have in place of the bias."""
+    arguments = (router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
+    return _topk("sigmoid", *arguments, of_images)
 
 
 def topk_sqrtsoftplus(
@@ -257,11 +267,11 @@ def topk_sqrtsoftplus(
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
+    of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `topk_sigmoid`, of sqrt(softplus(logits)) (DeepSeek-V4)."""
-    return _topk(
-        "sqrtsoftplus", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map
-    )
+    arguments = (router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
+    return _topk("sqrtsoftplus", *arguments, of_images)
 
 
 def topk_hash(
@@ -299,12 +309,18 @@ def _topk(
     with_shared: bool,
     num_valid: torch.Tensor | None,
     expert_map: torch.Tensor | None,
+    of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_experts = router_logits.shape
+    image_bias, token_ids, image_token = None, None, 0
+    if of_images is not None:
+        assert bias is not None, "tokens of text have one, too"
+        image_bias, token_ids, image_token = of_images.bias, of_images.token_ids, of_images.token
     weights, ids = _outputs(router_logits, top_k + with_shared)
     if num_tokens:
         topk_kernel[(triton.cdiv(num_tokens, LAUNCH["ROWS"]),)](
-            router_logits, bias, weights, ids, num_valid, expert_map, num_tokens, router_logits.stride(0), scale,
+            router_logits, bias, image_bias, token_ids, weights, ids, num_valid, expert_map, num_tokens, image_token,
+            router_logits.stride(0), scale,
             SCORE=score, RENORMALIZE=renormalize, **topk_constants(num_experts, top_k, groups, with_shared), **LAUNCH,
             **pdl.options(),
         )  # fmt: skip

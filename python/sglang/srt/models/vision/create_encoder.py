@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.models.vision.deepseek_vit import DeepseekVitEncoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.gemma4 import Gemma4Encoder
 from sglang.srt.models.vision.glm4v import Glm4vEncoder
@@ -16,6 +17,7 @@ from sglang.srt.models.vision.muse_glimmer import MuseGlimmerEncoder
 from sglang.srt.models.vision.qwen2_5_vl import Qwen2_5VLEncoder
 from sglang.srt.models.vision.qwen3_vl import Qwen3VLEncoder
 from sglang.srt.models.vision.step3 import Step3Encoder
+from sglang.srt.plan.towers.deepseek_vit import DeepseekVitTower
 from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 from sglang.srt.plan.towers.glm4v import Glm4vTower
 from sglang.srt.plan.towers.inkling import InklingTower
@@ -42,6 +44,7 @@ _CLASSES: Mapping[type[Tower], Callable[..., VisionEncoder[Any]]] = {
     MuseGlimmerTower: MuseGlimmerEncoder,
     Llama4Tower: Llama4Encoder,
     InklingTower: InklingEncoder,
+    DeepseekVitTower: DeepseekVitEncoder,
 }
 
 

@@ -26,7 +26,7 @@ V41_NAMES = replace(
         "ngrams.project": "engram.wkv",
     },
     behind=(),
-    # A bias for tokens of images, whose encoder is not read.
+    # Where images are not served, and in drafts, which guess text.
     ignore=(*NAMES.ignore, "ffn.gate.bias_vl"),
     unread=("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline"),
 )
@@ -37,8 +37,8 @@ DEEPSEEK_V41 = replace(
     architectures=("DeepseekV41ForCausalLM",),
     names=V41_NAMES,
     published={},
+    router=replace(DEEPSEEK_V4.router, image_correction="bias_vl"),
     shared_entries=True,
     residual=HyperConnections(4, lagged=True),
     mtp=None,
 )
-"""Text alone: the encoder of images that its checkpoints have is not read."""

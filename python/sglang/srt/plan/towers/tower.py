@@ -20,12 +20,18 @@ Slices = tuple[slice, ...]
 
 
 class Cut(Enum):
-    """How ranks share out a linear layer. HEADS: rows of queries, keys and values below one another, by heads. ROWS:
-    outputs. COLUMNS: inputs, so that the ranks' outputs add up."""
+    """How ranks share out a linear layer. HEADS: rows of queries, keys and values below one another, by heads. GATED:
+    rows of a gate and of what it multiplies below one another. ROWS: outputs. COLUMNS: inputs, so that the ranks'
+    outputs add up."""
 
     HEADS = "heads"
+    GATED = "gated"
     ROWS = "rows"
     COLUMNS = "columns"
+
+
+_GROUPS = {Cut.HEADS: 3, Cut.GATED: 2}
+"""So many groups of rows are cut apart; of other layers all rows or columns are one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +101,12 @@ class Tower(ABC):
     def shared_by(self, ranks: int) -> Self:
         """Returns the encoder as so many ranks share it out; as it is, if they do not divide its heads and widths."""
         shared = replace(self, ranks=ranks)
-        cut = (shape[shared.cut_dim(name)] for name, shape in self.shapes() if shared.cut_of(name) is not None)
-        return self if self.num_heads % ranks or any(size % ranks for size in cut) else shared
+        sizes = (
+            shape[shared.cut_dim(name)] // _GROUPS.get(cut, 1)
+            for name, shape in self.shapes()
+            if (cut := shared.cut_of(name)) is not None
+        )
+        return self if self.num_heads % ranks or any(size % ranks for size in sizes) else shared
 
     @property
     def rank_heads(self) -> int:
@@ -125,7 +135,7 @@ class Tower(ABC):
         cut = self.cut_of(name)
         if cut is None:
             return [((), ())]
-        dim, groups = self.cut_dim(name), 3 if cut is Cut.HEADS else 1
+        dim, groups = self.cut_dim(name), _GROUPS.get(cut, 1)
         whole, count = shape[dim] // groups, shape[dim] // groups // self.ranks
         before = (slice(None),) * dim
         return [

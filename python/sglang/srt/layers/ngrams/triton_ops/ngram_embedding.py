@@ -59,7 +59,8 @@ def ngram_rows_kernel(
     position = tl.load(positions + token).to(tl.int64)
     first = tl.load(firsts + token).to(tl.int64)
     state = kept + tl.load(slots + token).to(tl.int64) * (LONGEST - 1)
-    mixed = tl.load(ids + token) * tl.load(multipliers)
+    last = tl.load(ids + token)
+    mixed = tl.where(last == end_token, fill, last) * tl.load(multipliers)
     ended = token < 0
     for place in tl.static_range(1, LONGEST):
         at = position - place
@@ -67,10 +68,10 @@ def ngram_rows_kernel(
         new = tl.load(ids + token - place, mask=is_new, other=0)
         past = tl.load(state + at % (LONGEST - 1), mask=(at >= 0) & (at < first), other=0).to(tl.int64)
         earlier = tl.where(at < 0, fill, tl.where(is_new, new, past))
+        ended = ended | (earlier == end_token)
         earlier = tl.where(ended, fill, earlier)
         if place <= longest:
             mixed = mixed ^ (earlier * tl.load(multipliers + place))
-        ended = ended | (earlier == end_token)
     row = mixed % tl.load(sizes + head) + tl.load(offsets + head)
     cols = tl.arange(0, COLS)
     values = tl.load(table + row * dim + cols, mask=cols < dim, other=0.0).to(tl.float32)

@@ -29,6 +29,7 @@ _FAMILIES: Mapping[str, str] = {
     "muse_glimmer": "muse_glimmer",
     "llama4": "llama4",
     "inkling_mm_model": "inkling",
+    "deepseek_v41": "deepseek_v41",
 }
 """model_type of config.json -> the processors of `media.processors`."""
 
@@ -99,7 +100,7 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
         return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
     if family in ("glm4v", "glm5_next"):
         return MediaTokens(family, image, video, frame=image)
-    if family in ("qwen2_5_vl", "minimax_m3", "step3p7", "muse_glimmer"):
+    if family in ("qwen2_5_vl", "minimax_m3", "step3p7", "muse_glimmer", "deepseek_v41"):
         return MediaTokens(family, image, video)
     marks = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
     return MediaTokens(family, image, video, start=marks[0], end=marks[1])

@@ -1,7 +1,8 @@
-"""Sizes of pictures whose pixels, or tokens, are within a budget, in whole squares of patches: MiniMax-M3's and
-Muse-Glimmer's.
+"""Sizes of pictures whose pixels, or tokens, are within a budget: MiniMax-M3's and Muse-Glimmer's in whole squares of
+patches, DeepSeek-V4.1's in whole patches.
 
-Source: `smart_resize` of their processors in transformers 5.23, whose modules need torchvision.
+Source: `smart_resize` of the first two's processors in transformers 5.23, whose modules need torchvision; the image
+processor beside V4.1's checkpoint, as vLLM and transformers describe it.
 """
 
 from __future__ import annotations
@@ -47,3 +48,42 @@ def nearest_shape(size: tuple[int, int], factor: int, most: int) -> tuple[int, i
     fitting = fitting or [(max(1, round(rows)), max(1, round(columns)))]
     rows, columns = min(fitting, key=lambda shape: abs(shape[0] / shape[1] - size[1] / size[0]))
     return columns * factor, rows * factor
+
+
+def within_rows_of_tokens(
+    size: tuple[int, int], patch: int, merge: int, least: int, most: int, longest: float | None = None
+) -> tuple[int, int]:
+    """Returns the width and the height in whole patches of a picture with at least `least` pixels, whose squares of
+    `merge` x `merge` patches are at most `most` tokens, with one for each row of them and two more. A picture that is
+    more than `longest` times as wide as it is high counts as narrower. Raises MediaError."""
+    width, height = (float(side) for side in size)
+    if longest is not None:
+        width = min(width, height * longest)
+    if width * height < least:
+        grow = (least / (width * height)) ** 0.5
+        width, height = float(int(width * grow)), float(int(height * grow))
+    if min(width, height) < 1:
+        raise MediaError(f"a picture is {size[0]} x {size[1]} pixels: a side is too short for the other")
+    columns, rows = math.ceil(width / patch), math.ceil(height / patch)
+    if _tokens(columns, rows, merge) > most:
+        columns, rows = _most_patches(width, height, patch, merge, most)
+    if not (columns and rows) or _tokens(columns, rows, merge) > most:
+        raise MediaError(f"a picture of {size[0]} x {size[1]} pixels does not fit in {most} tokens")
+    return columns * patch, rows * patch
+
+
+def _tokens(columns: int, rows: int, merge: int) -> int:
+    return math.ceil(rows / merge) * (math.ceil(columns / merge) + 1) + 2
+
+
+def _most_patches(width: float, height: float, patch: int, merge: int, most: int) -> tuple[int, int]:
+    """Returns the columns and rows of the largest picture of this shape that `most` tokens allow."""
+    shape = height / width
+    columns = math.sqrt((most - 2) / shape + 0.25) - 0.5
+    rows, side = columns * shape, patch * merge
+    if columns < 1:
+        return merge, (most - 2) // 2 * merge
+    if rows < 1:
+        return (most - 3) * merge, merge
+    scale = min(math.floor(columns) * side / width, math.floor(rows) * side / height)
+    return math.floor(width * scale / patch), math.floor(height * scale / patch)

@@ -34,10 +34,15 @@ class ProcessorFiles:
     video: Mapping[str, Any]
 
 
-def read_processor_files(directory: Path, family: str, mm_process_config: str) -> ProcessorFiles:
-    """`mm_process_config`: the flag's JSON, which wins. Raises UserError."""
+def read_processor_files(
+    directory: Path, family: str, mm_process_config: str, config: Mapping[str, Any] | None = None
+) -> ProcessorFiles:
+    """`mm_process_config`: the flag's JSON, which wins. `config`: the whole config.json, which has the settings where
+    models come without files. Raises UserError."""
     both = _optional(directory / _BOTH_FILE)
     image = _usual_words(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
+    if not image and family in _IN_CONFIG:
+        image = dict(_part(config or {}, "vision_config"))
     video = _usual_words(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
     if not image:
         raise UserError(
@@ -50,6 +55,8 @@ def read_processor_files(directory: Path, family: str, mm_process_config: str) -
         raise UserError(
             '--mm-process-config must hold objects for "image" and "video", such as {"image": {"max_pixels": 1048576}}.'
         )
+    if family in _IN_CONFIG:
+        _check_tokens({**image, **changed.get("image", {})})
     if "Glm46V" in str(image.get("image_processor_type")):
         family = "glm46v"
     return ProcessorFiles(
@@ -60,6 +67,8 @@ def read_processor_files(directory: Path, family: str, mm_process_config: str) -
 
 
 _OF_KIMI = "media_proc_cfg"
+_IN_CONFIG = ("deepseek_v41",)
+"""Families whose vision_config has the settings of their processors."""
 
 
 def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +88,18 @@ def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     usual = {words.get(name, name): value for name, value in published.items()}
     side = usual.pop("patch_limit_on_one_side", None)
     return usual if side is None else {**usual, "size": {"max_height": side, "max_width": side}}
+
+
+_LEAST_TOKENS = 4
+"""Of an image of DeepSeek-V4.1: one of its patches, and those around it."""
+
+
+def _check_tokens(settings: Mapping[str, Any]) -> None:
+    most = settings.get("max_image_tokens", _LEAST_TOKENS)
+    if type(most) is not int or most < _LEAST_TOKENS:
+        raise UserError(f"max_image_tokens must be a whole number from {_LEAST_TOKENS} on; got {most!r}.")
+    if "max_pixels" in settings:
+        raise UserError("This model limits an image by its tokens; use max_image_tokens in place of max_pixels.")
 
 
 _COUNTED_PER_FRAME = ("glm4v", "glm46v")

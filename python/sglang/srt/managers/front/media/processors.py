@@ -3,8 +3,8 @@
 Sizes and values are those of the classes of transformers that work on numpy arrays, without torch and torchvision. A
 channel of a pixel has 256 levels, so what a class makes of these is looked up: the same values, in the type in which
 the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5,
-MiniMax-M3, Muse-Glimmer and Inkling, which are computed here from the same settings; tiles are in `tiles` and
-`canvas_tiles`, videos in `video_processors`.
+MiniMax-M3, Muse-Glimmer, Inkling and DeepSeek-V4.1, which are computed here from the same settings; tiles are in
+`tiles` and `canvas_tiles`, videos in `video_processors`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from sglang.srt.managers.front.media import canvas
 from sglang.srt.managers.front.media.decoding import MediaError
 from sglang.srt.managers.front.media.patch_types import as_type
-from sglang.srt.managers.front.media.pixel_budget import nearest_shape, within
+from sglang.srt.managers.front.media.pixel_budget import nearest_shape, within, within_rows_of_tokens
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.plan.media import PATCHES_A_STEP
 
@@ -259,6 +259,29 @@ def scaled(size: tuple[int, int], share: float | None, most: int | None) -> tupl
     return width, height
 
 
+def _in_rows(settings: Settings, dtype: str) -> ImageProcessor:
+    """DeepSeek-V4.1: patches row by row of a picture that keeps its shape, with grey on both sides up to whole patches.
+    `size`, where transformers wrote the settings, has the fewest pixels and the most tokens."""
+    words, limits = given(settings), {"shortest_edge": 544**2, "longest_edge": 1024, **_size(settings)}
+    patch, merge = int(words.get("patch_size", 14)), int(words.get("downsample_ratio", 3))
+    tokens = words.get("max_image_tokens", limits["longest_edge"])
+    least, most = words.get("min_pixels", limits["shortest_edge"]), min(tokens, PATCHES_A_STEP // merge**2)
+    longest, levels = words.get("max_wh_ratio"), as_type(levels_of(words), dtype)
+
+    def process(image: Image.Image) -> Patches:
+        size = within_rows_of_tokens(image.size, patch, merge, least, most, longest)
+        if longest is not None and image.width >= longest * image.height:
+            picture = image.resize(size)
+        else:
+            picture = ImageOps.pad(image, size, color=_GREY)
+        rows, columns = size[1] // patch, size[0] // patch
+        num_tokens = -(-rows // merge) * (-(-columns // merge) + 1) + 2
+        return Patches(cut(np.asarray(picture), levels, patch, merge=1), (1, rows, columns), num_tokens)
+
+    return process
+
+
+_GREY = (127, 127, 127)
 _QWEN = _merged("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
 _IMAGES: Mapping[str, _Make] = {
     "qwen3_vl": _QWEN,
@@ -271,6 +294,7 @@ _IMAGES: Mapping[str, _Make] = {
     "minimax_m3": _within_a_budget,
     "muse_glimmer": _of_nearest_shape,
     "inkling": _beyond_the_edges,
+    "deepseek_v41": _in_rows,
 }
 FAMILIES = tuple(_IMAGES)
 

@@ -32,4 +32,5 @@ def served_media(args: ServerArgs, model: ModelConfig, pixel_dtype: str = "float
     tokens = media_tokens(config)
     if tokens is None:
         return None
-    return ServedMedia(tokens, read_processor_files(directory, tokens.family, args.mm_process_config), pixel_dtype)
+    files = read_processor_files(directory, tokens.family, args.mm_process_config, config)
+    return ServedMedia(tokens, files, pixel_dtype)
