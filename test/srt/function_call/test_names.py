@@ -37,7 +37,7 @@ def test_flags_name_every_format() -> None:
 
 NAMES = [(field, name) for field in FORMATS for name in f"{UPSTREAM_NAMES[field]} {OTHER_NAMES[field]}".split()]
 REFUSED = {"beam", "cohere_command4", "k2_horizon", "kimi_k3", "response_template"}
-"""Formats whose templates are not public."""
+"""Formats of models that are not served."""
 
 
 @pytest.mark.parametrize(("field", "name"), NAMES)
