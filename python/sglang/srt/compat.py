@@ -153,7 +153,7 @@ class RefusedValues:
 _NOT_READ = (
     "sm120-sglang does not read the format {{}} yet; {} auto chooses by the chat template among those that it reads"
 )
-_FORMATS_NOT_READ = frozenset("beam cohere_command4 inkling k2_horizon kimi_k3 response_template".split())
+_FORMATS_NOT_READ = frozenset("beam cohere_command4 k2_horizon kimi_k3 response_template".split())
 _OTHER_DRAFTERS = frozenset({"UNO"})
 REFUSED_VALUES: Mapping[str, RefusedValues] = {
     "speculative_algorithm": RefusedValues(

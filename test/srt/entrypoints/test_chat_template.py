@@ -133,6 +133,26 @@ def test_effort_none_switches_thoughts_off(fields: dict[str, Any], text: str) ->
     assert render(template, [{"role": "user", "content": "Hi"}], **fields) == text
 
 
+EFFORTS = "{% set numbers = {'none': 0.0, 'low': 0.2, 'high': 0.9} %}{{ numbers[reasoning_effort or 'high'] }}"
+"""A template whose effort has a word for none, and that has no switch."""
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "text"),
+    [
+        (EFFORTS, {}, "0.9"),
+        (EFFORTS, {"reasoning_effort": "low"}, "0.2"),
+        (EFFORTS, {"reasoning_effort": "none"}, "0.0"),
+        (EFFORTS, {"chat_template_kwargs": {"enable_thinking": False}}, "0.0"),
+        (EFFORTS, {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "low"}}, "0.2"),
+        ("{{ reasoning_effort | default('-') }}", {"reasoning_effort": "none"}, "-"),
+        ("{% if reasoning_effort is none %}{% endif %}{{ reasoning_effort }}", {"reasoning_effort": "none"}, ""),
+    ],
+)
+def test_an_effort_that_means_none_switches_thoughts_off(source: str, fields: dict[str, Any], text: str) -> None:
+    assert render(source, [{"role": "user", "content": "Hi"}], **fields) == text
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

@@ -234,6 +234,19 @@ def _invoke(section: str) -> Writer:
     )
 
 
+def _inkling(call: Call) -> str:
+    return (
+        f"<|message_model|>{call[0]}<|content_invoke_tool_json|>"
+        f'{{"name":{_json(call[0])},"args":{_json(call[1])}}}<|end_message|>'
+    )
+
+
+def _inkling_message(before: str, calls: str, after: str) -> str:
+    first = f"<|message_model|><|content_text|>{before}<|end_message|>" if before else ""
+    last = f"<|message_model|><|content_text|>{after}<|end_message|>" if after else ""
+    return first + calls + last + "<|content_model_end_sampling|>"
+
+
 def _call_object(call: Call, arguments: str) -> str:
     return _json({"name": call[0], arguments: call[1]})
 
@@ -315,6 +328,7 @@ WRITERS: dict[str, Writer] = {
     ),
     "gpt-oss": Writer(_each(_harmony), ("<|start|>", "<|channel|>", "<|message|>", "<|call|>"), _harmony_message),
     "muse": Writer(_each(_muse), ("<|start|>", "<|message|>", "<|eom|>", "<atem:", "</atem:"), _muse_message),
+    "inkling": Writer(_each(_inkling), ("<|message_model|>", "<|content_", "<|end_message|>"), _inkling_message),
 }  # fmt: skip
 
 BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
@@ -331,10 +345,14 @@ BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
         for name, values in calls
     ).removesuffix("<|start|>assistant"),
     "muse": lambda calls: "".join(map(_muse, calls)).removeprefix("<|start|>assistant").replace("<|eom|>", "<|eot|>"),
+    "inkling": lambda calls: "<|message_model|>".join(
+        f"{name}<|content_invoke_tool_json|>{_json({'args': values, 'name': name})}<|content_model_end_sampling|>"
+        for name, values in calls
+    ),
     "mistral": lambda calls: "[TOOL_CALLS] " + _json([{"name": name, "arguments": values} for name, values in calls]),
 }
 """Other forms of the same calls."""
-MESSAGE_FORMATS = ("gpt-oss", "muse")
+MESSAGE_FORMATS = ("gpt-oss", "inkling", "muse")
 """Formats whose outputs are rows of messages."""
 
 

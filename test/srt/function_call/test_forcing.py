@@ -44,6 +44,8 @@ def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
         return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
     if name == "muse":
         return text.removeprefix("<|start|>assistant").removesuffix("<|eom|>")
+    if name == "inkling":
+        return text.removeprefix("<|message_model|>")
     return text.removeprefix("<|python_tag|>")
 
 
@@ -145,6 +147,15 @@ def test_muse_thinks_before_a_forced_call() -> None:
     assert output.reasoning == "well" and [call.name for call in output.calls] == ["get_weather"]
 
 
+def test_inkling_thinks_before_a_forced_call() -> None:
+    form = FORCED_CALLS["inkling"].at_least_one(TOOLS, one=False)
+    form = after_thoughts(form, REASONING_FORMATS["inkling"], "<|message_model|>")
+    text = "<|content_thinking|>well<|end_message|><|message_model|>" + written("inkling", WEATHER, ("now", {}))
+    assert accepts(form, text) and not accepts(form, f"{text}<|message_model|><|content_text|>done")
+    output = parse(new_parser("inkling"), text)
+    assert output.reasoning == "well" and [call.name for call in output.calls] == ["get_weather", "now"]
+
+
 def test_white_space_is_bounded() -> None:
     for form in (answer_format("json_schema", SCHEMA), FORCED_CALLS["mistral"].at_least_one(TOOLS, one=True)):
         assert form is not None
@@ -168,6 +179,7 @@ def test_harmony_thinks_before_a_forced_call() -> None:
     [
         ("gpt-oss", "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>final<|message|>5"),
         ("muse", " to=self<|message|>well<|eom|><|start|>assistant to=user<|message|>5"),
+        ("inkling", "<|content_thinking|>well<|end_message|><|message_model|><|content_text|>5"),
     ],
 )
 def test_a_constrained_answer_is_a_message(name: str, text: str) -> None:
@@ -175,7 +187,7 @@ def test_a_constrained_answer_is_a_message(name: str, text: str) -> None:
     assert answer is not None and isinstance(messages, MessageFormat)
     form = after_thoughts(as_message(answer, messages), messages, "<|start|>assistant")
     assert accepts(form, text) and not accepts(form, "5")
-    assert accepts(form, text.partition("<|start|>assistant")[2]), "without thoughts"
+    assert accepts(form, text.partition(messages.next_message)[2]), "without thoughts"
     output = parse(new_parser(name), text)
     assert output.text == "5" and output.reasoning == "well"
 

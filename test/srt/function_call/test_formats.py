@@ -244,6 +244,42 @@ def test_muse() -> None:
     assert read("muse", "<|start|>assistant<|message|>no recipient<|eot|>").text == "no recipient"
 
 
+def test_inkling() -> None:
+    text = (
+        "<|content_thinking|>first<|end_message|><|message_model|><|content_thinking|>second<|end_message|>"
+        "<|message_model|>get_weather<|content_invoke_tool_json|>"
+        '{"name":"get_weather","args":{"city":"<|end_message|>"}}<|end_message|>'
+        "<|message_model|><|content_text|>Look:<|end_message|>"
+        '<|message_model|>rm<|content_invoke_tool_json|>{"name":"rm","args":{}}<|end_message|>'
+        "<|message_model|><|content_tool_error|> no<|content_model_end_sampling|>"
+    )
+    output = read("inkling", text)
+    assert output.reasoning == "first\nsecond" and calls_of(output) == [("get_weather", {"city": "<|end_message|>"})]
+    assert output.text == 'Look:<|message_model|>rm<|content_invoke_tool_json|>{"name":"rm","args":{}} no'
+    thoughtful = parse(OutputParser(calls=TOOL_CALL_FORMATS["inkling"], tools=TOOLS), text)
+    assert thoughtful.reasoning == "" and thoughtful.text == "firstsecond" + output.text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("get_weather is there<|end_message|>", "get_weather is there"),
+        ("<|message_model|><|content_text|>yes<|content_model_end_sampling|>", "yes"),
+        ("<|message_model|><|message_model|><|content_text|>yes", "yes"),
+        ("<|message_model|>no kind<|end_message|>", "no kind"),
+        ("<|content_text|>a<|content_text|>b<|message_model|>c", "abc"),
+    ],
+)
+def test_inkling_with_marks_that_are_missing(text: str, shown: str) -> None:
+    output = read("inkling", text)
+    assert (output.text, output.reasoning, output.calls) == (shown, "", [])
+
+
+def test_inkling_calls_without_an_end_of_thoughts() -> None:
+    output = read("inkling", '<|content_thinking|>well<|content_invoke_tool_json|>{"args":{},"name":"now"}')
+    assert output.reasoning == "well" and output.text == "" and calls_of(output) == [("now", {})]
+
+
 def test_whole_thoughts() -> None:
     parser = OutputParser(reasoning=REASONING_FORMATS["qwen3"], whole_thoughts=True)
     events = [event for piece in ("<think>a", "b", "c</think>", "d") for event in parser.push(piece)]

@@ -36,8 +36,8 @@ def test_flags_name_every_format() -> None:
 
 
 NAMES = [(field, name) for field in FORMATS for name in f"{UPSTREAM_NAMES[field]} {OTHER_NAMES[field]}".split()]
-REFUSED = {"beam", "cohere_command4", "inkling", "k2_horizon", "kimi_k3", "response_template"}
-"""Formats whose templates are not public."""
+REFUSED = {"beam", "cohere_command4", "k2_horizon", "kimi_k3", "response_template"}
+"""Formats of models that are not served."""
 
 
 @pytest.mark.parametrize(("field", "name"), NAMES)
@@ -55,8 +55,8 @@ def test_names_in_requests() -> None:
     """Of whole texts that are parsed on request."""
     for field, formats in FORMATS.items():
         assert _name(field, "mimo", None, formats) in formats
-        with pytest.raises(ApiError, match="does not read the format inkling yet"):
-            _name(field, "inkling", None, formats)
+        with pytest.raises(ApiError, match="does not read the format beam yet"):
+            _name(field, "beam", None, formats)
         with pytest.raises(ApiError, match="must be one of"):
             _name(field, "any", None, formats)
 

@@ -116,6 +116,16 @@ PUBLISHED = {
         "{% for k, v in c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}={{ ([v] | string)[1:-1] }}"
         "{% endfor %}){% endfor %}]"
     ),
+    "inkling": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% if m.reasoning_content %}<|message_model|><|content_thinking|>{{ m.reasoning_content }}<|end_message|>"
+        "{% endif %}{% if m.content %}<|message_model|><|content_text|>{{ m.content }}<|end_message|>{% endif %}"
+        "{% for c in m.tool_calls or [] %}{% set f = c.function %}<|message_model|>{{ f.name }}"
+        '<|content_invoke_tool_json|>{"name":{{ f.name | tojson }},"args":{{ f.arguments | tojson }}}<|end_message|>'
+        "{% endfor %}<|content_model_end_sampling|>"
+        "{% else %}<|message_{{ m.role }}|><|content_text|>{{ m.content }}<|end_message|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|message_model|>{% endif %}"
+    ),
     "gpt-oss": (
         "{% for m in messages %}{% if m.role == 'assistant' %}"
         "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
@@ -173,7 +183,7 @@ OTHERWISE = {
 """Templates that take calls in another form than most: name of the format, template."""
 
 
-OWN_THOUGHTS = ("gemma4", "gpt-oss", "hunyuan-opensource", "mistral")
+OWN_THOUGHTS = ("gemma4", "gpt-oss", "hunyuan-opensource", "inkling", "mistral")
 
 
 def templates() -> list[Any]:
@@ -218,7 +228,7 @@ def test_messages_come_back(source: str, name: str, form: str | None) -> None:
     calls_format = TOOL_CALL_FORMATS[name]
     reasoning = REASONING_FORMATS[name if name in OWN_THOUGHTS else "qwen3"]
     for _ in range(200):
-        at_least = 1 if name in ("llama3", "pythonic", "gpt-oss") else 0
+        at_least = 1 if name in ("llama3", "pythonic", "gpt-oss", "inkling") else 0
         calls = [random_call(rng) for _ in range(rng.randrange(at_least, 4))]
         text = "" if name in ("llama3", "pythonic") or ("m.content is none" in source and calls) else random_text(rng)
         thoughts = rng.choice(("", "First,\n\nI think. <b> 東京"))
@@ -240,7 +250,7 @@ def test_auto_knows_the_format(source: str, name: str, form: str | None) -> None
     probe: Render = template.render_probe
     assert tool_call_format("SomeForCausalLM", probe) == name
     expected = {"gpt-oss": "gpt-oss", "mistral": "mistral", "minimax-m2": "minimax", "kimi_k2": "kimi_k2"}
-    expected |= {"gemma4": "gemma4", "glm45": "glm45", "glm47": "glm45"}
+    expected |= {"inkling": "inkling", "gemma4": "gemma4", "glm45": "glm45", "glm47": "glm45"}
     expected |= {"hunyuan": "hunyuan", "hunyuan-opensource": "hunyuan-opensource"}
     if name != "gpt-oss":
         assert reasoning_format("SomeForCausalLM", template.sources, name) == expected.get(name, "qwen3")

@@ -17,8 +17,8 @@ from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.pool_sizes import CacheCost
 from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, StateRows, state_rows
 from sglang.srt.server_args import ServerArgs
+from srt.kernels import published
 
-CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
 GIB = 1024**3
 
 
@@ -98,22 +98,21 @@ def test_impossible_ratios(ratio: float) -> None:
 
 
 def plan(config: str, folder: Path, **flags: Any) -> Plan:
-    (folder / "config.json").write_text((CONFIGS / config).read_text())
-    args = ServerArgs.from_kwargs(model_path=str(folder), load_format="dummy", **flags)
+    args = ServerArgs.from_kwargs(model_path=str(published.checkpoint(config, folder)), load_format="dummy", **flags)
     model = ModelConfig.from_server_args(args)
     return make_plan(args, model, arch_by_name("rtx-pro-6000-server"), 94 * GIB, frozenset({"triton"}))
 
 
 def test_the_plan_follows_the_flags(tmp_path: Path) -> None:
-    plain = plan("qwen35.json", tmp_path)
-    few = plan("qwen35.json", tmp_path, max_mamba_cache_size=32)
+    plain = plan("qwen35", tmp_path)
+    few = plan("qwen35", tmp_path, max_mamba_cache_size=32)
     assert (few.max_running_requests, few.state_checkpoints) == (16, 16)
     assert few.max_total_num_tokens > plain.max_total_num_tokens
-    less = plan("qwen35.json", tmp_path, mamba_full_memory_ratio=0.25)
+    less = plan("qwen35", tmp_path, mamba_full_memory_ratio=0.25)
     assert 0.24 < less.memory.states / less.memory.kv_cache < 0.26
     assert few.warnings == plain.warnings == ()
     assert few.states == "16 requests and 16 checkpoints of 64.4 MB, by --max-mamba-cache-size 32"
-    halved = plan("qwen35.json", tmp_path, max_mamba_cache_size=32, mamba_ssm_dtype="bfloat16")
+    halved = plan("qwen35", tmp_path, max_mamba_cache_size=32, mamba_ssm_dtype="bfloat16")
     assert halved.states.startswith("16 requests and 16 checkpoints of 32.9 MB")
     assert halved.max_total_num_tokens > few.max_total_num_tokens
 
@@ -121,7 +120,7 @@ def test_the_plan_follows_the_flags(tmp_path: Path) -> None:
 def test_states_tokens_and_graphs_are_planned_together(tmp_path: Path) -> None:
     """Nothing is left over, and tokens are there for what states are for."""
     for flags in ({}, {"mem_fraction_static": 0.85}, {"max_running_requests": 24}, {"cuda_graph_max_bs": 16}):
-        made = plan("qwen35.json", tmp_path, **flags)
+        made = plan("qwen35", tmp_path, **flags)
         per_request = made.max_total_num_tokens / made.max_running_requests
         assert per_request > 0.98 * CONVERSATION_TOKENS and made.state_checkpoints >= made.max_running_requests
         memory = made.memory
@@ -132,7 +131,7 @@ def test_states_tokens_and_graphs_are_planned_together(tmp_path: Path) -> None:
 
 
 def test_models_without_states_say_that_the_flags_do_nothing(tmp_path: Path) -> None:
-    (warning,) = plan("qwen3.json", tmp_path, max_mamba_cache_size=32).warnings
+    (warning,) = plan("qwen3", tmp_path, max_mamba_cache_size=32).warnings
     assert warning == "--max-mamba-cache-size 32 has no effect: the model has no recurrent states"
 
 
@@ -151,3 +150,13 @@ def test_strategies_have_no_effect_and_say_why(
     args = ServerArgs.from_cli(["--model-path", "x", *words, "--mamba-full-memory-ratio", "0.5"], "test")
     assert (args.max_mamba_cache_size, args.mamba_ssm_dtype, args.mamba_full_memory_ratio) == (32, "bfloat16", 0.5)
     assert "--mamba-scheduler-strategy has no effect in sm120-sglang: states at the ends of chunks" in caplog.text
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("Inkling-Small-NVFP4", 2), ("deepseek_v4", 4)])
+def test_windows_of_requests_that_run_leave_each_its_tokens(config: str, ranks: int, tmp_path: Path) -> None:
+    """Of models with windows and states: no more requests than conversations of 4,096 tokens have room for."""
+    planned = plan(config, tmp_path, tp_size=ranks, context_length=131_072)
+    running = planned.max_running_requests
+    assert 0.98 < planned.max_total_num_tokens / (CONVERSATION_TOKENS * running) < 1.1
+    for size in planned.windows:
+        assert size.tokens >= running * min(size.window - 1, CONVERSATION_TOKENS), "a window of each is there"

@@ -22,6 +22,7 @@ _BY_ARCHITECTURE: Mapping[str, tuple[str, str | None]] = {
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseekv4", "deepseek-v4"),
     "GptOssForCausalLM": ("gpt-oss", "gpt-oss"),
+    "InklingForConditionalGeneration": ("inkling", "inkling"),
     "MuseGlimmerForConditionalGeneration": ("muse", "muse"),
 }
 """Models whose conversations are not written with a template, or not with their own."""
@@ -76,7 +77,7 @@ def reasoning_format(architecture: str, template: str, calls: str | None) -> str
     """The name of the format whose marks the template's source has. calls: the model's format of calls."""
     if architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture][1]
-    for name in ("apertus2509", "gemma4", "gpt-oss", "hunyuan-opensource", "kimi", "minimax-m3", "mistral"):
+    for name in ("apertus2509", "gemma4", "gpt-oss", "hunyuan-opensource", "inkling", "kimi", "minimax-m3", "mistral"):
         if all(mark in template for mark in REASONING_FORMATS[name].markers[:2]):
             return name
     if REASONING_FORMATS[_THINK].markers[1] not in template:

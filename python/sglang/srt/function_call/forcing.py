@@ -138,6 +138,12 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         end="</tool_call>\n",
         section=("<tool_calls>\n", "</tool_calls>"),
     ),
+    "inkling": ForcedCalls(
+        header="NAME",
+        begin='<|content_invoke_tool_json|>{"name":"NAME","args":',
+        end="}<|end_message|>",
+        between="<|message_model|>",
+    ),
     "interns1": ForcedCalls(
         begin='<|action_start|> <|plugin|>\n{"name": "NAME", "parameters": ', end="}<|action_end|>"
     ),

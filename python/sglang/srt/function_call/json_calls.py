@@ -15,13 +15,14 @@ from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output, Skippe
 from sglang.srt.function_call.pythonic import read_call
 from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore
 
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters", "args")
 BETWEEN_BARE_CALLS = re.compile(r"[\s;]*")
 
 
 def read_call_object(reader: Reader, output: Output) -> Steps[None]:
-    """`{"name": ..., "arguments": {...}}`, from the brace on: keys in any order, `parameters` as well as `arguments`,
-    others ignored. The arguments stream if the name comes first. SkippedCall behind an object that is no call."""
+    """`{"name": ..., "arguments": {...}}`, from the brace on: keys in any order, `parameters` or `args` as well as
+    `arguments`, others ignored. The arguments stream if the name comes first. SkippedCall behind an object that is no
+    call."""
     name: str | None = None
     arguments: str | None = "{}"
     have_arguments = False

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.harmony import HARMONY
+from sglang.srt.function_call.inkling import INKLING
 from sglang.srt.function_call.json_calls import (
     NamedArguments,
     array_or_named,
@@ -200,6 +201,7 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
     "hermes": _HERMES,
     "hunyuan": _hunyuan(),
     "hunyuan-opensource": _hunyuan(":opensource"),
+    "inkling": INKLING,
     "interns1": CallFormat(
         begin=("<|action_start|> <|plugin|>", "<|action_start|><|plugin|>"), grammar=call_objects("<|action_end|>")
     ),
@@ -237,6 +239,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = {
     "gpt-oss": HARMONY,
     "hunyuan": _THINK_OR_CALL,
     "hunyuan-opensource": ReasoningFormat(begin="<think:opensource>", end="</think:opensource>", calls_end=True),
+    "inkling": INKLING,
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
     "kimi_k2": _THINK_OR_CALL,
     "minimax": _THINK_INSIDE,

@@ -137,9 +137,13 @@ def _capacity(
         return fixed if draft is None else with_draft_memory(fixed, draft, model, serving.dtype, sizes)
 
     def room(running: int) -> int:
+        """Returns the bytes for tokens and states beside the windows of so many requests."""
+        sizes, cost, _ = sized(running)
         if on_cpu:
-            return cpu_cache_room(weights, available)
-        return cache_room(weights, available, fixed(*sized(running)[:2]), fraction)
+            caches = cpu_cache_room(weights, available)
+        else:
+            caches = cache_room(weights, available, fixed(sizes, cost), fraction)
+        return caches - cost.limited(caches).most_window_bytes
 
     states = state_rows(args, size.max_running_requests, context_len, cache_cost(groups), room)
     sizes, cost, notes = sized(states.running)

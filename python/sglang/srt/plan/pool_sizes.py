@@ -83,6 +83,11 @@ class CacheCost:
         """Bytes of a request beside those of its tokens."""
         return self.window_bytes + self.state_bytes
 
+    @property
+    def most_window_bytes(self) -> int:
+        """Bytes of windows' pools beside a pool of as many tokens as they can use."""
+        return sum(demand.most * demand.bytes_per_token for demand in self.windows)
+
     def states_bytes(self, rows: int) -> int:
         """Returns the bytes of `rows` states, with what copies of them take."""
         return rows * self.state_bytes + STATE_COPY_BYTES if self.state_bytes else 0
@@ -98,7 +103,7 @@ class CacheCost:
     def tokens_in(self, pool_bytes: int) -> int:
         """Returns the tokens for which there is room in `pool_bytes`: the inverse of the method pool_bytes. Where no
         cache grows with the tokens it returns the number of bytes."""
-        grows, fixed = self.bytes_per_token, sum(demand.most * demand.bytes_per_token for demand in self.windows)
+        grows, fixed = self.bytes_per_token, self.most_window_bytes
         for demand in sorted(self.windows, key=lambda demand: -demand.most):
             if (grows and (pool_bytes - fixed) / grows >= demand.most) or (not grows and pool_bytes >= fixed):
                 break  # enough for all that requests can have of the larger windows, so of this one too

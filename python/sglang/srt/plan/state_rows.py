@@ -34,7 +34,7 @@ class StateRows:
 
 def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, room: Callable[[int], int]) -> StateRows:
     """Chooses the rows for at most `most` requests, unless --max-running-requests says otherwise. `room(running)`:
-    bytes of all caches if so many requests run at once; the more they are, the less. Raises UserError."""
+    bytes of tokens and states if so many requests run at once; the more they are, the less. Raises UserError."""
     flag, caching = _flag(args), not args.disable_radix_cache
     if not cost.state_bytes:
         note = f"{flag} has no effect: the model has no recurrent states" if flag else None
@@ -78,7 +78,7 @@ def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, r
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """The checkpoints that `running` requests need, with `left` bytes for all caches."""
+    """The checkpoints that `running` requests need, with `left` bytes for tokens and states."""
 
     left: int
     running: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
+_SWITCH, _EFFORT = "enable_thinking", "reasoning_effort"
+_NO_EFFORT = re.compile(r"""['"]none['"]""")
+"""`none` as a template names it, which is another thing than the value none."""
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -121,16 +125,18 @@ class ChatTemplate:
         messages = self._messages(name, request.messages)
         continued = _continued_text(request, messages) if request.continue_final_message else None
         template = self._template(name)
+        asked = {**_effort(request.reasoning_effort), **(request.chat_template_kwargs or {})}
         variables: dict[str, Any] = {
             **self._special_tokens,
             **self._defaults,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": request.add_generation_prompt and continued is None,
+            **_answer_form(request),
+            **asked,
         }
-        variables.update(_answer_form(request))
-        variables.update(_effort(request.reasoning_effort))
-        variables.update(request.chat_template_kwargs or {})
+        if variables.get(_SWITCH) is False and _EFFORT not in asked and _is_quiet_by_effort(self._sources[name]):
+            variables[_EFFORT] = "none"
         try:
             text = template.render(variables)
         except jinja2.TemplateError as error:
@@ -209,10 +215,15 @@ def _schema(given: str | dict[str, Any]) -> Any:
 
 
 def _effort(effort: str | None) -> dict[str, Any]:
-    """Templates have no word for none, but switches."""
+    """Most templates have no word for none, but switches."""
     if effort == "none":
-        return {"enable_thinking": False, "thinking": False}
-    return {} if effort is None else {"reasoning_effort": effort}
+        return {_SWITCH: False, "thinking": False}
+    return {} if effort is None else {_EFFORT: effort}
+
+
+def _is_quiet_by_effort(source: str) -> bool:
+    """Returns whether a template has no switch for thoughts, and an effort that means none, as Inkling's."""
+    return _SWITCH not in source and _EFFORT in source and _NO_EFFORT.search(source) is not None
 
 
 def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) -> str:
