@@ -15,7 +15,7 @@ import pytest
 # A process of a test that compiles every module anew takes a second or two longer, and there are hundreds of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # seconds of two processors for each server of a test
+os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # a second of the processors for each server of a test
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

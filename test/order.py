@@ -12,8 +12,8 @@ import pytest
 HERE = Path(__file__).parent
 
 SECONDS = {
-    "srt/model_executor/test_backend_matrix.py": 150,
     "http/test_tool_calls.py": 125,
+    "srt/model_executor/test_backend_matrix.py": 115,
     "fuzz/test_openapi.py": 75,
     "srt/kernels/test_census.py": 75,
     "srt/speculative/test_draft_matrix.py": 70,

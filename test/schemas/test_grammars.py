@@ -13,7 +13,6 @@ import jsonschema_rs
 import numpy as np
 import pytest
 import xgrammar
-from transformers import AutoTokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.constrained import llguidance_backend
@@ -22,6 +21,8 @@ from sglang.srt.constrained.grammar_backends import make_backend
 from sglang.srt.constrained.schema_keywords import InexpressibleSchema, check_keywords
 from sglang.srt.constrained.vocabulary import write_vocabulary
 from sglang.srt.constrained.xgrammar_backend import COMPILE, XGrammarBackend
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 from .generator import LEVELS, Schema, schemas
 
@@ -32,7 +33,7 @@ WALKS = 3
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(DEFAULT_MODEL_PATH)
+    return load_tokenizer(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH))
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ class Environment:
         _parse_positive_float, 60.0, "Seconds that running requests get to finish after SIGTERM."
     )
     SGLANG_GRAMMAR_WARM_UP: EnvVar[bool] = EnvVar(
-        _parse_bool, True, "Load what compiles grammars when the server has started, not with the first grammar."
+        _parse_bool, True, "Load what compiles grammars while the server starts, not with the first grammar."
     )
     SGLANG_SM120_TRITON_FLASHMLA: EnvVar[bool] = EnvVar(
         _parse_bool,

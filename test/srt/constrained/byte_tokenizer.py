@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+from sglang.srt.utils.tokenizer_files import TokenizerFiles
 
 VOCAB_SIZE = 320  # columns of the logits: a few more than the tokenizer has
 PIECES = ['{"', '":', '"}', "true", "hello", ", "]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
@@ -19,11 +24,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
             if chars[:end] not in vocab:
                 vocab[chars[:end]] = len(vocab)
                 merges.append((chars[: end - 1], chars[end - 1]))
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(["<eos>"])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
+    return Tokenizer(TokenizerFiles(Path(), {}, {"eos_token": "<eos>"}, None), raw, None)
 
 
 TOKENIZER = make_tokenizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.constrained.compile_client import CompileClient
@@ -183,9 +186,29 @@ def test_a_tokenizer_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
 def test_the_vocabulary_is_made_from_the_servers_tokenizer(tmp_path: Path) -> None:
     vocabulary = tmp_path / "vocabulary.json"
     client = CompileClient(Setup(str(vocabulary), 4096, [0], {"model_path": DEFAULT_MODEL_PATH}))
-    verdict = ask(client, GOOD)
-    assert verdict.error == "" and vocabulary.exists() and os.listdir(tmp_path) == ["vocabulary.json"]
+    client.start_ahead()
+    wait_until(vocabulary.exists)
+    process = client.process_id
+    assert ask(client, GOOD).error == "" and client.process_id == process
+    assert os.listdir(tmp_path) == ["vocabulary.json"]
     client.close()
+
+
+@pytest.mark.thorough
+def test_a_tokenizer_that_transformers_must_load_is_loaded(tmp_path: Path) -> None:
+    """In the child, although the process itself keeps torch out."""
+    assert TOKENIZER.rust is not None
+    raw = tokenizers.Tokenizer.from_str(TOKENIZER.rust.to_str())
+    raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    setup = Setup(str(tmp_path / "vocabulary"), VOCAB_SIZE, [EOS], {"model_path": str(tmp_path)})
+    client = CompileClient(setup)
+    assert ask(client, GOOD).error == ""
+    client.close()
+    write_vocabulary(tmp_path / "expected", TOKENIZER, VOCAB_SIZE, {EOS})
+    assert (tmp_path / "vocabulary").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,6 +226,21 @@ def test_a_grammar_without_a_way_on_is_stuck(backend: GrammarBackend) -> None:
     assert feed(done, "a") and done.accept(EOS) and not done.is_stuck()
 
 
+THOUGHTS: dict[str, Any] = {
+    "type": "optional",
+    "content": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+            {"type": "regex", "pattern": "\\n{0,2}"},
+        ],
+    },
+}
+CALLS: dict[str, Any] = {
+    "type": "triggered_tags",
+    "triggers": ["<f>"],
+    "tags": [{"begin": "<f>", "content": {"type": "const_string", "value": "x"}, "end": "</f>"}],
+}
 LLGUIDANCE_TAGS: dict[str, tuple[dict[str, object], list[str], list[str]]] = {
     "thoughts, then an answer": (
         {
@@ -291,6 +307,39 @@ LLGUIDANCE_TAGS: dict[str, tuple[dict[str, object], list[str], list[str]]] = {
         },
         ["<f>x</f>", "<f>x</f> and <f>x</f>"],
         ["text", "<f>x</f> and <f>y"],
+    ),
+    "calls in text behind thoughts": (
+        {"type": "sequence", "elements": [THOUGHTS, CALLS]},
+        [
+            "<t>a <f>x</f> <f>y</t>\n<f>x</f><f>x</f>.",
+            "<t></t><t><f>x</f>",
+            "<t <f>x</f><t>",
+            "<f>x</f>",
+            "",
+            "a <t>",
+        ],
+        ["<t></t><f>y", "<t <f>y", "a <t><f>y", "<t></t><t><f>y", "<f>x</f><f>y"],
+    ),
+    "one call in text behind thoughts": (
+        {"type": "sequence", "elements": [THOUGHTS, {**CALLS, "stop_after_first": True}]},
+        ["<t>a <f>x</f> <f>y</t>\n<f>x</f>", "<t></t>b <f>x</f>", "<f>x</f>", "a"],
+        ["<t></t><f>x</f>.", "<f>x</f>.", "a <f>y"],
+    ),
+    "an expression or text behind thoughts": (
+        {
+            "type": "sequence",
+            "elements": [
+                THOUGHTS,
+                {"type": "or", "elements": [CALLS["tags"][0] | {"type": "tag"}, {"type": "regex", "pattern": "[^x]+"}]},
+            ],
+        },
+        ["<t>x\n</t>y", "<t>x</t><f>x</f>", "<f>x</f>", "<t", "a<t>"],
+        ["<t>x</t>x", "ax", "<f>x</f>y"],
+    ),
+    "any text behind thoughts": (
+        {"type": "sequence", "elements": [THOUGHTS, THOUGHTS, {"type": "any_text"}]},
+        ["<t>x</t><t>y</t>z", "<t>x</t>z", "z", "", "<t>x</t>"],
+        [],
     ),
 }
 

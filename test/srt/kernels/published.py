@@ -1,7 +1,9 @@
 """Published configs by name: directories with nothing but config.json and hf_quant_config.json, and the files of the
 golden outputs of `explain`.
 
-Numbers are as published; names and numbers of models whose directory is short come from their model cards.
+Numbers are as published; names and numbers of models whose directory is short come from their model cards. The
+`vision_config` of Llama 4 is as public listings of Scout's config.json and TensorRT-LLM's tests of Maverick repeat it
+(`hidden_size`, `image_size` and `vision_output_dim` are not the defaults of transformers' `Llama4VisionConfig`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sglang.srt.configs.rope import RopeSpec, rope_spec
+from sglang.srt.configs.rope import RopeSpec, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.layers.rotary_embedding import RotaryTables, SectionPositions, rope_table
 
@@ -79,6 +79,14 @@ def test_a_bounded_table_has_the_rows_of_the_whole_context(rope: dict[str, Any])
     torch.testing.assert_close(cos_sin[row], _reference(rope, 5e5, positions), rtol=0.0, atol=1 / 32)
     sectioned = RopeSpec(4, 1e4, 64, sections=(1, 1))
     assert RotaryTables(rows, rows + 1, "cpu").of(sectioned).cos_sin.shape == (rows + 1, 4), "ahead of the tokens"
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows"), [(RopeSpec(4, 1e4, 64), 30), (RopeSpec(4, 1e4, 64, sections=(1, 1)), 40), (unrotated(4), 1)]
+)
+def test_a_table_has_the_rows_that_are_planned(spec: RopeSpec, rows: int) -> None:
+    assert spec.table_rows(30, 40) == rows
+    assert RotaryTables(30, 40, "cpu").of(spec).cos_sin.shape == (rows, 4)
 
 
 def test_the_older_spelling_means_the_same() -> None:

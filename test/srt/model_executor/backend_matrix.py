@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import covering
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import arch_by_name
@@ -218,10 +219,19 @@ def played(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) ->
     return tokens
 
 
+def in_pairs(tried: list[Case]) -> list[Case]:
+    """Some of them: each pair of what decodes, what computes prompts, long ones, and graphs that occurs in all."""
+    chosen = covering([(case.decode, case.extend, case.graphs, str(case.long_prompts)) for case in tried])
+    return [tried[i] for i in sorted(chosen)]
+
+
+def that_mix(tried: list[Case]) -> list[Case]:
+    """But for one backend without graphs, and graphs that hold less than mixed steps."""
+    return [case for case in tried if case.graphs == "mixed" or case.differs]
+
+
 def wrong_cases(
-    family: str, runner: ModelRunner, args: ServerArgs, expected: dict[str, list[int]], every: bool = True
+    family: str, runner: ModelRunner, args: ServerArgs, expected: dict[str, list[int]], tried: list[Case]
 ) -> list[str]:
-    """every: also cases of one backend without graphs, and graphs that hold less than mixed steps."""
-    tried = [case for case in cases(args) if every or case.graphs == "mixed" or case.differs]
     with faked_flashinfer() as log:
         return [f"{family}: {case}" for case in tried if run(case, runner, args, log) != expected]

@@ -1,5 +1,8 @@
 """Whatever computes decoding requests and prompts, in graphs and without, on one rank, two and two stages: the tokens
-are those of torch_native without graphs."""
+are those of torch_native without graphs.
+
+`make test` has each pair of backends and graphs of a family on one rank, `make thorough` each case.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from srt.model_executor.backend_matrix import FAMILIES, cases, play, server_args, wrong_cases
+from srt.model_executor.backend_matrix import FAMILIES, cases, in_pairs, play, server_args, that_mix, wrong_cases
 from srt.models.harness import save_tiny
 
 LAYOUTS = {"TP2": {"tp_size": 2}, "PP2": {"pp_size": 2}}
@@ -27,8 +30,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["pairs", "every"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_backends_mixed_in_every_way(family: str, models: dict[str, Path]) -> None:
+def test_backends_mixed_in_every_way(family: str, every: bool, models: dict[str, Path]) -> None:
     args = server_args(models[family])
     runner = create_runner(args)
     tried = cases(args)
@@ -36,7 +40,7 @@ def test_backends_mixed_in_every_way(family: str, models: dict[str, Path]) -> No
     assert len(tried) >= fewer.get(family, 17), tried
     with_heads_of_their_own = family in ("full", "window", "chunks", "blocks", "gated delta", "Mamba-2")
     assert any(case.long_prompts for case in tried) == with_heads_of_their_own, tried
-    wrong = wrong_cases(family, runner, args, play(runner, args))
+    wrong = wrong_cases(family, runner, args, play(runner, args), tried if every else in_pairs(tried))
     assert not wrong, wrong
 
 
@@ -51,7 +55,8 @@ def _rank(
     for i, (family, folder) in enumerate(folders.items()):
         args = server_args(folder, **LAYOUTS[layout])
         runner = create_runner(args, rank, f"file://{out}/rendezvous{i}")
-        wrong += wrong_cases(family, runner, args, expected[family], every)
+        tried = cases(args)
+        wrong += wrong_cases(family, runner, args, expected[family], tried if every else that_mix(tried))
         parallel_state.shutdown()
     (out / f"{rank}.json").write_text(json.dumps(wrong))
 

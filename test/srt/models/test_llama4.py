@@ -4,6 +4,7 @@ of published checkpoints, what is refused."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.towers.llama4 import describe_llama4
 
 from .harness import (
     LLAMA3_ROPE,
@@ -34,6 +37,7 @@ from .harness import (
 from .quantized_checkpoints import FORMS, save_quantized, write_model
 from .test_quantized import TOLERANCE, steps, wanted
 
+PUBLISHED = Path(__file__).parents[1] / "kernels/published"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
 
@@ -100,6 +104,23 @@ def test_published_names_beside_an_encoder(tmp_path: Path) -> None:
     torch.testing.assert_close(
         TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0], hf_logits(model.language_model, tokens), **CLOSE
     )
+
+
+def test_the_published_encoder_has_as_many_weights() -> None:
+    """Numbers of a listing of Scout's modules."""
+    config = ConfigReader(json.loads((PUBLISHED / "Llama-4-Scout-17B-16E-Instruct/config.json").read_text()), "config")
+    tower = describe_llama4(config, ConfigReader(config.default("vision_config", dict, {}), "vision_config"))
+    counts = {name: math.prod(shape) for name, shape in tower.shapes()}
+    expected = {
+        "vision_model.positional_embedding_vlm": 812_416,
+        "vision_model.patch_embedding.linear.weight": 827_904,
+        "vision_model.model.layers.33.self_attn.q_proj.weight": 1_982_464,
+        "vision_model.model.layers.33.mlp.fc1.weight": 7_929_856,
+        "vision_model.vision_adapter.mlp.fc1.weight": 23_068_672,
+        "vision_model.vision_adapter.mlp.fc2.weight": 16_777_216,
+        "multi_modal_projector.linear_1.weight": 20_971_520,
+    }
+    assert {name: counts[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("form", ["compressed_fp8_channel", "compressed_int4_g128", "compressed_nvfp4"])

@@ -34,6 +34,13 @@ class RopeSpec:
     sections: tuple[int, ...] = ()
     interleaved_sections: bool = False
 
+    def table_rows(self, num_positions: int, context_len: int) -> int:
+        """Returns the number of rows that the table of cosines and sines needs. num_positions: as many as a request can
+        come to; positions in sections may be ahead of the tokens, anywhere in the context."""
+        if self.kind == UNROTATED:
+            return 1
+        return context_len if self.sections else num_positions
+
 
 PROPORTIONAL = "proportional"
 """`RopeSpec.kind` of rotations whose frequencies are those of the whole head, of which only the first share rotates."""

@@ -58,7 +58,8 @@ class _Process:
 
 
 class CompileClient:
-    """The process starts with the first grammar that is submitted, and again with the next one if it died."""
+    """The process starts with `start_ahead` or the first grammar that is submitted, and again with the next one if it
+    died."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -71,6 +72,10 @@ class CompileClient:
     @property
     def process_id(self) -> int | None:
         return None if self._process is None else self._process.popen.pid
+
+    def start_ahead(self) -> None:
+        """Starts the process, which then loads what it needs."""
+        self._sender.submit(self._ensure_started)
 
     def submit(self, key: GrammarKey) -> Check:
         """Has the grammar compiled. The verdict's future never raises."""
@@ -92,20 +97,27 @@ class CompileClient:
 
     # --- in the sender's thread: a pipe to a process that is starting may be full -------------------------------------
 
-    def _send(self, check: Check, key: GrammarKey) -> None:
+    def _ensure_started(self, check: Check | None = None) -> _Process | None:
+        """Returns the process, which will answer `check`; None if there is none."""
         with self._lock:
             if self._closed:
-                return
+                return None
             if self._process is None:
                 try:
                     self._process = self._start()
                 except OSError as error:
                     logger.error("The process that compiles grammars cannot be started: %s", error)
-                    check.verdict.set_result(_DIED)
-                    return
-            process = self._process
-            process.checks[check.id] = check.verdict
-        self._try_send(process.pipe, Job(check.id, key.kind, key.source))
+                    if check is not None:
+                        check.verdict.set_result(_DIED)
+                    return None
+            if check is not None:
+                self._process.checks[check.id] = check.verdict
+            return self._process
+
+    def _send(self, check: Check, key: GrammarKey) -> None:
+        process = self._ensure_started(check)
+        if process is not None:
+            self._try_send(process.pipe, Job(check.id, key.kind, key.source))
 
     def _send_cancel(self, check_id: int) -> None:
         with self._lock:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 MIB = 1 << 20
+NICENESS = 5
+"""Of the process and its children: it starts while the server loads the model."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -130,8 +132,12 @@ class CompileServer:
         self._load(setup)
 
     def _load(self, setup: Setup) -> None:
+        making = None
         if not Path(setup.vocabulary).exists():  # in a child: what loading takes is gone afterwards
-            pid, pipe = _fork(partial(_make_vocabulary, setup))
+            making = _fork(partial(_make_vocabulary, setup))
+        self._backend.import_library(torch=False)
+        if making is not None:
+            pid, pipe = making
             with contextlib.suppress(EOFError):
                 self._unusable = pipe.recv_bytes().decode()
             os.waitpid(pid, 0)
@@ -249,7 +255,7 @@ def _make_vocabulary(setup: Setup) -> bytes:
 
         tokenizer = load_tokenizer(ServerArgs.from_kwargs(**setup.tokenizer))
         assert tokenizer is not None
-        write_vocabulary(Path(setup.vocabulary), tokenizer.hf, setup.vocab_size, setup.eos_ids)
+        write_vocabulary(Path(setup.vocabulary), tokenizer, setup.vocab_size, setup.eos_ids)
     except Exception as error:  # tokenizers raise all kinds; the server goes on without grammars
         return f"the tokenizer cannot be used for them ({type(error).__name__}: {error}).".encode()
     return b""
@@ -297,18 +303,16 @@ def _limit_this_process(limits: CompileLimits) -> None:
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
-    os.nice(5)
 
 
 def main() -> None:
     """`python -m sglang.srt.constrained.compile_process FD`, FD being one end of a socket pair; the leading scheduler
     process has the other."""
     _die_with_parent()
+    os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     control = Connection(int(sys.argv[1]))
-    import xgrammar  # noqa: F401  # once, for all children
-
     with contextlib.suppress(EOFError, ConnectionError):  # the scheduler is gone
         setup = msgspec.msgpack.decode(control.recv_bytes(), type=Setup)
         CompileServer(control, setup).serve()

@@ -13,13 +13,17 @@ DEFAULT_BACKEND = "xgrammar"
 
 
 class GrammarBackend(Protocol):
-    def load(self) -> None: ...
+    def import_library(self, torch: bool = True) -> None:
+        """torch: False keeps torch out of the process for good."""
+
+    def load(self) -> None:
+        """Reads the vocabulary. Called before compile, from one thread at a time."""
 
     def compile(self, key: GrammarKey) -> Grammar: ...
 
 
 def make_backend(name: str, vocabulary: Path, compile_threads: int = 1) -> GrammarBackend:
-    """Neither library is imported before the backend loads."""
+    """Neither library is imported before `import_library` or `load`."""
     if name == "llguidance":
         return LLGuidanceBackend(vocabulary)
     return XGrammarBackend(vocabulary, compile_threads)

@@ -23,14 +23,13 @@ from sglang.srt.constrained.llguidance_tags import Subgrammar, TagWriter, regex_
 from sglang.srt.constrained.schema_keywords import for_llguidance, is_unknown_to_llguidance
 from sglang.srt.constrained.schema_rewriting import rewritten
 from sglang.srt.constrained.structural_tags import as_format
-from sglang.srt.constrained.vocabulary import read_vocabulary
+from sglang.srt.constrained.vocabulary import Vocabulary, read_vocabulary
 from sglang.srt.sampling.grammar_names import client_name
 
 if TYPE_CHECKING:
     import llguidance
     import numpy as np
     import numpy.typing as npt
-    import xgrammar
 
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 """The formats of texts that the library enforces. It refuses others, although a format is an annotation: those are
@@ -60,10 +59,11 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, vocabulary: xgrammar.TokenizerInfo) -> None:
-        self.tokens: list[bytes] = vocabulary.decoded_vocab
-        self.eos_token_id: int = vocabulary.stop_token_ids[0]
-        self.special_token_ids: list[int] = sorted({*vocabulary.special_token_ids, *vocabulary.stop_token_ids})
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.stop_ids[0]
+        textless = (i for i, text in enumerate(vocabulary.tokens) if not text)
+        self.special_token_ids = sorted({*textless, *vocabulary.stop_ids})
 
     def __call__(self, text: str) -> list[int]:
         raise NotImplementedError
@@ -162,13 +162,17 @@ class LLGuidanceBackend:
         self.eos_ids: frozenset[int] = frozenset()
         self.vocab_size = 0
 
+    def import_library(self, torch: bool = True) -> None:
+        """See GrammarBackend."""
+        import llguidance  # noqa: F401
+
     def load(self) -> None:
-        """Reads the vocabulary. Called before compile, from one thread at a time."""
+        """See GrammarBackend."""
         import llguidance
 
         if self._tokenizer is None:
             vocabulary = read_vocabulary(self._vocabulary)
-            self.eos_ids, self.vocab_size = frozenset(vocabulary.stop_token_ids), vocabulary.vocab_size
+            self.eos_ids, self.vocab_size = frozenset(vocabulary.stop_ids), len(vocabulary.tokens)
             self._tokenizer = llguidance.LLTokenizer(
                 _Tokens(vocabulary),  # type: ignore[arg-type]  # the library's wrapper adds nothing that it needs
                 n_vocab=self.vocab_size,

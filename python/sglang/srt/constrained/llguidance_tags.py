@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Format = dict[str, Any]
 Subgrammar = dict[str, Any]
 
 _ANY_TEXT = "/(?s:.*)/"
 _OTHER_LIBRARY = "llguidance cannot express; start the server with --grammar-backend xgrammar, or leave it out"
+
+
+class _Optional(NamedTuple):
+    """A part that may be left out. What is free behind it must not begin as it does: the library's lexer takes the
+    longest match, and would read the part as that text."""
+
+    rule: str
+    begin: str
+    """An expression."""
 
 
 class TagWriter:
@@ -27,9 +36,9 @@ class TagWriter:
         body = self._part(form, last=True, in_call=False)
         self.rules.insert(0, f"start: {body}")
 
-    def _part(self, form: Any, last: bool, in_call: bool) -> str:
+    def _part(self, form: Any, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
         """An expression in Lark. last: nothing follows it, so that free text needs no end of its own. in_call: it is
-        part of a tag that is one of several, which is how calls of functions are written."""
+        part of a tag that is one of several, which is how calls of functions are written. behind: comes first."""
         if not isinstance(form, dict) or not isinstance(form.get("type"), str):
             raise ValueError(f"expected an object with a type, got {json.dumps(form):.100}")
         kind = form["type"]
@@ -40,7 +49,9 @@ class TagWriter:
             if key not in keys and key != "type" and value not in (None, [], False):
                 raise ValueError(f"{key!r} of {kind!r} is what {_OTHER_LIBRARY}")
         try:
-            return write(self, form, last, in_call)
+            if behind is not None and kind in _FREE:
+                return _FREE[kind](self, form, last, in_call, behind)
+            return f"{_maybe(behind)}{write(self, form, last, in_call)}"
         except KeyError as error:
             raise ValueError(f"{kind!r} is missing its key {error}") from None
 
@@ -54,10 +65,24 @@ class TagWriter:
         self.subgrammars.append({**grammar, "name": name})
         return f"@{name}"
 
-    def _text(self, form: Format, last: bool, in_call: bool) -> str:
+    def _terminal(self, body: str) -> str:
+        name = f"E{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def _text_besides(self, text: str, begin: str) -> str:
+        """`text`, an expression of one terminal, but for what begins with `begin`."""
+        return self._terminal(f"{text} & ~({begin} /(?s:.*)/)")
+
+    def _text(self, form: Format, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
         if not last:
             raise ValueError(f"text of any kind before another part, without a tag around it, is what {_OTHER_LIBRARY}")
-        return _ANY_TEXT
+        return self._one_terminal(_ANY_TEXT, behind)
+
+    def _one_terminal(self, text: str, behind: _Optional | None) -> str:
+        if behind is None:
+            return text
+        return f"({behind.rule} {text} | {self._text_besides(text, behind.begin)})"
 
     def _constant(self, form: Format, last: bool, in_call: bool) -> str:
         return _literal(form["value"])
@@ -68,18 +93,26 @@ class TagWriter:
             raise ValueError(f"arguments in the style {style!r} are what {_OTHER_LIBRARY}")
         return self._subgrammar(self._schema(form["json_schema"], in_call))
 
-    def _regex(self, form: Format, last: bool, in_call: bool) -> str:
-        return regex_literal(form["pattern"])
+    def _regex(self, form: Format, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
+        return self._one_terminal(regex_literal(form["pattern"]), behind)
 
     def _grammar(self, form: Format, last: bool, in_call: bool) -> str:
         return self._subgrammar(self._lark(form["grammar"]))
 
     def _sequence(self, form: Format, last: bool, in_call: bool) -> str:
-        elements = _parts(form, "elements")
-        return " ".join(self._part(part, last and i == len(elements) - 1, in_call) for i, part in enumerate(elements))
+        elements, written = _parts(form, "elements"), []
+        behind: _Optional | None = None
+        for part in elements[:-1]:
+            if (begin := _begin_of_optional(part)) is None:
+                written.append(self._part(part, False, in_call, behind))
+                behind = None
+                continue
+            written.append(_maybe(behind))
+            behind = _Optional(self._rule(self._part(part, False, in_call).removesuffix("?")), _literal(begin))
+        return " ".join([*filter(None, written), self._part(elements[-1], last, in_call, behind)])
 
-    def _or(self, form: Format, last: bool, in_call: bool) -> str:
-        return _alternatives([self._part(part, last, in_call) for part in _parts(form, "elements")])
+    def _or(self, form: Format, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
+        return _alternatives([self._part(part, last, in_call, behind) for part in _parts(form, "elements")])
 
     def _optional(self, form: Format, last: bool, in_call: bool) -> str:
         return f"({self._part(form['content'], last, in_call)})?"
@@ -101,12 +134,10 @@ class TagWriter:
         is_text = isinstance(content, dict) and content.get("type") == "any_text"
         if is_text and all(ends):
             self._part(content, True, in_call)  # for what it says about keys
-            terminal = f"E{len(self.rules)}"
-            self.rules.append(f"{terminal}: {closing}")
-            return f"{opening} {self._rule(_ANY_TEXT, f'[suffix={terminal}]')}"
+            return f"{opening} {self._rule(_ANY_TEXT, f'[suffix={self._terminal(closing)}]')}"
         return f"{opening} {self._part(content, last and not any(ends), in_call)} {closing}"
 
-    def _triggered(self, form: Format, last: bool, in_call: bool) -> str:
+    def _triggered(self, form: Format, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
         """Text up to a trigger is read as little of as can be, so that no trigger can stand in it unnoticed."""
         tags, triggers = _parts(form, "tags"), _parts(form, "triggers")
         once, needed = form.get("stop_after_first", False), form.get("at_least_one", False)
@@ -119,15 +150,21 @@ class TagWriter:
                 raise ValueError("every tag of 'triggered_tags' must begin with exactly one of the triggers")
             bodies[matching[0]].append(self._tag(tag, last=False, in_call=True, after=matching[0]))
         rest = {trigger: _alternatives(body) for trigger, body in bodies.items() if body}
-        first = _alternatives([f"{_literal(trigger)} {body}" for trigger, body in rest.items()])
-        later = []
-        for trigger, body in rest.items():
-            text = self._rule(_ANY_TEXT, f"[suffix={_literal(trigger)}]")
-            later.append(f"{text} {body}")
-        loop = self._rule(_alternatives(later))
-        if once:
-            return first if needed else f"({loop} | {_ANY_TEXT})"
-        return f"{first if needed else ''} {loop}* {_ANY_TEXT}"
+        later = self._tag_in_text(_ANY_TEXT, rest)
+        if needed:
+            first = _alternatives([f"{_literal(trigger)} {body}" for trigger, body in rest.items()])
+            return f"{_maybe(behind)}{first if once else f'{first} {later}* {_ANY_TEXT}'}"
+        more = "" if once else f" {later}* {_ANY_TEXT}"
+        whole = f"({later} | {_ANY_TEXT})" if once else f"{later}* {_ANY_TEXT}"
+        if behind is None:
+            return whole
+        text = self._text_besides(_ANY_TEXT, behind.begin)
+        return f"({behind.rule} {whole} | {self._tag_in_text(text, rest)}{more} | {text})"
+
+    def _tag_in_text(self, text: str, rest: Mapping[str, str]) -> str:
+        """A rule: text, a trigger and the rest of one of its tags. rest: of the tags of each trigger."""
+        tags = [f"{self._rule(text, f'[suffix={_literal(trigger)}]')} {body}" for trigger, body in rest.items()]
+        return self._rule(_alternatives(tags))
 
     def _row(self, form: Format, last: bool, in_call: bool) -> str:
         tag = self._rule(_alternatives([self._tag(tag, False, True) for tag in _parts(form, "tags")]))
@@ -159,6 +196,13 @@ _WRITERS: Mapping[str, tuple[frozenset[str], _Writer]] = {
 }
 """The keys of every type of part, and the function that writes it. Keys that are left out here change what is
 allowed."""
+_FREE = {
+    "any_text": TagWriter._text,
+    "or": TagWriter._or,
+    "regex": TagWriter._regex,
+    "triggered_tags": TagWriter._triggered,
+}
+"""Parts that may begin with any text."""
 
 
 def regex_literal(pattern: Any) -> str:
@@ -174,6 +218,21 @@ def _literal(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"expected a text, got {json.dumps(text):.100}")
     return json.dumps(text)
+
+
+def _maybe(part: _Optional | None) -> str:
+    return f"{part.rule}? " if part is not None else ""
+
+
+def _begin_of_optional(form: Any) -> str | None:
+    """The text with which a part begins that may be left out and begins with a tag; None for all others."""
+    if not isinstance(form, dict) or form.get("type") != "optional":
+        return None
+    part = form.get("content")
+    while isinstance(part, dict) and part.get("type") == "sequence" and part.get("elements"):
+        part = part["elements"][0] if isinstance(part["elements"], list) else None
+    begin = part.get("begin") if isinstance(part, dict) and part.get("type") == "tag" else None
+    return begin if isinstance(begin, str) and begin else None
 
 
 def _alternatives(bodies: list[str]) -> str:

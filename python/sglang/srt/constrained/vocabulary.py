@@ -5,30 +5,38 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import xgrammar
-    from transformers import PreTrainedTokenizerBase
+import msgspec
+
+from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
-def write_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """The file appears when it is complete.
+class Vocabulary(msgspec.Struct, array_like=True):
+    tokens: list[bytes]
+    """The text of the token of each column of the logits; empty: there is none, or it has none."""
+    stop_ids: list[int]
+    """Tokens that end the output where the grammar is complete, in order; at least one."""
 
-    vocab_size: columns of the logits, which may be more than the tokenizer has. eos_ids: tokens that end the output
-    where the grammar is complete.
-    """
-    import xgrammar
 
+def write_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
+    """The file appears when it is complete. vocab_size: columns of the logits, which may be more than the tokenizer
+    has. Raises ValueError if none of `eos_ids` is one of them."""
     stop_ids = sorted(i for i in eos_ids if i < vocab_size)
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
+    if not stop_ids:
+        raise ValueError("no token ends the output")
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(info.serialize_json())
+    partial.write_bytes(msgspec.msgpack.encode(Vocabulary(_spelled(tokenizer, vocab_size), stop_ids)))
     partial.rename(path)
 
 
-def read_vocabulary(path: Path) -> xgrammar.TokenizerInfo:
-    """Bytes of every token, and those that end the output; for any library."""
-    import xgrammar
+def _spelled(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
+    if tokenizer.spells_tokens:
+        return [tokenizer.token_bytes(i) for i in range(vocab_size)]
+    import xgrammar  # finds out how such a tokenizer spells; imports transformers, which it asks
 
-    return xgrammar.TokenizerInfo.deserialize_json(path.read_text())
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer.hf, vocab_size=vocab_size, stop_token_ids=[0])
+    return [bytes(text) for text in info.decoded_vocab]
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    return msgspec.msgpack.decode(path.read_bytes(), type=Vocabulary)

@@ -19,6 +19,7 @@ from sglang.srt.constrained.grammar import (
     GrammarKey,
     GrammarKind,
 )
+from sglang.srt.constrained.lean_xgrammar import import_xgrammar
 from sglang.srt.constrained.schema_keywords import (
     InexpressibleSchema,
     answer_schemas,
@@ -110,12 +111,18 @@ class XGrammarBackend:
         self._compile_threads = compile_threads
         self._compiler: xgrammar.GrammarCompiler | None = None
 
+    def import_library(self, torch: bool = True) -> None:
+        """See GrammarBackend."""
+        import_xgrammar(torch)
+
     def load(self) -> None:
-        """Reads the vocabulary. Called before compile, from one thread at a time."""
+        """See GrammarBackend."""
+        self.import_library()
         import xgrammar
 
         if self._compiler is None:
-            info = read_vocabulary(self._vocabulary)
+            vocabulary = read_vocabulary(self._vocabulary)
+            info = xgrammar.TokenizerInfo(vocabulary.tokens, xgrammar.VocabType.RAW, stop_token_ids=vocabulary.stop_ids)
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=self._compile_threads, cache_enabled=False)
 
     def compile(self, key: GrammarKey) -> Grammar:

@@ -117,14 +117,13 @@ class RotaryTables:
     """The tables of a model's layers: those with equal rotations share one."""
 
     def __init__(self, num_positions: int, context_len: int, device: torch.device | str) -> None:
-        """num_positions: as many as a request can come to. Positions in sections may be ahead of the tokens, so that
-        their tables have the whole context."""
+        """num_positions: as many as a request can come to."""
         self.num_positions, self.context_len, self.device = num_positions, context_len, device
         self._tables: dict[RopeSpec, torch.Tensor] = {}
 
     def of(self, spec: RopeSpec) -> RotaryTable:
         if spec not in self._tables:
-            rows = self.context_len if spec.sections else self.num_positions
+            rows = spec.table_rows(self.num_positions, self.context_len)
             self._tables[spec] = rope_table(spec, rows, self.device, self.context_len)
         return RotaryTable(self._tables[spec], spec)
 

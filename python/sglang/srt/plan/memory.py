@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang.srt.configs.layer_lists import UNROTATED
-from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -235,14 +233,8 @@ def rotary_bytes(model: ModelDescription, sizes: Sizes) -> int:
     """Returns the bytes of cosines and sines in fp32 of every position, one table for each kind of rotation in the
     model."""
     rotations = {layer.mixer.rope for layer in model.layers}
-    return sum(_rotary_rows(rope, sizes) * rope.rot_dim * 4 for rope in rotations if rope is not None)
-
-
-def _rotary_rows(rope: RopeSpec, sizes: Sizes) -> int:
-    """As `layers.rotary_embedding.RotaryTables`."""
-    if rope.kind == UNROTATED:
-        return 1
-    return sizes.context_len if rope.sections else sizes.num_positions
+    positions = sizes.num_positions, sizes.context_len
+    return sum(rope.table_rows(*positions) * rope.rot_dim * 4 for rope in rotations if rope is not None)
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:

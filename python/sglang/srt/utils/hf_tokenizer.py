@@ -93,6 +93,13 @@ class Tokenizer:
         return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
 
     @property
+    def spells_tokens(self) -> bool:
+        """Returns whether `token_bytes` is exact, by what tokenizer.json says about decoding."""
+        if self._hf is not None or self._rust is None:  # transformers may have changed or left out something
+            return False
+        return self._byte_level is not None or _has_byte_tokens(self._rust)
+
+    @property
     def vocab_size(self) -> int:
         """Ids with a meaning, added tokens included. The model's vocabulary may be padded beyond."""
         return self._rust.get_vocab_size(with_added_tokens=True) if self._rust is not None else len(self.hf)
@@ -196,8 +203,20 @@ def _special_ids(rust: tokenizers.Tokenizer) -> frozenset[int]:
 
 def _is_byte_level(rust: tokenizers.Tokenizer) -> bool:
     """Returns whether decoding is nothing but joining the tokens' bytes."""
+    return [part["type"] for part in _decoders(rust)] == ["ByteLevel"]
+
+
+def _has_byte_tokens(rust: tokenizers.Tokenizer) -> bool:
+    """Returns whether the vocabulary is one of SentencePiece: texts with a mark for spaces, and tokens for bytes."""
+    steps = {part["type"]: part for part in _decoders(rust)}
+    marks = {steps["Replace"]["pattern"].get("String")} if "Replace" in steps else {_WORD_START}
+    known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    return "ByteFallback" in steps and steps.keys() <= known and marks == {_WORD_START}
+
+
+def _decoders(rust: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     if rust.decoder is None:
-        return False
+        return []
     decoder = json.loads(rust.decoder.__getstate__())
-    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return [part["type"] for part in parts] == ["ByteLevel"]
+    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return parts

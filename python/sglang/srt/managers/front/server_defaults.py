@@ -35,7 +35,7 @@ def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
 def _grammar_problem(args: ServerArgs, model_config: ModelConfig, key: GrammarKey) -> str:
     """Returns the problem of this grammar as a client would read it; empty for a good one."""
     with tempfile.TemporaryDirectory(prefix="sglang-grammar-") as directory:
-        setup = setup_for(args, model_config, Path(directory) / "vocabulary.json")
+        setup = setup_for(args, model_config, Path(directory) / "vocabulary")
         if setup is None:
             return f"a {key.kind} needs a tokenizer, and --grammar-backend other than none."
         client = CompileClient(setup)

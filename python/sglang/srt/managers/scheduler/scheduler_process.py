@@ -36,7 +36,7 @@ from sglang.srt.managers.scheduler.profiler import Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_runner
+from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_plan, load_runner
 from sglang.srt.managers.watchdog import Watchdog, beat_seconds
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
@@ -51,6 +51,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenizedGenerateReq,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ngram import NgramDrafter
 from sglang.srt.utils.free_memory import release_free_memory
@@ -69,7 +70,14 @@ RECV_LIMIT = 1024
 class SchedulerProcess:
     """Connects a Scheduler with the other processes."""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner, tokenizer: Tokenizer | None, ports: ipc.Ports) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None,
+        ports: ipc.Ports,
+        grammars: GrammarManager,
+    ) -> None:
         self.args, self.runner = args, runner
         self.model = runner.plan.model
         self.leader = parallel_state.is_leader()
@@ -80,7 +88,7 @@ class SchedulerProcess:
         stop_checker = StopChecker(decoder, None if alone else self.decisions.append)
         create = AttentionGroups if runner.groups.dp.size > 1 else Scheduler
         self.scheduler: Scheduler | AttentionGroups = create(args, runner, stop_checker, create_depth(args, runner))
-        self.grammars = self._grammar_manager(ports)
+        self.grammars = grammars
         self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
@@ -92,14 +100,6 @@ class SchedulerProcess:
         self._was_idle = False
         self.beat_s = beat_seconds(args.watchdog_timeout) if args.nnodes > 1 else None
         """Seconds of silence behind which the ranks of several machines tell one another that they are there."""
-
-    def _grammar_manager(self, ports: ipc.Ports) -> GrammarManager:
-        vocabulary = Path(ports.directory) / "grammar_vocabulary.json"
-        setup = setup_for(self.args, self.model, vocabulary)
-        if setup is None:
-            return GrammarManager(None)
-        backend = make_backend(setup.backend, vocabulary, setup.compile_threads)
-        return GrammarManager(backend, CompileClient(setup) if self.leader else None)
 
     def run_forever(self) -> None:
         """One step after the other; blocks in `receive` while there is nothing to do."""
@@ -292,18 +292,36 @@ class SchedulerProcess:
     }
 
 
+def create_grammars(args: ServerArgs, plan: Plan, ports: ipc.Ports) -> GrammarManager:
+    """A leader's other process begins to load what it needs."""
+    vocabulary = Path(ports.directory) / "grammar_vocabulary"
+    setup = setup_for(args, plan.model, vocabulary)
+    if setup is None:
+        return GrammarManager(None)
+    verifier = CompileClient(setup) if parallel_state.is_leader() else None
+    if verifier is not None and _warms_up_grammars(args):
+        verifier.start_ahead()
+    return GrammarManager(make_backend(setup.backend, vocabulary, setup.compile_threads), verifier)
+
+
+def _warms_up_grammars(args: ServerArgs) -> bool:
+    return envs.SGLANG_GRAMMAR_WARM_UP and not (args.skip_server_warmup or args.is_embedding)
+
+
 def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
     """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
-    runner = create_runner(args, rank, rendezvous(args, ports.directory))
+    plan = create_plan(args, rank, rendezvous(args, ports.directory))
+    grammars = create_grammars(args, plan, ports)
+    runner = load_runner(args, plan, rank)
     if runner.media is not None:
         runner.media.directory = Path(ports.shared_arrays)
-    process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
+    process = SchedulerProcess(args, runner, load_tokenizer(args), ports, grammars)
     if runner.copies is not None:  # the first requests would wait for it
         runner.copies.wait_prepared(PAGE_LOCK_LIMIT_S)
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
     start_pipe.send_bytes(READY)
-    if envs.SGLANG_GRAMMAR_WARM_UP and not (args.skip_server_warmup or args.is_embedding):
+    if _warms_up_grammars(args):
         process.grammars.warm_up()
     late_compiles.watch()
     process.run_forever()

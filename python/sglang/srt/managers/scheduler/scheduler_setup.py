@@ -170,9 +170,15 @@ def _connect_gpus(
 def create_runner(
     args: ServerArgs, rank: int = 0, rendezvous: str | None = None, create_encoder: CreateEncoder | None = None
 ) -> ModelRunner:
-    """Creates the plan as create_plan does, then loads weights, creates pools and graphs, and checks what they compute.
-    create_encoder: that of images and videos; None: the model's own, if it has one. Raises UserError."""
-    plan = create_plan(args, rank, rendezvous)
+    """Both create_plan and load_runner. Raises UserError."""
+    return load_runner(args, create_plan(args, rank, rendezvous), rank, create_encoder)
+
+
+def load_runner(
+    args: ServerArgs, plan: Plan, rank: int = 0, create_encoder: CreateEncoder | None = None
+) -> ModelRunner:
+    """Loads weights, creates pools and graphs, and checks what they compute. create_encoder: that of images and videos;
+    None: the model's own, if it has one. Raises UserError."""
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
