@@ -8,7 +8,7 @@
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
 # make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice; hours on two cores, minutes on 48
-# make thorough the long tests, one to two hours
+# make thorough the long tests, hours on two cores; ARGS="-k draft_matrix" runs some
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
 # make site    the documents as a site, in build/site

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -106,6 +107,17 @@ def test_artifacts_are_where_the_next_job_looks() -> None:
     (upload,) = [step for step in job["upstream"]["steps"] if "upload-artifact" in step.get("uses", "")]
     assert upload["with"]["path"] == "build/upstream/*.md" and upload["if"] == "always()"
     assert job["report"]["needs"] == "upstream" and "always()" in job["report"]["if"]
+
+
+def test_the_parts_of_the_long_tests_are_together_all() -> None:
+    """Whatever a test is named."""
+    job = yaml.safe_load(WORKFLOWS[1].read_text())["jobs"]["thorough"]
+    parts = job["strategy"]["matrix"]["part"]
+    names = sorted({word for part in parts for word in part.split()} - {"and", "or", "not"})
+    for has in itertools.product((False, True), repeat=len(names)):
+        known = dict(zip(names, has, strict=True))
+        assert any(eval(part, {}, known) for part in parts), known  # pytest's expressions of names are Python's
+    assert len(parts) > 1 and names
 
 
 def test_make_upstream_runs_scripts_that_exist() -> None:
