@@ -38,7 +38,7 @@ class ServerState:
         tokenizer = manager.tokenizer
         if manager.media is not None:
             self.sessions.media_files = manager.media.files
-        source = self._own_source
+        source: str | dict[str, str] | None = self._own_source
         if source is None and tokenizer is not None:
             source = template_source(tokenizer, manager.model_config.architecture, self.args.model_path)
         special_tokens = {} if tokenizer is None else tokenizer.special_tokens
