@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sglang.explain import explain, to_text
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.openai.built_in_templates import template_source
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
@@ -36,12 +37,13 @@ def dry_run(args: ServerArgs) -> None:
         dtype = "float32" if args.dtype == "auto" else model.dtype
         plan = make_plan(args, replace(model, dtype=dtype), arch, free_memory_bytes(None), packages)
         print(f"\n{plan.memory.log_line()}")
-    _read_tokenizer(args)
+    _read_tokenizer(args, explanation.model.architecture)
     print("\nA server with these flags would start.")
 
 
-def _read_tokenizer(args: ServerArgs) -> None:
+def _read_tokenizer(args: ServerArgs, architecture: str) -> None:
     template = None if args.chat_template is None else read_template_file(args.chat_template)
     tokenizer = load_tokenizer(args)
     if tokenizer is not None:
-        ChatTemplate(template or tokenizer.chat_template, tokenizer.special_tokens, args.default_template_variables())
+        source = template or template_source(tokenizer, architecture, args.model_path)
+        ChatTemplate(source, tokenizer.special_tokens, args.default_template_variables())

@@ -1,5 +1,5 @@
 """A server of a tiny DeepSeek-V4.1 as it is published, with no files of a processor and no chat template: pictures over
-HTTP get the tokens of the reference in plain torch."""
+HTTP get the tokens of the reference in plain torch, and stand where the server's own template says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tokenizers
 import torch
 from live_server import LiveServer
 from srt.models.v41_images import IMAGE, VISION, V41Seeing, save_v41_seeing, seen
@@ -22,15 +23,12 @@ from sglang.srt.managers.front.media.processors import image_processor
 NEW_TOKENS = 8
 PLACEHOLDER = "<｜deepseek_image｜>"
 PICTURE = picture(96, 61)
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message.content %}"
-    "{{ '" + PLACEHOLDER + "' if part.type == 'image' else part.text }} {% endfor %}{% endfor %}"
-)
 WORDS = [("wab", 1), ("wac", 2), ("wad", 3), ("wae", 4)]
 
 
 @dataclass
 class Served:
+    folder: Path
     reference: V41Seeing
     server: LiveServer
 
@@ -51,14 +49,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # The placeholder takes the place of a word in capitals, and has a text of its own.
     reference = save_v41_seeing(folder, engram_compressed_vocab_size=NUM_TEXTS + 1)
     named_with_placeholder(folder / "tokenizer.json")
-    (folder / "template.jinja").write_text(TEMPLATE)
     server = LiveServer(
         *("--model-path", str(folder), "--max-total-tokens", "2048", "--skip-server-warmup"),
-        *("--chat-template", str(folder / "template.jinja"), "--served-model-name", "v41"),
+        *("--served-model-name", "v41"),
     )
     try:
         server.wait_up()
-        yield Served(reference, server)
+        yield Served(folder, reference, server)
     finally:
         server.end()
 
@@ -92,10 +89,17 @@ def test_a_picture_in_prompts_and_conversations(served: Served) -> None:
         {"type": "image_url", "image_url": {"url": url}},
         *({"type": "text", "text": word} for word in words[2:]),
     ]
-    asked = {"model": "v41", "messages": [{"role": "user", "content": content}], "max_tokens": 2, "temperature": 0}
+    thoughtless = {"chat_template_kwargs": {"thinking": False}}
+    messages = [{"role": "user", "content": content}]
+    asked = {"model": "v41", "messages": messages, "max_tokens": 2, "temperature": 0, **thoughtless}
     answer = httpx.post(f"{served.server.url}/v1/chat/completions", json=asked, timeout=120)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["prompt_tokens"] == len(served.wanted([])[0])
+    assert "the built-in deepseek_v4.jinja for DeepseekV41ForCausalLM (edition 4.1)" in served.server.log()
+    shown = "\n\n".join([*words[:2], PLACEHOLDER, *words[2:]])
+    text = f"<｜begin▁of▁sentence｜><｜User｜>{shown}<｜Assistant｜></think>"
+    tokens = tokenizers.Tokenizer.from_file(str(served.folder / "tokenizer.json")).encode(text).ids
+    features = len(served.wanted([])[0]) - len(WORDS)
+    assert tokens.count(IMAGE) == 1 and answer.json()["usage"]["prompt_tokens"] == len(tokens) - 1 + features
     body = {"input_ids": [*ids, IMAGE], "sampling_params": params}
     answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=120)
     assert answer.status_code == 400 and "placeholder" in answer.text, answer.text

@@ -252,6 +252,7 @@ def test_auto_knows_the_format(source: str, name: str, form: str | None) -> None
     expected = {"gpt-oss": "gpt-oss", "mistral": "mistral", "minimax-m2": "minimax", "kimi_k2": "kimi_k2"}
     expected |= {"inkling": "inkling", "gemma4": "gemma4", "glm45": "glm45", "glm47": "glm45"}
     expected |= {"hunyuan": "hunyuan", "hunyuan-opensource": "hunyuan-opensource"}
+    expected |= {"deepseekv32": "deepseek-v3", "deepseekv4": "deepseek-v4"}
     if name != "gpt-oss":
         assert reasoning_format("SomeForCausalLM", template.sources, name) == expected.get(name, "qwen3")
 

@@ -19,8 +19,6 @@ _SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}}
 _TOOLS = [{"type": "function", "function": {"name": _NAME, "description": "probe", "parameters": _SCHEMA}}]
 
 _BY_ARCHITECTURE: Mapping[str, tuple[str, str | None]] = {
-    "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
-    "DeepseekV4ForCausalLM": ("deepseekv4", "deepseek-v4"),
     "GptOssForCausalLM": ("gpt-oss", "gpt-oss"),
     "InklingForConditionalGeneration": ("inkling", "inkling"),
     "MuseGlimmerForConditionalGeneration": ("muse", "muse"),
@@ -28,6 +26,9 @@ _BY_ARCHITECTURE: Mapping[str, tuple[str, str | None]] = {
 """Models whose conversations are not written with a template, or not with their own."""
 
 _REASONING_OF_CALLS = {
+    "deepseekv32": "deepseek-v3",
+    "deepseekv4": "deepseek-v4",
+    "deepseekv41": "deepseek-v4",
     "glm45": "glm45",
     "glm47": "glm45",
     "hunyuan": "hunyuan",

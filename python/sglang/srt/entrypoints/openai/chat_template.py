@@ -24,7 +24,7 @@ import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, template_message
+from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, separates_parts, template_message
 from sglang.srt.errors import UserError
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 
@@ -113,10 +113,12 @@ class ChatTemplate:
             raise UserError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens
         self._defaults = defaults or {}
-        self._call_forms = {
-            name: call_form(functools.partial(self._plainly, name, tools=None, add_generation_prompt=False))
+        probes = {
+            name: functools.partial(self._plainly, name, tools=None, add_generation_prompt=False)
             for name in self._templates
         }
+        self._call_forms = {name: call_form(probe) for name, probe in probes.items()}
+        self._keeping_parts = {name for name, probe in probes.items() if separates_parts(probe)}
 
     def render(self, request: ChatCompletionRequest) -> str:
         """The prompt text. Raises ApiError 400 for conversations that the model or its template does not take."""
@@ -174,7 +176,7 @@ class ChatTemplate:
 
     def _messages(self, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         form = self._call_forms.get(name, CallForm())
-        return [template_message(message, form) for message in messages]
+        return [template_message(message, form, name in self._keeping_parts) for message in messages]
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._templates:

@@ -7,6 +7,7 @@ take any content as text; some join the text of arguments to other text, or know
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,12 +57,26 @@ _PROBE_CALL = {
 }
 
 
-def template_message(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
-    """Fields that are null are left out, as templates that ask for them with a default would print "None"."""
+def separates_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether the template writes white space of its own between two parts of a message's text."""
+    try:
+        text = render([{"role": "user", "content": [{"type": "text", "text": text} for text in _PROBE_PARTS]}])
+    except Exception:  # a template is a program
+        return False
+    return re.search(r"\s+".join(_PROBE_PARTS), text) is not None
+
+
+_PROBE_PARTS = ("probe_part", "probe_rest")
+
+
+def template_message(message: dict[str, Any], form: CallForm, keeps_parts: bool = False) -> dict[str, Any]:
+    """Fields that are null are left out, as templates that ask for them with a default would print "None".
+
+    keeps_parts: the parts of a text reach the template, which separates them itself; else they are joined."""
     fields = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
     if message["role"] == "developer":
         fields["role"] = "system"
-    fields["content"] = _template_content(message.get("content"))
+    fields["content"] = _template_content(message.get("content"), keeps_parts)
     if message.get("reasoning_content") and not fields["content"]:
         fields.setdefault("thinking", message["reasoning_content"])  # its name in templates of Harmony
     if message.get("tool_calls"):
@@ -71,14 +86,14 @@ def template_message(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
     return fields
 
 
-def _template_content(content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+def _template_content(content: str | list[dict[str, Any]] | None, keeps_parts: bool) -> str | list[dict[str, Any]]:
     """Text, or with images or videos a list of parts, of which templates write a placeholder each."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     parts = [_template_part(part) for part in content]
-    if any(part["type"] != "text" for part in parts):
+    if any(part["type"] != "text" for part in parts) or (keeps_parts and len(parts) > 1):
         return parts
     return _PART_SEPARATOR.join(part["text"] for part in parts)
 

@@ -1,0 +1,64 @@
+"""Chat templates of models that are published without one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent / "templates"
+
+
+class BuiltInTemplate(NamedTuple):
+    """`variables`: what the file is told unless a server or a request says otherwise."""
+
+    file: str
+    variables: Mapping[str, str] = MappingProxyType({})
+
+    def source(self) -> str:
+        """The template's text, with its variables in front."""
+        defaults = [f"{{%- set {name} = {name} | default({text!r}) -%}}\n" for name, text in self.variables.items()]
+        return "".join(defaults) + (_FOLDER / self.file).read_text(encoding="utf-8")
+
+
+def _v4(edition: str) -> BuiltInTemplate:
+    return BuiltInTemplate("deepseek_v4.jinja", {"edition": edition})
+
+
+_BY_ARCHITECTURE: Mapping[str, BuiltInTemplate] = {
+    "DeepseekV32ForCausalLM": BuiltInTemplate("deepseek_v32.jinja"),
+    "DeepseekV4ForCausalLM": _v4("first"),
+    "DeepseekV41ForCausalLM": _v4("4.1"),
+}
+_EDITIONS: Mapping[tuple[str, str], BuiltInTemplate] = {
+    ("DeepseekV4ForCausalLM", "0731"): _v4("0731"),
+    ("DeepseekV4ForCausalLM", "0813"): _v4("0731"),
+}
+"""By architecture and a part of the model's path: editions with the same config and another prompt."""
+
+
+def built_in_template(architecture: str, model_path: str) -> BuiltInTemplate | None:
+    """None for a model whose checkpoints bring their own."""
+    editions = (template for (of, part), template in _EDITIONS.items() if of == architecture and part in model_path)
+    return next(editions, _BY_ARCHITECTURE.get(architecture))
+
+
+def template_source(tokenizer: Tokenizer, architecture: str, model_path: str) -> str | dict[str, str] | None:
+    """The tokenizer's own template, else the one that comes with the server, else None."""
+    built_in = None if tokenizer.chat_template else built_in_template(architecture, model_path)
+    if built_in is None:
+        return tokenizer.chat_template
+    variables = ", ".join(f"{name} {value}" for name, value in built_in.variables.items())
+    logger.info(
+        "chat template: the built-in %s for %s%s, as the checkpoint has none (--chat-template gives another)",
+        built_in.file,
+        architecture,
+        f" ({variables})" if variables else "",
+    )
+    return built_in.source()
