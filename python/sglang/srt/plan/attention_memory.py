@@ -13,8 +13,8 @@ FLASHINFER_MLA_WORKSPACE = 128 * MIB
 FLASHINFER_PLANS = 8 * MIB
 """Bytes of the lists that a planner makes: each attention site has three buffers for prefill and one for decoding,
 which the wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
-FLASHINFER_LATENT_WORKSPACE = 64 * MIB
-FLASHINFER_LATENT_LISTS = MIB // 2
+FLASHINFER_LATENT_WORKSPACE = 32 * MIB
+FLASHINFER_LATENT_LISTS = MIB // 4
 FLASHINFER_LATENT_CHUNKS = 32
 """Of long prompts over latents: the workspace, the lists of one planned launch, and most chunks of cached prefixes in a
 step, of which three may be planned at once. A test holds them to the builder's."""

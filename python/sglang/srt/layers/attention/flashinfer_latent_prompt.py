@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from sglang.srt.plan.mixers import MLA
     from sglang.srt.plan.plan import Plan
 
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 32 << 20
 """Of parts of one launch that share a prompt: at most as many tiles of 128 queries as two programs for each SM."""
 MOST_CHUNKS = 32
 """Of a step; with more of them it is left to the other kernel."""
-LIST_BYTES = 512 << 10
+LIST_BYTES = 256 << 10
 """Size in bytes of the lists of one wrapper, on the GPU and in pinned memory: 13 bytes for each tile of 16 queries or
 more, and 4 for each request and, where tiles are few, for each token."""
 CHECKED = ([24, 5, 40], [100, 0, 60], 64)
