@@ -71,7 +71,7 @@ def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int
 def _long_latents(choices: Mapping[str, Choice]) -> int:
     """Returns the bytes of the workspace and of the lists of all wrappers; one more buffer of plans exists while a
     wrapper is made."""
-    if all(choice.need.op != "long_latent_prompt" for choice in choices.values()):
+    if not any(op.startswith("long_latent_prompt") for op in choices):
         return 0
     lists = 3 * (1 + FLASHINFER_LATENT_CHUNKS) * FLASHINFER_LATENT_LISTS
     return FLASHINFER_LATENT_WORKSPACE + lists + FLASHINFER_PLANS

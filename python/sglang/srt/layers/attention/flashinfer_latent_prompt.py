@@ -55,8 +55,8 @@ class FlashInferLatentPrompt:
         if len(chunks) > MOST_CHUNKS:
             return None
         starts = (0, *itertools.accumulate(new_lens))
-        own = self._part(starts, starts, causal=True)
-        return FlashInferLatents(self.spec.softmax_scale, own, tuple(self._of(starts, chunk) for chunk in chunks))
+        causal = self._part(starts, starts, causal=True)
+        return FlashInferLatents(self.spec.softmax_scale, causal, tuple(self._of(starts, chunk) for chunk in chunks))
 
     def _of(self, starts: tuple[int, ...], chunk: LatentChunk) -> _Part:
         """Plans a chunk for the requests from the first to the last one that have keys in it."""
@@ -128,11 +128,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferLatents:
-    """Implements LatentPromptOp for the layers of one step: `own` is planned for the new tokens, `cached` for each
+    """Implements LatentPromptOp for the layers of one step: `causal` is planned for the new tokens, `cached` for each
     chunk."""
 
     scale: float
-    own: _Part
+    causal: _Part
     cached: tuple[_Part, ...]
 
     def __call__(
@@ -150,16 +150,16 @@ class FlashInferLatents:
         cache_scale: float = 1.0,
     ) -> None:
         assert scale == self.scale, "one plan of a step serves all layers"
-        rank, first = w_uk.shape[2], len(q) - self.own.end
+        rank, first = w_uk.shape[2], len(q) - self.causal.end
         q, entries, out = q[first:], entries[first:], out[first:]
         k = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         k[..., w_uk.shape[1] :] = entries[:, None, rank:]
         v = expand_latents(entries[:, :rank], w_uk, w_uv, k)
         if not chunks:
-            self.own.wrapper.run(q, k, v, out=out)
+            self.causal.wrapper.run(q, k, v, out=out)
             return
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.own.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
+        self.causal.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
         others, other_lse = torch.empty_like(out), torch.empty_like(lse)
         for part, chunk in zip(self.cached, chunks, strict=True):
             latents, slots = chunk.of(cache)

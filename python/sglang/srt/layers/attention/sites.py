@@ -216,7 +216,7 @@ def _long_latents(
 ) -> dict[AttentionSite, LongLatentsBuilder]:
     """The builder for long prompts of the first latent layer's site and of those that it can plan a step for as well.
     As with `_long_prompts`, one that fails costs its speed alone."""
-    choice = next((each for each in plan.choices.values() if each.need.op == "long_latent_prompt"), None)
+    choice = next((each for op, each in plan.choices.items() if op.startswith("long_latent_prompt")), None)
     if choice is None:
         return {}
     dims = (choice.need.head_dim, choice.need.v_head_dim)
