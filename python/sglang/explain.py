@@ -189,7 +189,8 @@ def _with_libraries(serving: Serving, chosen: KernelChoices) -> Serving:
     names = {(choice.need.op, choice.name) for choice in chosen.chosen().values()}
     return replace(
         serving,
-        library_prompts=any(outcome.need.op == "long_prompt_attention" for outcome in chosen.outcomes),
+        library_prompts=any(op == "long_prompt_attention" for op, _ in names),
+        library_latents=any(op == "long_latent_prompt" for op, _ in names),
         sgl_kernel_experts=("fused_moe", "sgl_kernel") in names,
     )
 

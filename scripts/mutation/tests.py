@@ -42,6 +42,7 @@ FIRST_TESTS: dict[str, tuple[str, ...]] = {
         "layers/attention/test_torch_native.py",
         "layers/attention/test_index_rows.py",
         "layers/attention/test_long_prompts.py",
+        "layers/attention/test_latent_long_prompts.py",
         "layers/attention/test_flashinfer_mla.py",
         "models/test_sparse_models.py",
         "model_executor/test_windows_in_batches.py",

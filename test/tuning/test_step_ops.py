@@ -57,6 +57,20 @@ def test_a_library_computes_long_prompts_where_it_is_chosen(card: ArchTraits) ->
     assert named(model, chosen, decode_step(4)).keys() == named(model, serving, decode_step(4)).keys()
 
 
+def test_a_library_computes_long_prompts_over_latents_where_it_is_chosen() -> None:
+    model, serving = model_of("deepseek_v3"), Serving("bfloat16", "bfloat16", tp_size=16)
+    chosen = replace(serving, library_latents=True)
+    assert "long_latent_prompt" not in named(model, serving, prefill_step(8192))
+    assert "extend_attention" in named(model, chosen, prefill_step(steps.LONG_PROMPTS - 1))
+    layers = named(model, chosen, prefill_step(8192))
+    assert len(layers["long_latent_prompt"]) == len(model.layers) and "extend_attention" not in layers
+    measured = predicted(layers["long_latent_prompt"][0], CARD)
+    assert measured is not None and measured.seconds == pytest.approx(549e-6, rel=0.03)
+    (by_triton,) = {predicted(op, CARD) for op in named(model, serving, prefill_step(8192))["extend_attention"]}
+    assert by_triton is not None and by_triton.seconds > 1.8 * measured.seconds
+    assert named(model, chosen, decode_step(4)).keys() == named(model, serving, decode_step(4)).keys()
+
+
 def test_layers_in_windows_and_narrow_heads_keep_their_kernel() -> None:
     """Gemma 3 has one layer in six that attends to all tokens; heads of GPT-OSS have 64 dims."""
     serving = Serving("bfloat16", "bfloat16", library_prompts=True)

@@ -300,7 +300,12 @@ def _predicted(
 ) -> Prediction | None:
     draft = None if explained.draft is None else explained.draft.description
     serves = explained.serving
-    serving = replace(serving, library_prompts=serves.library_prompts, sgl_kernel_experts=serves.sgl_kernel_experts)
+    serving = replace(
+        serving,
+        library_prompts=serves.library_prompts,
+        library_latents=serves.library_latents,
+        sgl_kernel_experts=serves.sgl_kernel_experts,
+    )
     return predict(model, serving, explained.arch, requests, length, draft, explained.width)
 
 

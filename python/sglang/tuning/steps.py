@@ -49,7 +49,7 @@ from sglang.tuning.ops import (
     SelectedAttention,
     floor,
 )
-from sglang.tuning.predicted_times import FLASHINFER, Predicted, predicted
+from sglang.tuning.predicted_times import FLASHINFER, FLASHINFER_LATENT_DIMS, Predicted, predicted
 from sglang.tuning.rates import ceilings_of
 
 
@@ -292,7 +292,8 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield _attention(here, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
         yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
-        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, mixer.token_ranks(tp, serving.dcp_size))
+        sharing = mixer.token_ranks(tp, serving.dcp_size)
+        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, serving.library_latents)
     elif isinstance(mixer, GatedDelta):
         heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
         channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
@@ -400,7 +401,9 @@ def _blocks(
     yield "block_attention", _attention(step, heads, kv, dims, item, indexer.top_k)[1]
 
 
-def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iterator[tuple[str, Op]]:
+def _latent(
+    mixer: MLA, step: Step, heads: int, item: int, sharing: int, library: bool = False
+) -> Iterator[tuple[str, Op]]:
     """Absorbed where a step decodes, verifies or selects; other prompts over keys and values that are made of
     latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
@@ -424,12 +427,11 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int, sharing: int) -> Iter
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
     else:
         yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)
-        yield (
-            "extend_attention",
-            ExtendAttention(
-                Prompt(step.batch, step.new, heads, heads, mixer.qk_dim, mixer.v_dim, step.context - step.new)
-            ),
-        )
+        prompt = Prompt(step.batch, step.new, heads, heads, mixer.qk_dim, mixer.v_dim, step.context - step.new)
+        if library and tokens >= LONG_PROMPTS and (mixer.qk_dim, mixer.v_dim) == FLASHINFER_LATENT_DIMS:
+            yield "long_latent_prompt", ExtendAttention(prompt, library=True)
+        else:
+            yield "extend_attention", ExtendAttention(prompt)
 
 
 def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tuple[str, Op]]:

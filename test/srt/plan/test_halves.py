@@ -26,6 +26,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "long heads": ("qwen3", {"head_dim": 128}),
     "experts": ("qwen3_moe", {}),
     "latents": ("deepseek_v3", {}),
+    "expanded latents": (
+        "deepseek_v3",
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    ),
     "wide latents": ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
 }
 
@@ -126,6 +130,8 @@ def test_flashinfers_other_attention_computes_halves(folders: dict[str, Path]) -
     assert asked.halves is not None and asked.choices["extend_attention"].name == "flashinfer"
     long = plan_of(folders["long heads"], **FLASHINFER)
     assert long.halves is not None and long.choices["long_prompt_attention"].name == "flashinfer"
+    latents = plan_of(folders["expanded latents"], **FLASHINFER)
+    assert latents.halves is not None and latents.choices["long_latent_prompt"].name == "flashinfer"
 
 
 @pytest.mark.parametrize(

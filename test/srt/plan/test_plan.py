@@ -21,6 +21,9 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.attention_memory import (
+    FLASHINFER_LATENT_CHUNKS,
+    FLASHINFER_LATENT_LISTS,
+    FLASHINFER_LATENT_WORKSPACE,
     FLASHINFER_MLA_WORKSPACE,
     FLASHINFER_PLANS,
     FLASHINFER_WORKSPACE,
@@ -288,6 +291,41 @@ def test_flashinfer_serves_long_prompts_where_it_is_faster(
         assert plan.memory.attention - without.memory.attention > FLASHINFER_WORKSPACE
 
 
+DEEPSEEK = json.loads((CONFIGS / "deepseek_v3.json").read_text()) | {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "arch", "changes", "flags"),
+    [
+        (True, "sm_120", {}, {}),
+        (True, "gb10", {}, {"kv_cache_dtype": "fp8_e4m3"}),
+        (True, "rtx-5090", {}, {"decode_attention_backend": "triton"}),
+        (True, "sm_120", {}, {"attention_backend": "flashinfer"}),
+        (False, "sm_120", {}, {"packages": PACKAGES}),
+        (False, "sm_120", {}, {"attention_backend": "triton"}),
+        (False, "sm_120", {}, {"prefill_attention_backend": "triton"}),
+        (False, "sm_120", {"qk_nope_head_dim": 64}, {}),
+        (False, "h200", {}, {}),
+    ],
+)
+def test_flashinfer_serves_long_prompts_over_latents_where_it_is_faster(
+    build: Any, chosen: bool, arch: str, changes: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    def built(**named: Any) -> Plan:
+        return build(DEEPSEEK | changes, arch, 30 * GIB, **({"packages": BOTH} | named))
+
+    plan = built(**flags)
+    assert ("long_latent_prompt" in plan.choices) == chosen
+    assert plan.choices["latent_prompt_attention"].name == "triton" and plan.cuda_graph_bs
+    if chosen:
+        kernels = plan.describe()["kernels"]
+        assert kernels["long_latent_prompt"]["kernel"] == "flashinfer" and "long_prompt_attention" not in kernels
+    if chosen and not flags:
+        more = plan.memory.attention - built(attention_backend="triton").memory.attention
+        lists = 3 * (1 + FLASHINFER_LATENT_CHUNKS) * FLASHINFER_LATENT_LISTS
+        assert more == FLASHINFER_LATENT_WORKSPACE + lists + FLASHINFER_PLANS
+
+
 def test_no_graphs_around_a_backend_that_cannot(build: Any) -> None:
     plan = build(decode_attention_backend="torch_native")
     assert plan.cuda_graph_bs == ()
@@ -436,6 +474,9 @@ SRT = Path(sglang.__file__).parent / "srt"
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
         ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
         ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
+        ("layers/attention/flashinfer_latent_prompt.py", "WORKSPACE_BYTES", FLASHINFER_LATENT_WORKSPACE),
+        ("layers/attention/flashinfer_latent_prompt.py", "LIST_BYTES", FLASHINFER_LATENT_LISTS),
+        ("layers/attention/flashinfer_latent_prompt.py", "MOST_CHUNKS", FLASHINFER_LATENT_CHUNKS),
         ("layers/attention/sparse.py", "LOGIT_BYTES", INDEX_LOGIT_BYTES),
         ("layers/attention/entry_shares.py", "MOST_ROUNDS", SPARSE_ROUNDS),
         ("model_executor/graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),

@@ -13,6 +13,7 @@ from sglang.srt.kernels.conditions import (
     biased_heads,
     e4m3_or_16_bits,
     flashinfer_head_dims,
+    flashinfer_latent_prompts_are_faster,
     flashinfer_latents,
     flashinfer_prompts_are_faster,
     hybrid_choice,
@@ -126,6 +127,17 @@ LATENT_PROMPT_ATTENTION = (
         refuse=HALF,
     ),
     KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),
+)
+# In place of Triton's kernel as well, under the conditions of LONG_PROMPT_ATTENTION.
+LONG_LATENT_PROMPT = (
+    KernelSpec(
+        "flashinfer",
+        f"{_ATTENTION}.flashinfer_latent_prompt:FlashInferLatentPrompt",
+        CP_ASYNC,
+        "flashinfer",
+        refuse=all_of(HALF, flashinfer_latent_prompts_are_faster),
+        graph_safe=False,
+    ),
 )
 PREFILL_ATTENTION = (
     # Of encoders of images. Measured beside Triton's on an H100: benchmark/results/2026-11-26-images-h100.md.

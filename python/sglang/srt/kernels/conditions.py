@@ -73,6 +73,15 @@ def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
     )
 
 
+def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuse what it was not measured with: prompts of DeepSeek-V3's and Kimi K2's heads on SM12x."""
+    dims = (need.head_dim, need.v_head_dim)
+    reasons = [] if dims == (192, 128) else [f"expanded heads of {dims[0]}/{dims[1]} dims (has 192/128)"]
+    if "mma_sync_block_scale" not in arch.features:
+        reasons.append("measured to be faster than Triton's on SM12x only")
+    return reasons
+
+
 def torch_flash_heads(need: Need, arch: ArchTraits) -> list[str]:
     """Refuse heads that torch's flash kernels are not made for."""
     if need.head_dim % 8 or need.head_dim > 256:

@@ -168,7 +168,8 @@ class LatentAttention(LatentHeads):
             decode.attend(absorbed, self.attention, attended)
             self.per_head(attended, self.w_uv, out[: len(absorbed)])
         assert batch.extend is not None and metadata.latent_chunks is not None
-        self.attend_expanded(
+        attend = metadata.latent_prompt or self.attend_expanded
+        attend(
             q,
             entries,
             self.w_uk,

@@ -13,6 +13,11 @@ FLASHINFER_MLA_WORKSPACE = 128 * MIB
 FLASHINFER_PLANS = 8 * MIB
 """Bytes of the lists that a planner makes: each attention site has three buffers for prefill and one for decoding,
 which the wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
+FLASHINFER_LATENT_WORKSPACE = 32 * MIB
+FLASHINFER_LATENT_LISTS = MIB // 4
+FLASHINFER_LATENT_CHUNKS = 32
+"""Of long prompts over latents: the workspace, the lists of one planned launch, and most chunks of cached prefixes in a
+step, of which three may be planned at once. A test holds them to the builder's."""
 INDEX_LOGIT_BYTES = 256 * MIB
 """Bytes of an indexer's scores that lie in memory at once; a test holds the number to the kernel's."""
 SPARSE_ROUNDS = 4
@@ -60,7 +65,16 @@ def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int
     if decode is not None:
         backends[decode.name] = decode
     total = sum(_BY_KERNEL[name](choice, sizes) for name, choice in backends.items() if name in _BY_KERNEL)
-    return total + _sparse(choices, sizes) + _shared_tokens(sizes)
+    return total + _long_latents(choices) + _sparse(choices, sizes) + _shared_tokens(sizes)
+
+
+def _long_latents(choices: Mapping[str, Choice]) -> int:
+    """Returns the bytes of the workspace and of the lists of all wrappers; one more buffer of plans exists while a
+    wrapper is made."""
+    if not any(op.startswith("long_latent_prompt") for op in choices):
+        return 0
+    lists = 3 * (1 + FLASHINFER_LATENT_CHUNKS) * FLASHINFER_LATENT_LISTS
+    return FLASHINFER_LATENT_WORKSPACE + lists + FLASHINFER_PLANS
 
 
 def _shared_tokens(sizes: AttentionSizes) -> int:

@@ -37,7 +37,7 @@ from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, cut_stages, fu
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
 
-NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "prefill_attention")
+NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "long_latent_prompt", "prefill_attention")
 """Ops that graphs of decode steps do not hold: those of prompts, and of encoders of images."""
 
 

@@ -93,10 +93,13 @@ def choose_kernels(
     return KernelChoices(tuple(outcomes.values()), tuple(_notes(args, asked, outcomes, refusals)))
 
 
+LONG_OPS = {"extend_attention": "long_prompt_attention", "latent_prompt_attention": "long_latent_prompt"}
+
+
 def long_prompt_need(need: Need) -> Need:
     """Returns the need of long prompts for that of prompts. Layers that see all tokens have it, so it does not matter
     whether the windows of others are chunks."""
-    return replace(need, op="long_prompt_attention", traits=need.traits - {"chunked"})
+    return replace(need, op=LONG_OPS[need.op], traits=need.traits - {"chunked"})
 
 
 def _of_long_prompts(
@@ -104,15 +107,19 @@ def _of_long_prompts(
     asked: Mapping[Need, Asked | None],
     outcome: Callable[[Need, Asked | None], Choice | NoKernel],
 ) -> dict[Need, Choice | NoKernel]:
-    """Returns the kernels that take the place of those which graphs hold where prompts are long, as far as there are
-    any and no flag names a kernel."""
-    in_graphs = {
-        need: long_prompt_need(need)
-        for need, chosen in outcomes.items()
-        if need.op == "extend_attention" and isinstance(chosen, Choice) and chosen.spec.graph_prefill
-    }
-    of_long = {long: outcome(long, None) for need, long in in_graphs.items() if asked[need] is None}
-    return {long: chosen for long, chosen in of_long.items() if isinstance(chosen, Choice)}
+    """Returns the kernels that take the place of those which graphs hold, or that expand latents, where prompts are
+    long, as far as there are any and no flag names another kernel."""
+    named = {asked[need] for need in outcomes if need.op == "extend_attention" and "mla" in need.traits}
+    latents_are_free = all(each is None or each.kernel == "flashinfer" for each in named)
+
+    def replaced(need: Need, chosen: Choice | NoKernel) -> bool:
+        if need.op == "latent_prompt_attention":
+            return isinstance(chosen, Choice) and latents_are_free
+        in_graphs = isinstance(chosen, Choice) and chosen.spec.graph_prefill
+        return need.op == "extend_attention" and in_graphs and asked[need] is None
+
+    of_long = [outcome(long_prompt_need(need), None) for need, chosen in outcomes.items() if replaced(need, chosen)]
+    return {chosen.need: chosen for chosen in of_long if isinstance(chosen, Choice)}
 
 
 def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:

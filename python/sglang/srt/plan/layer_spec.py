@@ -201,6 +201,7 @@ class Serving:
     quantized_sums: str = "off"  # as --enable-quantized-all-reduce
     two_batch: str = "off"  # whether steps with prompts run as two halves: auto (where that is predicted to gain), on
     library_prompts: bool = False  # whether a library's kernel computes long prompts, which times are predicted of
+    library_latents: bool = False  # and whether long prompts over latents
     sgl_kernel_experts: bool = False  # and whether sgl-kernel has the experts' products
 
     @property

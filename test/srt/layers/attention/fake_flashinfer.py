@@ -3,6 +3,8 @@ over the pages that were planned."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,14 +117,73 @@ class FakeLatentWrapper:
             out[rows] = attend(q[rows], torch.cat((ckv, kpe), dim=-1), ckv, seen, self.scale)
 
 
+class FakeRaggedWrapper:
+    """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper`, as far as it is used. A request without keys gets zeros, and
+    a logarithm that is far below all others."""
+
+    log: list[str]
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert (layout, backend) == ("NHD", "fa2"), "the other ones do not run on SM12x"
+
+    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        self.lists = ints
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+        head_dim_vo: int, causal: bool, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
+        self.log.append("plan")
+        self.lists[:8].view(torch.int64)[0] = id(self)  # whose lists these are
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32 and len(qo_indptr) == len(kv_indptr)
+        assert not qo_indptr[0] and not kv_indptr[0]
+        self.bounds = [indptr.tolist() for indptr in (qo_indptr, kv_indptr)]
+        self.sizes = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+        self.causal, self.scale, self.dtypes = causal, sm_scale, (q_data_type, kv_data_type)
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> None:  # fmt: skip
+        assert self.lists[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie there"
+        assert (q.shape[1], k.shape[1], k.shape[2], v.shape[2]) == self.sizes and (q.dtype, k.dtype) == self.dtypes
+        assert (len(q), len(k), len(v)) == (self.bounds[0][-1], self.bounds[1][-1], self.bounds[1][-1])
+        assert out.is_contiguous() and out.shape == (*q.shape[:2], v.shape[2]) and return_lse == (lse is not None)
+        starts, keys = self.bounds
+        for i, (first, end) in enumerate(itertools.pairwise(starts)):
+            mine = slice(keys[i], keys[i + 1])
+            scores = torch.einsum("thd,shd->ths", q[first:end].float(), k[mine].float()) * self.scale
+            if self.causal:
+                hidden = torch.ones(end - first, keys[i + 1] - keys[i], dtype=torch.bool).triu(1)
+                scores = scores.masked_fill(hidden[:, None], float("-inf"))
+            out[first:end] = torch.einsum("ths,shd->thd", scores.softmax(-1), v[mine].float()).to(out.dtype)
+            if lse is not None:
+                lse[first:end] = scores.logsumexp(-1).clamp(min=NO_KEYS) / math.log(2)
+
+
+NO_KEYS = -3e4
+
+
+def fake_merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor) -> None:
+    """`merge_state_in_place`: logarithms have the base 2. A head has 16 threads of the 1,024 of a program."""
+    assert all(x.is_contiguous() for x in (v, s, v_other, s_other)) and v.shape == v_other.shape and v.shape[1] <= 64
+    assert v.shape[:2] == s.shape == s_other.shape and s.dtype == s_other.dtype == torch.float32
+    weights = torch.softmax(torch.stack((s, s_other)) * math.log(2), dim=0)[..., None]
+    v.copy_(v * weights[0] + v_other * weights[1])
+    s.copy_(torch.logaddexp2(s, s_other))
+
+
 def fake_flashinfer(log: list[str]) -> Any:
     """The package. `log` holds "graph" while device work of a graph runs, in which no wrapper may plan."""
-    decode, prefill, latent = (
+    decode, prefill, latent, ragged = (
         type(f"Logged{kind.__name__}", (kind,), {"log": log})
-        for kind in (FakeWrapper, FakePrefillWrapper, FakeLatentWrapper)
+        for kind in (FakeWrapper, FakePrefillWrapper, FakeLatentWrapper, FakeRaggedWrapper)
     )
     return SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=decode,
         BatchPrefillWithPagedKVCacheWrapper=prefill,
+        BatchPrefillWithRaggedKVCacheWrapper=ragged,
+        merge_state_in_place=fake_merge,
         mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=latent),
     )

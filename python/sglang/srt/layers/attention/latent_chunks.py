@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,12 @@ from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens
 class LatentChunk:
     """`slots` [C] int64: cache slots of consecutive prefix tokens, sequence after sequence. The keys of sequence i are
     its rows key_start[i] to key_start[i + 1] (int32, [B + 1]); none for a sequence that lies in other chunks. `shared`:
-    where ranks share out the tokens."""
+    where ranks share out the tokens. `key_start_cpu`: the same numbers on the host."""
 
     slots: torch.Tensor
     key_start: torch.Tensor
     shared: GatheredTokens | None = None
+    key_start_cpu: tuple[int, ...] = ()
 
     def of(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a cache with the entries of the tokens, and where they lie in it [C] int64."""
@@ -44,13 +46,15 @@ def cut_prefixes(
         return ()
     tokens = Tokens.first(prefix_lens, req_to_token.device)
     slots = req_to_token[req_pool_indices[tokens.rows], tokens.positions].long()
+    bounds = (0, *itertools.accumulate(prefix_lens))
 
     def chunk(begin: int) -> LatentChunk:
         run = slice(begin, min(begin + chunk_tokens, total))
         starts = (tokens.bounds - begin).clamp(0, run.stop - begin).int()
+        known = tuple(min(max(bound - begin, 0), run.stop - begin) for bound in bounds)
         if context.size == 1:
-            return LatentChunk(slots[run], starts)
+            return LatentChunk(slots[run], starts, None, known)
         gathered = GatheredTokens.of(slots[run], tokens.positions[run], len(prefix_lens), context)
-        return LatentChunk(slots[run], starts, gathered)
+        return LatentChunk(slots[run], starts, gathered, known)
 
     return tuple(chunk(begin) for begin in range(0, total, chunk_tokens))

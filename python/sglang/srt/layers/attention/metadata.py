@@ -38,6 +38,7 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.layers.ops import LatentPromptOp
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.plan.layer_spec import AttentionSite
 
@@ -106,6 +107,17 @@ class LongPromptBackend(Protocol):
         """Returns one that has attended. Raises whatever goes wrong where it is tried."""
 
 
+class LongLatentsBuilder(Protocol):
+    """Built with (plan, latent description, device)."""
+
+    def build(self, new_lens: Sequence[int], chunks: Sequence[LatentChunk]) -> LatentPromptOp | None:
+        """Plans a step of prompts with so many new tokens each, behind cached prefixes in chunks. Returns what attends
+        in every layer of the step; None for steps that it has no room to plan."""
+
+    def check(self) -> None:
+        """Attends once. Raises whatever goes wrong."""
+
+
 @dataclass(slots=True)
 class WithImages:
     """Implements ExtendMetadata for a site with a window, where images see themselves both ways: they attend once more,
@@ -133,6 +145,8 @@ class SiteMetadata:
     latent_chunks: tuple[LatentChunk, ...] | None = None
     """Cached prefixes of a latent site that the prompts of the step attend to over expanded keys and values; None: the
     prompts attend with absorbed queries over latents."""
+    latent_prompt: LatentPromptOp | None = None
+    """What attends to them in the place of the plan's kernel, where the prompts of the step are long."""
     sparse: Any = None
     """A `sparse_rows.SparseRows`, whose module imports this one: tokens of the step that attend to what an indexer
     selects, at a site whose layers do so. `decode` and `extend` are None where their tokens are among these."""

@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.metadata import (
     AttentionBackend,
     DecodeBuilder,
     ExtendBuilder,
+    LongLatentsBuilder,
     LongPromptBackend,
     SiteMetadata,
     WithImages,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.ops import LatentPromptOp
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns
     from sglang.srt.plan.plan import Plan
 
@@ -52,12 +54,13 @@ class AttentionSites:
         chunk_tokens: int = 0,
         sparse: Mapping[AttentionSite, SparseSite] | None = None,
         long_prompts: Mapping[AttentionSite, ExtendBuilder] | None = None,
+        long_latents: Mapping[AttentionSite, LongLatentsBuilder] | None = None,
     ) -> None:
         """latent: the description of the latent sites; chunk_tokens: of a cached prefix that is expanded at once;
         sparse: of the sites whose layers attend to what an indexer selects; long_prompts: of those where long prompts
-        have a builder of their own."""
+        have a builder of their own, and long_latents: of latent ones."""
         self.decode, self.extend, self.sparse = decode, extend, sparse or {}
-        self.long_prompts = dict(long_prompts or {})
+        self.long_prompts, self.long_latents = dict(long_prompts or {}), dict(long_latents or {})
         self._latent, self._chunk_tokens = latent or {}, chunk_tokens
         self._decode_builders = tuple(dict.fromkeys(decode.values()))
         self._extend_builders = tuple(dict.fromkeys(extend.values()))
@@ -106,7 +109,9 @@ class AttentionSites:
             sites[site].decode = built[builder]
 
     def _build_extend(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata]) -> None:
-        builders = {**self.extend, **(self.long_prompts if self._is_long(rows) else {})}
+        long = _is_long(rows)
+        shared = long and self.shares_prefixes(rows.new_lens_cpu, rows.prefix_lens_cpu)
+        builders = {**self.extend, **(self.long_prompts if long and not shared else {})}
         dense = {site: builder for site, builder in builders.items() if not sites[site].extends_sparsely}
         built = {builder: builder.build(rows) for builder in dict.fromkeys(dense.values())}
         for site, builder in dense.items():
@@ -116,12 +121,18 @@ class AttentionSites:
         for site, spec in self._latent.items():
             if site in dense:
                 sites[site].latent_chunks = self._cut(spec, site, rows)
+        if long:
+            self._build_long_latents(rows, sites)
 
-    def _is_long(self, rows: ExtendRows) -> bool:
-        """Returns whether the step's prompts are long, and no graph holds them. Lengths are known to the host then."""
-        known = rows.seq_lens_cpu is not None and rows.guesses is None and rows.images is None
-        long = known and sum(rows.new_lens_cpu) >= LONG_PROMPTS
-        return long and not self.shares_prefixes(rows.new_lens_cpu, rows.prefix_lens_cpu)
+    def _build_long_latents(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata]) -> None:
+        """Plans once for all sites of a builder: their prompts and the chunks of their prefixes have equal lengths."""
+        built: dict[LongLatentsBuilder, LatentPromptOp | None] = {}
+        for site, builder in self.long_latents.items():
+            chunks = sites[site].latent_chunks
+            if chunks is not None:
+                if builder not in built:
+                    built[builder] = builder.build(rows.new_lens_cpu, chunks)
+                sites[site].latent_prompt = built[builder]
 
     def _add_images(
         self,
@@ -152,6 +163,12 @@ class AttentionSites:
                 builder.refresh(rows)
 
 
+def _is_long(rows: ExtendRows) -> bool:
+    """Returns whether the step's prompts are long, and no graph holds them. Lengths are known to the host then."""
+    known = rows.seq_lens_cpu is not None and rows.guesses is None and rows.images is None
+    return known and sum(rows.new_lens_cpu) >= LONG_PROMPTS
+
+
 def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionSites:
     """Creates the attention sites with the backends that the plan chose: one object of each backend, also where it
     serves prompts and decoding. Models whose attention is chosen token by token have no site."""
@@ -171,6 +188,7 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
         plan.tokens_per_step,
         sparse_sites(layers, plan),
         _long_prompts(plan, device, backends),
+        _long_latents(plan, device, layers),
     )
 
 
@@ -191,6 +209,38 @@ def _long_prompts(
             logger.warning("%s does not work here; long prompts are attended to as others: %s", choice.name, error)
             return {}
     return builders
+
+
+def _long_latents(
+    plan: Plan, device: torch.device | str, layers: Sequence[LayerSpec]
+) -> dict[AttentionSite, LongLatentsBuilder]:
+    """The builder for long prompts of the first latent layer's site and of those that it can plan a step for as well.
+    As with `_long_prompts`, one that fails costs its speed alone."""
+    choice = next((each for op, each in plan.choices.items() if op.startswith("long_latent_prompt")), None)
+    if choice is None:
+        return {}
+    dims = (choice.need.head_dim, choice.need.v_head_dim)
+    mixers = [mixer for layer in layers if isinstance(mixer := layer.mixer, MLA)]
+    first = next((mixer for mixer in mixers if (mixer.qk_dim, mixer.v_dim) == dims), None)
+    if first is None:  # a stage of a hybrid may have no such layer
+        return {}
+    sites: dict[AttentionSite, set[tuple[float, ...]]] = {}
+    for mixer in mixers:
+        site = site_of(mixer, plan.ranks.attn_tp_size, plan.ranks.dcp_size)
+        assert site is not None
+        sites.setdefault(site, set()).add(_planned_with(mixer))
+    try:
+        builder: LongLatentsBuilder = choice.load()(plan, first, device)
+        builder.check()
+    except Exception as error:
+        logger.warning("%s does not work here; long prompts over latents keep their kernel: %s", choice.name, error)
+        return {}
+    return {site: builder for site, numbers in sites.items() if numbers == {_planned_with(first)}}
+
+
+def _planned_with(mixer: MLA) -> tuple[float, ...]:
+    """What a plan of a step depends on."""
+    return mixer.num_heads, mixer.qk_dim, mixer.v_dim, mixer.softmax_scale
 
 
 def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -> dict[AttentionSite, MLA]:

@@ -212,7 +212,7 @@ def latent_prompt_attention(
     rank = w_uk.shape[2]
     k = torch.empty((num_tokens, *q.shape[1:]), dtype=q.dtype, device=q.device)
     k[..., w_uk.shape[1] :] = entries[:, None, rank:]
-    v = _expanded(entries[:, :rank], w_uk, w_uv, k)
+    v = expand_latents(entries[:, :rank], w_uk, w_uv, k)
     part = None
     if chunks:
         part = (torch.empty(out.shape, dtype=torch.float32, device=q.device),
@@ -221,14 +221,14 @@ def latent_prompt_attention(
     for number, chunk in enumerate(chunks, 1):
         latents, slots = chunk.of(cache)
         k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
-        v = _expanded(gather_latents(latents, slots, k, rank, cache_scale), w_uk, w_uv, k)
+        v = expand_latents(gather_latents(latents, slots, k, rank, cache_scale), w_uk, w_uv, k)
         attend_dense(
             q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), scale=scale, causal=False,
             tile=tile,
         )  # fmt: skip
 
 
-def _expanded(latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def expand_latents(latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Fill the first nope dims of k [C, H, nope + rot] with latent [C, rank] times W_UK, and return latent times W_UV,
     [C, H, v]."""
     heads, nope, _ = w_uk.shape

@@ -1,0 +1,177 @@
+"""Long prompts of latent attention over expanded keys and values, with FlashInfer's ragged wrappers (flashinfer-python
+0.6). Imported only when the plan chooses it.
+
+The new tokens and each chunk of cached prefixes are attended to by a wrapper of their own, and what these make is
+merged by the logarithms of their sums, so that together they are one softmax. All wrappers of a step are planned on the
+host once, before any layer runs; layers run one after the other, in the same memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from flashinfer import BatchPrefillWithRaggedKVCacheWrapper, merge_state_in_place
+
+from sglang.srt.layers import native_ops
+from sglang.srt.layers.attention.flashinfer_backend import CHECK_BOUND, PLANS_AT_ONCE, PlannedWrapper
+from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
+from sglang.srt.layers.attention.triton_ops.latent_prompt import expand_latents, gather_latents
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.mixers import MLA
+    from sglang.srt.plan.plan import Plan
+
+WORKSPACE_BYTES = 32 << 20
+"""Of parts of one launch that share a prompt: at most as many tiles of 128 queries as two programs for each SM."""
+MOST_CHUNKS = 32
+"""Of a step; with more of them it is left to the other kernel."""
+LIST_BYTES = 256 << 10
+"""Size in bytes of the lists of one wrapper, on the GPU and in pinned memory: 13 bytes for each tile of 16 queries or
+more, and 4 for each request and, where tiles are few, for each token."""
+CHECKED = ([24, 5, 40], [100, 0, 60], 64)
+"""New tokens, cached tokens, and those of a chunk, the second one of which has keys on both sides of a request without
+any."""
+HEADS_AT_ONCE = 32
+"""Most heads of a merge, which has 16 threads for each of them in a program."""
+
+
+class FlashInferLatentPrompt:
+    """Implements LongLatentsBuilder. Wrappers take turns, as many as PLANS_AT_ONCE steps have."""
+
+    def __init__(self, plan: Plan, spec: MLA, device: torch.device | str) -> None:
+        self.spec, self.dtype = spec, getattr(torch, plan.dtype)
+        self.heads = spec.shares(plan.ranks.attn_tp_size).padded_heads
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.device = workspace.device
+        lists = torch.empty((PLANS_AT_ONCE * (1 + MOST_CHUNKS), LIST_BYTES), dtype=torch.uint8, device=device)
+        self._wrappers = itertools.cycle([_planned(workspace, each) for each in lists])
+
+    def build(self, new_lens: Sequence[int], chunks: Sequence[LatentChunk]) -> FlashInferLatents | None:
+        if len(chunks) > MOST_CHUNKS:
+            return None
+        starts = (0, *itertools.accumulate(new_lens))
+        causal = self._part(starts, starts, causal=True)
+        return FlashInferLatents(self.spec.softmax_scale, causal, tuple(self._of(starts, chunk) for chunk in chunks))
+
+    def _of(self, starts: tuple[int, ...], chunk: LatentChunk) -> _Part:
+        """Plans a chunk for the requests from the first to the last one that have keys in it."""
+        keys = chunk.key_start_cpu
+        first = max(i for i, start in enumerate(keys[:-1]) if start == 0)
+        end = keys.index(keys[-1])
+        return self._part(starts[first : end + 1], keys[first : end + 1], causal=False)
+
+    def _part(self, starts: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> _Part:
+        wrapper = next(self._wrappers)
+        wrapper.plan(
+            torch.tensor(starts, dtype=torch.int32) - starts[0],
+            torch.tensor(keys, dtype=torch.int32),
+            self.heads,
+            self.heads,
+            self.spec.qk_dim,
+            self.spec.v_dim,
+            causal=causal,
+            sm_scale=self.spec.softmax_scale,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
+        return _Part(wrapper, starts[0], starts[-1])
+
+    def check(self) -> None:
+        """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
+        RuntimeError if the result is not that of plain torch."""
+        new_lens, prefix_lens, chunk_tokens = CHECKED
+        spec, total, cached = self.spec, sum(new_lens), sum(prefix_lens)
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(shape, generator=generator, device=self.device) * scale).to(self.dtype)
+
+        table = torch.arange(len(prefix_lens) * max(prefix_lens), device=self.device).flip(0)
+        rows = torch.arange(len(prefix_lens), device=self.device)
+        chunks = cut_prefixes(table.view(len(prefix_lens), -1), rows, prefix_lens, chunk_tokens)
+        rank = spec.kv_lora_rank
+        q, entries = randn(total, self.heads, spec.qk_dim), randn(total, spec.latent_dim)
+        w_uk = randn(self.heads, spec.nope_dim, rank, scale=rank**-0.5)
+        w_uv = randn(self.heads, rank, spec.v_dim, scale=rank**-0.5)
+        cache = randn(len(table), 1, spec.latent_dim)
+        starts = torch.tensor((0, *itertools.accumulate(new_lens)), dtype=torch.int32, device=self.device)
+        out, wanted = (q.new_empty((total, self.heads, spec.v_dim)) for _ in range(2))
+        attend = self.build(new_lens, chunks)
+        assert attend is not None and cached > chunk_tokens
+        given = (starts, cache, chunks)
+        attend(q, entries, w_uk, w_uv, out, *given, scale=spec.softmax_scale)
+        native_ops.expanded_latent_attention(q, entries, w_uk, w_uv, wanted, *given, scale=spec.softmax_scale)
+        error = float((out.float() - wanted.float()).norm() / wanted.float().norm())
+        if not error < CHECK_BOUND:
+            raise RuntimeError(f"its attention over latents is wrong by {error:.3f} of the result")
+
+
+def _planned(workspace: torch.Tensor, lists: torch.Tensor) -> PlannedWrapper:
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
+    wrapper.reset_workspace_buffer(workspace, lists)
+    return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A planned wrapper, and the prompt tokens that it attends for: from `first` to before `end`."""
+
+    wrapper: PlannedWrapper
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferLatents:
+    """Implements LatentPromptOp for the layers of one step: `causal` is planned for the new tokens, `cached` for each
+    chunk."""
+
+    scale: float
+    causal: _Part
+    cached: tuple[_Part, ...]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        entries: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        out: torch.Tensor,
+        start_loc: torch.Tensor,
+        cache: torch.Tensor,
+        chunks: Sequence[LatentChunk],
+        *,
+        scale: float,
+        cache_scale: float = 1.0,
+    ) -> None:
+        assert scale == self.scale, "one plan of a step serves all layers"
+        rank, first = w_uk.shape[2], len(q) - self.causal.end
+        q, entries, out = q[first:], entries[first:], out[first:]
+        k = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        k[..., w_uk.shape[1] :] = entries[:, None, rank:]
+        v = expand_latents(entries[:, :rank], w_uk, w_uv, k)
+        if not chunks:
+            self.causal.wrapper.run(q, k, v, out=out)
+            return
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.causal.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
+        others, other_lse = torch.empty_like(out), torch.empty_like(lse)
+        for part, chunk in zip(self.cached, chunks, strict=True):
+            latents, slots = chunk.of(cache)
+            k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
+            v = expand_latents(gather_latents(latents, slots, k, rank, cache_scale), w_uk, w_uv, k)
+            rows = slice(part.first, part.end)
+            part.wrapper.run(q[rows], k, v, out=others[rows], lse=other_lse[rows], return_lse=True)
+            _merge(out[rows], lse[rows], others[rows], other_lse[rows])
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Makes of out [T, H, Dv] and lse [T, H] (fp32, base 2) the attention over the keys of both."""
+    group = math.gcd(out.shape[1], HEADS_AT_ONCE)
+    out, other = (x.view(-1, group, x.shape[2]) for x in (out, other))
+    merge_state_in_place(out, lse.view(-1, group), other, other_lse.view(-1, group))
