@@ -59,7 +59,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module = importlib.import_module(f"{PACKAGE}.flashinfer_latent_prompt")
     monkeypatch.setattr(module, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(module, "LIST_BYTES", 16)
-    monkeypatch.setattr(module, "gather_latents", gathered)
+    monkeypatch.setattr(f"{PACKAGE}.triton_ops.latent_prompt.gather_latents", gathered)
     yield module
     for name in MODULES:
         sys.modules.pop(f"{PACKAGE}.{name}", None)

@@ -20,7 +20,7 @@ from flashinfer import BatchPrefillWithRaggedKVCacheWrapper, merge_state_in_plac
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.flashinfer_backend import CHECK_BOUND, PLANS_AT_ONCE, PlannedWrapper
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
-from sglang.srt.layers.attention.triton_ops.latent_prompt import expand_latents, gather_latents
+from sglang.srt.layers.attention.triton_ops.latent_prompt import expand_cached, expand_new
 
 if TYPE_CHECKING:
     from sglang.srt.plan.mixers import MLA
@@ -150,11 +150,9 @@ class FlashInferLatents:
         cache_scale: float = 1.0,
     ) -> None:
         assert scale == self.scale, "one plan of a step serves all layers"
-        rank, first = w_uk.shape[2], len(q) - self.causal.end
+        first = len(q) - self.causal.end
         q, entries, out = q[first:], entries[first:], out[first:]
-        k = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        k[..., w_uk.shape[1] :] = entries[:, None, rank:]
-        v = expand_latents(entries[:, :rank], w_uk, w_uv, k)
+        k, v = expand_new(q, entries, w_uk, w_uv)
         if not chunks:
             self.causal.wrapper.run(q, k, v, out=out)
             return
@@ -162,9 +160,7 @@ class FlashInferLatents:
         self.causal.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
         others, other_lse = torch.empty_like(out), torch.empty_like(lse)
         for part, chunk in zip(self.cached, chunks, strict=True):
-            latents, slots = chunk.of(cache)
-            k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
-            v = expand_latents(gather_latents(latents, slots, k, rank, cache_scale), w_uk, w_uv, k)
+            k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale)
             rows = slice(part.first, part.end)
             part.wrapper.run(q[rows], k, v, out=others[rows], lse=other_lse[rows], return_lse=True)
             _merge(out[rows], lse[rows], others[rows], other_lse[rows])

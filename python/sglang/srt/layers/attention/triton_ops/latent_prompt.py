@@ -209,26 +209,40 @@ def latent_prompt_attention(
     num_tokens, num_heads, v_dim = out.shape
     if num_tokens == 0:
         return
-    rank = w_uk.shape[2]
-    k = torch.empty((num_tokens, *q.shape[1:]), dtype=q.dtype, device=q.device)
-    k[..., w_uk.shape[1] :] = entries[:, None, rank:]
-    v = expand_latents(entries[:, :rank], w_uk, w_uv, k)
+    k, v = expand_new(q, entries, w_uk, w_uv)
     part = None
     if chunks:
         part = (torch.empty(out.shape, dtype=torch.float32, device=q.device),
                 torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device))  # fmt: skip
     attend_dense(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), scale=scale, causal=True, tile=tile)
     for number, chunk in enumerate(chunks, 1):
-        latents, slots = chunk.of(cache)
-        k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
-        v = expand_latents(gather_latents(latents, slots, k, rank, cache_scale), w_uk, w_uv, k)
+        k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale)
         attend_dense(
             q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), scale=scale, causal=False,
             tile=tile,
         )  # fmt: skip
 
 
-def expand_latents(latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def expand_new(
+    q: torch.Tensor, entries: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns keys [T, H, nope + rot] and values [T, H, v] of new tokens, entries [T, rank + rot]."""
+    rank = w_uk.shape[2]
+    k = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k[..., w_uk.shape[1] :] = entries[:, None, rank:]
+    return k, _expanded(entries[:, :rank], w_uk, w_uv, k)
+
+
+def expand_cached(
+    q: torch.Tensor, chunk: LatentChunk, cache: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns keys [C, H, nope + rot] and values [C, H, v] of a chunk, in q's type."""
+    latents, slots = chunk.of(cache)
+    k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
+    return k, _expanded(gather_latents(latents, slots, k, w_uk.shape[2], scale), w_uk, w_uv, k)
+
+
+def _expanded(latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Fill the first nope dims of k [C, H, nope + rot] with latent [C, rank] times W_UK, and return latent times W_UV,
     [C, H, v]."""
     heads, nope, _ = w_uk.shape
