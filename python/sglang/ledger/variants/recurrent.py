@@ -103,7 +103,7 @@ FORM_RULES = {
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
-    """Every launch of `op` over the sizes of the published models, on a GPU with `features`."""
+    """Every launch of `op` over the sizes of the published models, the same on every GPU."""
     if op == "causal_conv1d":
         yield from _convolutions()
     elif op == "gated_rmsnorm":

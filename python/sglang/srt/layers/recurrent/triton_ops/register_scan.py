@@ -1,10 +1,10 @@
 """Second half of a chunked recurrence, as `chunk_scan`, with the state in the registers of the warp that needs it.
 
-All is computed transposed. S^T and x^T leave one product as the left side of the next, in the same registers, if each
-warp has 16 columns of V: nothing goes from warp to warp while the state goes on, and what comes from memory are right
-sides, on their way a chunk ahead. (x begins as a product with 1 for the same reason.) Triton cuts products that follow
-one another by rows where none of them has more columns than rows, which is why keys are taken in parts. A warp has room
-for 128 keys and chunks of 32 tokens.
+All is computed transposed. S^T and x^T leave one product as the left side of the next, in the same registers, where
+each warp has 16 columns of V (the last of TILES): nothing goes from warp to warp while the state goes on, and what
+comes from memory are right sides, on their way a chunk ahead. (x begins as a product with 1 for the same reason.)
+Triton cuts products that follow one another by rows where none of them has more columns than rows, which is why keys
+are taken in parts. A warp has room for 128 keys and chunks of 32 tokens.
 
 Reference: the recurrence itself, `native.recurrence`.
 """
