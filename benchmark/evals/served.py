@@ -38,6 +38,11 @@ class Server:
             found: dict[str, Any] = json.load(reply)
         return found
 
+    def kill(self) -> None:
+        """Ends it and its ranks at once, which frees its GPU memory for others."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
 
 def first_gpu() -> dict[str, str]:
     """The environment in which the first of the GPUs that this process sees is the only one."""

@@ -169,13 +169,13 @@ class Bench:
         shortest: float = 0.0,
         counted: bool = False,
     ) -> list[float]:
-        """Output tokens a second under each load, behind a warm-up of each. loads: as `loads`, which are taken without.
-        lengths: of prompts and answers, at most; shortest: as a part of these. counted: also a row of what the
-        server, which is ours, counts."""
+        """Output tokens a second under each load when it is sent the second time: a server that compiles for numbers
+        of tokens has them then. loads: as `loads`, which are taken without. lengths: of prompts and answers, at most;
+        shortest: as a part of these. counted: also a row of what the server, which is ours, counts."""
         found = []
         lengths = (48, 8) if self.cpu else lengths
         for concurrency, prompts in self.loads() if loads is None or self.cpu else loads:
-            load(self.window, server, concurrency, concurrency, lengths, shortest)
+            load(self.window, server, concurrency, prompts, lengths, shortest)
             before = Prompts.of(server) if counted else None
             row = load(self.window, server, concurrency, prompts, lengths, shortest)
             if before is not None:

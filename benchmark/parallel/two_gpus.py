@@ -40,6 +40,8 @@ READY_LIMIT_S, TURN_LIMIT_S, SERVER_LIMIT_S = 170.0, 75.0, 170.0
 LOADS = ((64, 512), (256, 1024))
 """Requests at a time, and in all."""
 SERVER_LENGTHS = (512, 128)
+LOAD_LIMIT_S = 240.0
+"""Seconds for a load, in which another server may compile."""
 SMALL_SERVER = ("--max-total-tokens", "65536", "--max-running-requests", "32", "--cuda-graph-max-bs", "32")
 SERVER = ("--load-format", "dummy", "--max-total-tokens", "220000", "--max-running-requests", "512")
 SERVER = (*SERVER, "--cuda-graph-max-bs", "256", "--chunked-prefill-size", "8192")
@@ -233,7 +235,7 @@ def load(
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--flush-cache"]
     command += ["--output-file", str(result), "--disable-tqdm"]
     done = subprocess.run(
-        command, env=checkout_env(), capture_output=True, text=True, timeout=window.left(90), check=False
+        command, env=checkout_env(), capture_output=True, text=True, timeout=window.left(LOAD_LIMIT_S), check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
