@@ -11,9 +11,9 @@
 3. answers   the embedded model's texts in every layout, beside those of one rank; `layouts.py` compares tokens
 
 Upstream comes from --peer-site (see `benchmark/peers/compare.py`), or from a command behind which flags can be put. Its
-servers of the slice start beside ours, and all idle while one is measured; one that does not start costs its own rows.
-They take some three minutes, in which 3 is done, where no time counts. What does not fit in --limit seconds is left
-out, and said.
+servers of the slice have their turn first; one that does not start costs its own rows. They take up to seven minutes
+with nothing compiled and one with it, in which 3 is done, where no time counts. What does not fit in --limit seconds is
+left out, and said.
 
 Weights of 1 and 2 are random; only the config.json and tokenizer of --dense are read. Prints a table, and ends with
 status 1 if a row is wrong; figures are in results.json of --out, too, beside the servers' logs. With `--device cpu` it
@@ -77,25 +77,28 @@ class Slices:
     peer_layouts: tuple[str, ...] = ()
     peer: tuple[Sequence[str], Mapping[str, str]] | None = None
 
-    def start(
-        self, bench: Bench, servers: Servers, model: Path, before_ours: Callable[[], None]
-    ) -> dict[str, Future[Server]]:
-        """Upstream's servers take longest and come first."""
-        flags = (*SMALL_CPU, "--load-format", "dummy") if bench.cpu else SLICE
-        of_peer: dict[str, Future[Server]] = {}
-        if self.peer is not None:
-            command, environment = self.peer
-            for name in self.peer_layouts:
-                of_peer[f"upstream {name}"] = servers.start(
-                    f"upstream_{name.replace(' ', '_')}", model, *flags, *(PEER_CPU if bench.cpu else PEER),
-                    *OF_PEER[name], limit_s=PEER_LIMIT_S, command=command, **environment,
-                )  # fmt: skip
-        before_ours()
-        ours = {
-            name: servers.start(f"slice_{name.replace(' ', '_')}", model, *flags, *LAYOUTS[name])
+    def of_peer(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+        if self.peer is None:
+            return {}
+        command, environment = self.peer
+        flags = (*self.flags(bench), *(PEER_CPU if bench.cpu else PEER))
+        return {
+            f"upstream {name}": servers.start(
+                f"upstream_{name.replace(' ', '_')}", model, *flags, *OF_PEER[name], limit_s=PEER_LIMIT_S,
+                command=command, **environment,
+            )
+            for name in self.peer_layouts
+        }  # fmt: skip
+
+    def ours(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+        return {
+            name: servers.start(f"slice_{name.replace(' ', '_')}", model, *self.flags(bench), *LAYOUTS[name])
             for name in self.layouts
         }
-        return ours | of_peer
+
+    @staticmethod
+    def flags(bench: Bench) -> tuple[str, ...]:
+        return (*SMALL_CPU, "--load-format", "dummy") if bench.cpu else SLICE
 
 
 def answers(bench: Bench) -> None:
@@ -121,15 +124,34 @@ def bytes_a_token(server: Server) -> float:
 def slice_(
     bench: Bench, slices: Slices, before_ours: Callable[[], None], meanwhile: Sequence[Callable[[], None]] = ()
 ) -> None:
-    """All layouts start side by side; the others idle while one is measured, and each ends with its turn: SGLang's
-    DP attention needs the memory that the others leave. before_ours: what our servers need and
-    upstream's do not. meanwhile: what is done while they start, of which no time counts."""
+    """Upstream's servers, then ours: together they need more memory than a GPU has, and upstream's idle ones keep a CPU
+    each busy. Those of one side start side by side, and each ends with its turn. before_ours: what our servers need and
+    upstream's do not. meanwhile: what is done while upstream's start, of which no time counts."""
     model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
-    held, long, served = dict[str, float](), dict[str, list[float]](), dict[str, list[float]]()
-    with ExitStack() as stack, bench.window.part("slice"):
-        started = slices.start(bench, Servers(bench.window, stack), model, before_ours)
+    measured = Measured({}, {}, {})
+    with bench.window.part("slice"), ExitStack() as stack:
+        started = slices.of_peer(bench, Servers(bench.window, stack), model)
+        before_ours()
         for part in meanwhile:
             part()
+        measured.add(bench, started)
+        measured.add(bench, slices.ours(bench, Servers(bench.window, stack), model))
+    with bench.window.part("beside one another"):
+        compare(bench, measured)
+        compare_with_peer(bench, measured)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """By names of layouts. held: bytes of a GPU a token. long: milliseconds between tokens behind long contexts, for
+    each of LONG_AT_ONCE. served: output tokens a second, for each load."""
+
+    held: dict[str, float]
+    long: dict[str, list[float]]
+    served: dict[str, list[float]]
+
+    def add(self, bench: Bench, started: Mapping[str, Future[Server]]) -> None:
+        """Measures each server, when all of them are up."""
         ready: dict[str, Server] = {}
         for name, future in started.items():
             with bench.window.part(f"start, slice, {name}"):
@@ -138,18 +160,16 @@ def slice_(
         for name, server in ready.items():
             with bench.window.part(f"slice, {name}"):
                 if name in LAYOUTS:
-                    held[name] = bytes_a_token(server)
-                    bench.row(f"slice, {name}: bytes of a GPU a token", f"{held[name]:,.0f}")
-                served[name] = bench.served(f"slice, {name}", server)
-                long[name] = behind_long_contexts(bench, name, server)
+                    self.held[name] = bytes_a_token(server)
+                    bench.row(f"slice, {name}: bytes of a GPU a token", f"{self.held[name]:,.0f}")
+                self.served[name] = bench.served(f"slice, {name}", server)
+                self.long[name] = behind_long_contexts(bench, name, server)
             server.kill()
-    with bench.window.part("beside one another"):
-        compare(bench, held, long, served)
-        compare_with_peer(bench, long, served)
 
 
-def compare(bench: Bench, held: dict[str, float], long: dict[str, list[float]], served: dict[str, list[float]]) -> None:
+def compare(bench: Bench, measured: Measured) -> None:
     """Rows of each layout beside TP2."""
+    held, long, served = measured.held, measured.long, measured.served
     for name in [name for name in held if name != "TP2" and "TP2" in held]:
         ratio = held["TP2"] / held[name]
         least = TOKENS_HELD if name == "DCP2" else 1.0
@@ -164,8 +184,9 @@ def compare(bench: Bench, held: dict[str, float], long: dict[str, list[float]], 
             bench.row(f"{name} beside TP2: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
 
 
-def compare_with_peer(bench: Bench, long: dict[str, list[float]], served: dict[str, list[float]]) -> None:
+def compare_with_peer(bench: Bench, measured: Measured) -> None:
     """Rows of each layout beside upstream's same one."""
+    long, served = measured.long, measured.served
     for name in LAYOUTS:
         peer = f"upstream {name}"
         for at_once, ours, theirs in zip(LONG_AT_ONCE, long.get(name, ()), long.get(peer, ()), strict=False):
