@@ -458,6 +458,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "inkling": ("InklingConfig", INKLING),
+    "inkling_wide": (
+        "InklingConfig",
+        INKLING
+        | WIDE
+        | {"moe_intermediate_size": 128, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4}
+        | {"swa_head_dim": 128, "d_rel": 16, "num_key_value_heads": 2},
+    ),
     "llama4": ("Llama4TextConfig", LLAMA4),
     "llama4_wide": (
         "Llama4TextConfig",
