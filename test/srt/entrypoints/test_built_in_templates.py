@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -264,6 +266,15 @@ def test_calls_and_results() -> None:
         "\n\n<function_results>\n<result>noon</result>\n<result>sunny</result>\n</function_results>\n\n</think>"
         f"{USER}Well?{ASSISTANT}<think>"
     )
+
+
+@pytest.mark.parametrize("model", ["v4", "v41"])
+def test_many_results_are_ordered_in_no_more_time_than_they_are_written(model: str) -> None:
+    calls = called(*((f"c{i % 1999}", "f", "{}") for i in range(2000)))  # of two calls with one id, the last counts
+    start = time.monotonic()
+    prompt = render(model, [user("a"), calls, *(result(f"c{i}", f"r{i}") for i in reversed(range(1999)))])
+    assert time.monotonic() - start < 5
+    assert re.findall(r"<tool_result>r(\d+)", prompt) == [*map(str, range(1, 1999)), "0"]
 
 
 def test_arguments_that_are_no_object() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.constrained.grammar import ANY_JSON
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.function_call.events import Event, TextDelta
 from sglang.srt.function_call.forcing import (
@@ -103,14 +103,12 @@ class ChatFormats:
             answer = constrained_answer(given, params[given])
             if answer is not None and self._formats.messages is not None:
                 answer = as_message(answer, self._formats.messages)
-        if self._forces_call:
-            if given is not None:
-                raise bad_request(
-                    f"tool_choice forces a call, and {given} another output: give one of them.", param="tool_choice"
-                )
-            answer = self._calls(self._forced_format())
-        elif self.tools and (forced := FORCED_CALLS.get(self._formats.calls_name or "")) is not None:
-            answer = self._calls_or(forced, answer, given is not None)
+        try:
+            answer = self._with_calls(given, answer)
+        except RecursionError:
+            raise _nested_too_deeply() from None
+        except ValueError as error:
+            raise bad_request(str(error), param="tools") from None
         if answer is not None:
             self.thinks_first = may_think(self._formats.reasoning, self._prompt) and (
                 given is not None or self._forces_call
@@ -118,6 +116,18 @@ class ChatFormats:
             tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
             params.pop(given or "", None)
             params["structural_tag"] = _encoded(made_of(given or "tools", tag))
+
+    def _with_calls(self, given: str | None, answer: Format | None) -> Format | None:
+        """The format of an output with the calls that `tool_choice` asks for or allows. Raises ApiError, and ValueError
+        for parameters that no grammar is made of."""
+        if self._forces_call:
+            if given is not None:
+                raise bad_request(
+                    f"tool_choice forces a call, and {given} another output: give one of them.", param="tool_choice"
+                )
+            return self._calls(self._forced_format())
+        forced = FORCED_CALLS.get(self._formats.calls_name or "") if self.tools else None
+        return answer if forced is None else self._calls_or(forced, answer, given is not None)
 
     @property
     def _named(self) -> str | None:
@@ -182,7 +192,11 @@ def _encoded(tag: Format) -> str:
     try:
         return msgspec.json.encode(tag).decode()
     except RecursionError:
-        raise bad_request("a schema is nested too deeply", param="tools") from None
+        raise _nested_too_deeply() from None
+
+
+def _nested_too_deeply() -> ApiError:
+    return bad_request("a schema is nested too deeply", param="tools")
 
 
 def _read_json(source: str) -> Any:
