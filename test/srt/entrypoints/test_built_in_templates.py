@@ -277,6 +277,13 @@ def test_many_results_are_ordered_in_no_more_time_than_they_are_written(model: s
     assert re.findall(r"<tool_result>r(\d+)", prompt) == [*map(str, range(1, 1999)), "0"]
 
 
+@pytest.mark.parametrize("model", ["v4", "v41"])
+def test_results_in_parts_are_ordered_like_others(model: str) -> None:
+    parts = [{"type": "text", "text": text} for text in ("noon", "sharp")]
+    prompt = render(model, [user("a"), CALLS, {**RESULTS[0], "content": parts}, *RESULTS[1:]])
+    assert "<tool_result>sunny</tool_result>\n\n<tool_result>noon\n\nsharp</tool_result>" in prompt
+
+
 def test_arguments_that_are_no_object() -> None:
     prompt = render("v4", [user("a"), called(("c1", "f", "[1]")), result("c1", "b")])
     assert '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="arguments" string="false">[1]</｜DSML｜par' in prompt
