@@ -106,7 +106,7 @@ class ChatFormats:
         try:
             answer = self._with_calls(given, answer)
         except RecursionError:
-            raise _nested_too_deeply() from None
+            raise _nested_too_deeply("tools") from None
         except ValueError as error:
             raise bad_request(str(error), param="tools") from None
         if answer is not None:
@@ -115,7 +115,7 @@ class ChatFormats:
             )
             tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
             params.pop(given or "", None)
-            params["structural_tag"] = _encoded(made_of(given or "tools", tag))
+            params["structural_tag"] = encoded_tag(made_of(given or "tools", tag), "tools")
 
     def _with_calls(self, given: str | None, answer: Format | None) -> Format | None:
         """The format of an output with the calls that `tool_choice` asks for or allows. Raises ApiError, and ValueError
@@ -188,15 +188,17 @@ def constrained_answer(kind: str, source: str) -> Format | None:
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)
 
 
-def _encoded(tag: Format) -> str:
+def encoded_tag(tag: Format, param: str | None = None) -> str:
+    """The structural tag as sampling parameters have it. Raises ApiError 400 for one that is nested too deeply, as one
+    that could be read may be behind what was put around it."""
     try:
         return msgspec.json.encode(tag).decode()
     except RecursionError:
-        raise _nested_too_deeply() from None
+        raise _nested_too_deeply(param) from None
 
 
-def _nested_too_deeply() -> ApiError:
-    return bad_request("a schema is nested too deeply", param="tools")
+def _nested_too_deeply(param: str | None) -> ApiError:
+    return bad_request("a schema is nested too deeply", param=param)
 
 
 def _read_json(source: str) -> Any:

@@ -202,7 +202,10 @@ def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
     """`response_format` as a client writes it, for templates that tell the model of it; none for plain text."""
     given = request.response_format
     if given is not None and given.type != "text":
-        return {"response_format": msgspec.to_builtins(given)}
+        try:
+            return {"response_format": msgspec.to_builtins(given)}
+        except RecursionError:  # that the body could be read says little: it was read with fewer calls around it
+            raise bad_request("a schema or structural tag is nested too deeply", param="response_format") from None
     if request.json_schema is not None:
         schema = _schema(request.json_schema)
         if schema is None:
