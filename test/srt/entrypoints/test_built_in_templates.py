@@ -386,6 +386,22 @@ def test_where_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "edition"),
+    [
+        ("deepseek-ai/DeepSeek-V4-Flash-0731", "0731"),
+        ("/hub/models--deepseek-ai--DeepSeek-V4-Pro-0813/snapshots/0a", "0731"),
+        ("/models/flash_0731-fp8/", "0731"),
+        ("/models/20260731/DeepSeek-V4-Flash", "first"),
+        ("/models/2026-0731/DeepSeek-V4-Flash", "first"),
+        ("/hub/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/6f0731c2", "first"),
+    ],
+)
+def test_an_edition_is_known_by_a_name_and_by_no_date_or_hash(path: str, edition: str) -> None:
+    template = built_in_template("DeepseekV4ForCausalLM", path)
+    assert template is not None and template.variables["edition"] == edition
+
+
+@pytest.mark.parametrize(
     ("architecture", "own", "flag", "prompt"),
     [
         ("DeepseekV4ForCausalLM", None, False, f"{BOS}{USER}Hi{ASSISTANT}<think>"),

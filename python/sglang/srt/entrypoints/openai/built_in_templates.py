@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -42,13 +43,20 @@ _EDITIONS: Mapping[tuple[str, str], BuiltInTemplate] = {
     ("DeepseekV4ForCausalLM", "0731"): _v4("0731"),
     ("DeepseekV4ForCausalLM", "0813"): _v4("0731"),
 }
-"""By architecture and a part of the model's path: editions with the same config and another prompt."""
+"""By architecture and a word behind the model's name in its path: editions with the same config and another prompt."""
 
 
 def built_in_template(architecture: str, model_path: str) -> BuiltInTemplate | None:
     """None for a model whose checkpoints bring their own."""
-    editions = (template for (of, part), template in _EDITIONS.items() if of == architecture and part in model_path)
+    editions = (
+        template for (of, word), template in _EDITIONS.items() if of == architecture and _is_named(model_path, word)
+    )
     return next(editions, _BY_ARCHITECTURE.get(architecture))
+
+
+def _is_named(model_path: str, word: str) -> bool:
+    """Returns whether a part of the path is a name with this word in it: dates and hashes have the same digits."""
+    return re.search(rf"[A-Za-z][^/]*(?<![0-9A-Za-z]){word}(?![0-9A-Za-z])", model_path) is not None
 
 
 def template_source(tokenizer: Tokenizer, architecture: str, model_path: str) -> str | dict[str, str] | None:
