@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from sglang.explain import explain, to_text
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.entrypoints.openai.built_in_templates import template_source
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
+from sglang.srt.entrypoints.openai.built_in_templates import model_template
+from sglang.srt.entrypoints.openai.chat_template import read_template_file
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
 from sglang.srt.kernels.resolve import installed_packages
@@ -45,5 +45,4 @@ def _read_tokenizer(args: ServerArgs, architecture: str) -> None:
     template = None if args.chat_template is None else read_template_file(args.chat_template)
     tokenizer = load_tokenizer(args)
     if tokenizer is not None:
-        source = template or template_source(tokenizer, architecture, args.model_path)
-        ChatTemplate(source, tokenizer.special_tokens, args.default_template_variables())
+        model_template(args, tokenizer, architecture, template)

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 
 from sglang.cli import main
 from sglang.explain import explain
+from sglang.plan import layouts
 from sglang.plan.floors import StepFloors, _entries_of_all, nccl_seconds
 from sglang.plan.layouts import Layout
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.plan import serving_of
 from sglang.srt.server_args import ServerArgs
 
@@ -226,6 +229,24 @@ def test_steps_are_predicted_with_their_range(tmp_path: Path, capsys: pytest.Cap
     assert "Predicted, not measured" in capsys.readouterr().out
     unknown = planned(capsys, "--model-path", str(tmp_path), "--gpus", "4", "--gpu", "l40s")
     assert unknown["layouts"][0]["predicted"] is None and unknown["reasons"][0].startswith("at most ")
+
+
+def test_predictions_are_of_the_libraries_that_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("library_prompts", "library_latents", "sgl_kernel_experts")
+    seen: list[Serving] = []
+
+    def explained(*given: Any, **options: Any) -> Any:
+        one = explain(*given, **options)
+        return replace(one, serving=replace(one.serving, **dict.fromkeys(flags, True)))
+
+    def predict(model: Any, serving: Serving, *_: Any) -> None:
+        seen.append(serving)
+
+    monkeypatch.setattr(layouts, "explain", explained)
+    monkeypatch.setattr(layouts, "predict", predict)
+    words = ["--model-path", model_dir(tmp_path, "qwen3")]
+    layouts.survey(words, 1, arch_by_name("rtx-pro-6000"), layouts.Load(1024, 1), None)
+    assert seen and all(getattr(serving, flag) for serving in seen for flag in flags)
 
 
 @pytest.mark.parametrize(("requests", "published"), [pytest.param(64, 1028, marks=pytest.mark.thorough), (512, 4500)])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 import torch
@@ -21,6 +22,9 @@ from sglang.quantize.calibrate import BATCH_PROMPTS, calibrate
 from sglang.quantize.export import UNCALIBRATED_INPUT_SCALE
 from sglang.quantize.prompts import read_prompts
 from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.entrypoints.openai.built_in_templates import built_in_template
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
@@ -28,6 +32,7 @@ from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.reference import round_activation
 from sglang.srt.managers.scheduler import scheduler_setup
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 LAYERS, EXPERTS = 3, 4
 TEMPLATE = "{% for m in messages %}t7 {{ m.content }} {% endfor %}{% if add_generation_prompt %}t9{% endif %}"
@@ -113,9 +118,12 @@ def test_experts_that_no_token_reached(model: Path, tmp_path: Path) -> None:
         assert got.largest[module] == pytest.approx(max(others), rel=1e-4)
 
 
-def read(folder: Path, max_tokens: int = 1000, longest: int = 1000) -> list[list[int]]:
+def read(
+    folder: Path, max_tokens: int = 1000, longest: int = 1000, architecture: str = "LlamaForCausalLM"
+) -> list[list[int]]:
     """Of the file and the tokenizer in `folder`."""
-    return read_prompts(str(folder / "prompts"), ServerArgs(model_path=str(folder)), max_tokens, longest)
+    args = ServerArgs(model_path=str(folder))
+    return read_prompts(str(folder / "prompts"), args, architecture, max_tokens, longest)
 
 
 def test_forms_of_prompts(tmp_path: Path) -> None:
@@ -129,6 +137,21 @@ def test_forms_of_prompts(tmp_path: Path) -> None:
     assert read(tmp_path) == [[8, 4, 5], [7, 1, 2, 9], [7, 1, 2, 7, 3]]
     file.write_bytes(b'\xef\xbb\xbf{"text": "t4"}\r\n')  # as some editors save it
     assert read(tmp_path) == [[8, 4]]
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"])
+def test_conversations_of_a_model_without_a_template_of_its_own(tmp_path: Path, architecture: str) -> None:
+    """The tokens are those of the prompt that a server renders, with the template's own special tokens."""
+    save_tokenizer(tmp_path, bos=True)
+    messages = [{"role": "user", "content": "t1 t2"}]
+    (tmp_path / "prompts").write_text(json.dumps({"messages": messages}))
+    args = ServerArgs(model_path=str(tmp_path))
+    tokenizer, built_in = load_tokenizer(args), built_in_template(architecture, str(tmp_path))
+    assert tokenizer is not None and tokenizer.chat_template is None and built_in is not None
+    request = msgspec.convert({"messages": messages}, ChatCompletionRequest)
+    text = ChatTemplate(built_in.source(), tokenizer.special_tokens).render(request)
+    assert "<｜Assistant｜>" in text
+    assert read(tmp_path, architecture=architecture) == [tokenizer.encode(text, add_special_tokens=False)]
 
 
 def test_only_as_many_tokens_as_asked_for(tmp_path: Path) -> None:

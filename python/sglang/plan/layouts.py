@@ -17,7 +17,6 @@ from sglang.srt.plan.host_cache import BUS_RATE
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.plan import serving_of
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.server_args import ServerArgs
@@ -268,8 +267,7 @@ def _prospect(
     """a_machine: the GPUs of one; 0: all."""
     assert explained.plan is not None
     model, plan = explained.model, explained.plan
-    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
-    serving = with_pages(args, model, serving)
+    serving = with_pages(args, model, explained.serving)
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
     floors = StepFloors(model, serving, explained.arch, choices, layout.crosses_machines)
     groups = layout.attn_dp_size  # of which each has what the plan says
@@ -299,13 +297,6 @@ def _predicted(
     explained: Explanation, model: ModelDescription, serving: Serving, requests: int, length: int
 ) -> Prediction | None:
     draft = None if explained.draft is None else explained.draft.description
-    serves = explained.serving
-    serving = replace(
-        serving,
-        library_prompts=serves.library_prompts,
-        library_latents=serves.library_latents,
-        sgl_kernel_experts=serves.sgl_kernel_experts,
-    )
     return predict(model, serving, explained.arch, requests, length, draft, explained.width)
 
 

@@ -51,8 +51,9 @@ def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "aut
     Raises UserError: the file has no prompts or one that cannot be read, or the model cannot be run.
     """
     args = ServerArgs(model_path=model_path, device=device, random_seed=0, disable_cuda_graph=True)
-    longest = ModelConfig.from_server_args(args).context_len - 1
-    token_ids = read_prompts(prompts, args, max_tokens, longest)
+    model = ModelConfig.from_server_args(args)
+    longest = model.context_len - 1
+    token_ids = read_prompts(prompts, args, model.architecture, max_tokens, longest)
     batches = [token_ids[i : i + BATCH_PROMPTS] for i in range(0, len(token_ids), BATCH_PROMPTS)]
     args = replace(
         args,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.openai.built_in_templates import model_template
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
@@ -16,18 +17,19 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 
 
-def read_prompts(path: str, args: ServerArgs, max_tokens: int, longest: int) -> list[list[int]]:
+def read_prompts(path: str, args: ServerArgs, architecture: str, max_tokens: int, longest: int) -> list[list[int]]:
     """Token ids of the file's prompts: at most `max_tokens`, and `longest` of each. The rest of the file is not read.
 
     Each line is a prompt; in a file that is called .jsonl or begins with an object, {"text": ...} or
-    {"messages": [...]}, which may have "tools". Raises UserError.
+    {"messages": [...]}, which may have "tools" and are rendered as a server of the model does. Raises UserError.
     """
     tokenizer = load_tokenizer(args)
     assert tokenizer is not None
+    template = model_template(args, tokenizer, architecture, None)
     prompts: list[list[int]] = []
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
-            for ids in _encoded(file, path, tokenizer):
+            for ids in _encoded(file, path, tokenizer, template):
                 prompts.append(ids[: min(longest, max_tokens)])
                 max_tokens -= len(prompts[-1])
                 if max_tokens == 0:
@@ -39,8 +41,7 @@ def read_prompts(path: str, args: ServerArgs, max_tokens: int, longest: int) -> 
     return prompts
 
 
-def _encoded(lines: Iterable[str], path: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+def _encoded(lines: Iterable[str], path: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[list[int]]:
     objects: bool | None = None
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -48,13 +49,13 @@ def _encoded(lines: Iterable[str], path: str, tokenizer: Tokenizer) -> Iterator[
         if objects is None:
             objects = path.endswith(".jsonl") or line.lstrip().startswith("{")
         where = f"--calibrate {path}, line {number}"
-        text, is_chat = _text(line, where, tokenizer, template) if objects else (line.rstrip("\r\n"), False)
+        text, is_chat = _text(line, where, template) if objects else (line.rstrip("\r\n"), False)
         ids = tokenizer.encode(text, add_special_tokens=not is_chat)  # templates spell them out
         if ids:
             yield ids
 
 
-def _text(line: str, where: str, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[str, bool]:
+def _text(line: str, where: str, template: ChatTemplate) -> tuple[str, bool]:
     """(the prompt, whether the chat template made it)."""
     try:
         entry = json.loads(line)
@@ -64,7 +65,7 @@ def _text(line: str, where: str, tokenizer: Tokenizer, template: ChatTemplate) -
         return entry["text"], False
     if not isinstance(entry, dict) or "messages" not in entry:
         raise UserError(f'{where}: expected {{"text": "..."}} or {{"messages": [...]}}')
-    if tokenizer.chat_template is None:
+    if not template.sources:
         raise UserError(f'{where}: "messages" need a chat template, which this model has not; give {{"text": "..."}}')
     try:
         request = msgspec.convert({"messages": entry["messages"], "tools": entry.get("tools")}, ChatCompletionRequest)

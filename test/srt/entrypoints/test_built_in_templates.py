@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,6 +268,22 @@ def test_calls_and_results() -> None:
     )
 
 
+@pytest.mark.parametrize("model", ["v4", "v41"])
+def test_many_results_are_ordered_in_no_more_time_than_they_are_written(model: str) -> None:
+    calls = called(*((f"c{i % 1999}", "f", "{}") for i in range(2000)))  # of two calls with one id, the last counts
+    start = time.monotonic()
+    prompt = render(model, [user("a"), calls, *(result(f"c{i}", f"r{i}") for i in reversed(range(1999)))])
+    assert time.monotonic() - start < 5
+    assert re.findall(r"<tool_result>r(\d+)", prompt) == [*map(str, range(1, 1999)), "0"]
+
+
+@pytest.mark.parametrize("model", ["v4", "v41"])
+def test_results_in_parts_are_ordered_like_others(model: str) -> None:
+    parts = [{"type": "text", "text": text} for text in ("noon", "sharp")]
+    prompt = render(model, [user("a"), CALLS, {**RESULTS[0], "content": parts}, *RESULTS[1:]])
+    assert "<tool_result>sunny</tool_result>\n\n<tool_result>noon\n\nsharp</tool_result>" in prompt
+
+
 def test_arguments_that_are_no_object() -> None:
     prompt = render("v4", [user("a"), called(("c1", "f", "[1]")), result("c1", "b")])
     assert '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="arguments" string="false">[1]</｜DSML｜par' in prompt
@@ -365,6 +383,22 @@ def test_where_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
         source = template_source(none, *MODELS["0731"])
     assert source == TEMPLATES["0731"].sources
     assert "built-in deepseek_v4.jinja for DeepseekV4ForCausalLM (edition 0731)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "edition"),
+    [
+        ("deepseek-ai/DeepSeek-V4-Flash-0731", "0731"),
+        ("/hub/models--deepseek-ai--DeepSeek-V4-Pro-0813/snapshots/0a", "0731"),
+        ("/models/flash_0731-fp8/", "0731"),
+        ("/models/20260731/DeepSeek-V4-Flash", "first"),
+        ("/models/2026-0731/DeepSeek-V4-Flash", "first"),
+        ("/hub/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/6f0731c2", "first"),
+    ],
+)
+def test_an_edition_is_known_by_a_name_and_by_no_date_or_hash(path: str, edition: str) -> None:
+    template = built_in_template("DeepseekV4ForCausalLM", path)
+    assert template is not None and template.variables["edition"] == edition
 
 
 @pytest.mark.parametrize(

@@ -379,3 +379,13 @@ def test_where_the_thoughts_before_a_call_end() -> None:
         events = [event for piece in pieces for event in parser.push(piece)]
         assert any(isinstance(event, CallEnd) for event in events)
         assert parser.reasoning_end == len("<think>a\n") and not parser.in_reasoning
+
+
+def test_names_of_any_length_and_with_marks_for_inkling() -> None:
+    """Clients name functions; a text at the beginning is looked at no further than the longest name, or a header."""
+    mark = "<|content_invoke_tool_json|>"
+    tools: dict[str, Any] = {"now": {}, f"now{mark}": {}, "a" * 100_000: {}}
+    formats = {"calls": TOOL_CALL_FORMATS["inkling"], "reasoning": REASONING_FORMATS["inkling"], "tools": tools}
+    output = collect(run(OutputParser(**formats), list(f'now{mark}{{"name":"now","args":{{}}}}<|end_message|>')))
+    assert [call.name for call in output.calls] == ["now"] and not output.text
+    assert collect(run(OutputParser(**formats), list("nowhere<|end_message|>"))).text == "nowhere"

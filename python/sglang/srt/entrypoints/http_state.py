@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.openai.built_in_templates import template_source
+from sglang.srt.entrypoints.openai.built_in_templates import model_template
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.output_formats import model_formats
@@ -38,11 +38,7 @@ class ServerState:
         tokenizer = manager.tokenizer
         if manager.media is not None:
             self.sessions.media_files = manager.media.files
-        source: str | dict[str, str] | None = self._own_source
-        if source is None and tokenizer is not None:
-            source = template_source(tokenizer, manager.model_config.architecture, self.args.model_path)
-        special_tokens = {} if tokenizer is None else tokenizer.special_tokens
-        template = ChatTemplate(source, special_tokens, self.args.default_template_variables())
+        template = model_template(self.args, tokenizer, manager.model_config.architecture, self._own_source)
         self.engine = OpenAIService(
             manager=manager,
             chat_template=template,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_call import MAX_THOUGHTS
-from sglang.srt.entrypoints.openai.chat_output import GRAMMARS, constrained_answer
+from sglang.srt.entrypoints.openai.chat_output import GRAMMARS, constrained_answer, encoded_tag
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.function_call.forcing import after_thoughts, as_message
 from sglang.srt.function_call.messages import MessageFormat
@@ -48,4 +46,4 @@ def _behind_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) ->
     else:
         tag = after_thoughts(answer, reasoning, reasoning.begin)
     rest = {name: value for name, value in params.items() if name != kinds[0]}
-    return {**rest, "structural_tag": msgspec.json.encode(made_of(kinds[0], tag)).decode()}
+    return {**rest, "structural_tag": encoded_tag(made_of(kinds[0], tag))}

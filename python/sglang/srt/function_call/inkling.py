@@ -22,7 +22,7 @@ TEXT, THOUGHTS, CALL = "<|content_text|>", "<|content_thinking|>", "<|content_in
 _SHOWN = ("<|content_invoke_tool_text|>", "<|content_tool_error|>")
 """Content that is shown as text: no client can run it."""
 _KINDS = (TEXT, THOUGHTS, CALL, *_SHOWN)
-_KIND = Markers(*_KINDS)
+_KIND, _CALL = Markers(*_KINDS), Markers(CALL)
 _ENDS = Markers(MESSAGE_END, TURN_END)
 _ANY = Markers(MESSAGE, MESSAGE_END, TURN_END, *_KINDS)
 
@@ -35,11 +35,7 @@ class Inkling(MessageFormat):
 
     def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
         bodies = Bodies(reader, output, separate, _ENDS, _ANY)
-        reader.mark()
-        if (yield from reader.one_of(Markers(*(name + CALL for name in output.tools)))) is None:
-            reader.unmark()
-        else:
-            yield from _content(reader, output, bodies, CALL)
+        yield from _begun_call(reader, output, bodies)
         while (marker := (yield from reader.until(_ANY, output.text))) is not None:
             reader.mark()
             reader.skip(len(marker))
@@ -49,6 +45,21 @@ class Inkling(MessageFormat):
                 yield from _content(reader, output, bodies, marker)
             else:
                 reader.unmark()
+
+
+def _begun_call(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
+    """A call whose header stands at the beginning, behind the prompt's mark. Text waits for no more characters than the
+    longest name has."""
+    longest = max(map(len, output.tools), default=0)
+    if not longest:
+        return
+    reader.mark()
+    header = yield from reader.word(_ANY, min(longest, MAX_HEADER))
+    if header in output.tools and (yield from reader.one_of(_CALL)) is not None:
+        yield from _content(reader, output, bodies, CALL)
+    else:
+        reader.unmark()
+        output.text(header or "")
 
 
 def _message(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from sglang.srt.constrained.grammar import MAX_WHITESPACE
 from sglang.srt.function_call.coercion import parameter_types
+from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 
 Format = dict[str, Any]
 """A part of a structural tag."""
@@ -23,22 +26,32 @@ def tagged_arguments(schema: Mapping[str, Any], key: str, end: str) -> Format:
     Arguments come in the schema's order, those that are not required perhaps. What may be a string is any text up to
     `end`, unless the schema lists its values: as raw text has no quotes, `pattern` and lengths of strings are not
     enforced. Where the schema names no arguments and does not forbid any, each is any name and any text.
+
+    Raises ValueError where the definitions, of which each value that refers to some has a copy, are too long.
     """
     properties = schema.get("properties")
     required = schema.get("required")
-    named = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     if not isinstance(properties, dict) or not properties:
         if schema.get("additionalProperties") is False:
             return {"type": "const_string", "value": ""}
         return {"type": "star", "content": _tag(key.partition(NAME)[0], _ANY_TEXT, end)}
+    definitions = {word: schema[word] for word in _DEFINITIONS if word in schema}
+    referring = {name for name, of_value in properties.items() if definitions and _refers(of_value)}
+    if referring and len(referring) * len(msgspec.json.encode(definitions)) > MAX_GRAMMAR_LENGTH:
+        raise ValueError(
+            f"{len(referring)} parameters of a function refer to definitions, which are copied to each of them:"
+            f" more than {MAX_GRAMMAR_LENGTH} characters in all; write the schemas out, or use fewer."
+        )
     elements = []
     for name, of_value in properties.items():
-        argument = _tag(key.replace(NAME, name), _value(schema, name, of_value), end)
+        known = definitions if name in referring else {}
+        argument = _tag(key.replace(NAME, name), _value(schema, name, of_value, known), end)
         elements.append(argument if name in named else {"type": "optional", "content": argument})
     return {"type": "sequence", "elements": elements}
 
 
-def _value(root: Mapping[str, Any], name: str, schema: Any) -> Format:
+def _value(root: Mapping[str, Any], name: str, schema: Any, definitions: Format) -> Format:
     values = schema.get("enum") if isinstance(schema, dict) else None
     if isinstance(values, list) and values and all(isinstance(value, str) and value for value in values):
         return {"type": "or", "elements": [{"type": "const_string", "value": value} for value in values]}
@@ -47,14 +60,23 @@ def _value(root: Mapping[str, Any], name: str, schema: Any) -> Format:
         return _ANY_TEXT
     return {
         "type": "json_schema",
-        "json_schema": {**schema, **dict(_shared(root))},
+        "json_schema": {**schema, **definitions},
         "max_whitespace_cnt": MAX_WHITESPACE,
     }
 
 
-def _shared(root: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the definitions that references of a value may lead to."""
-    return ((key, root[key]) for key in _DEFINITIONS if key in root)
+def _refers(schema: Any) -> bool:
+    """Returns whether there is a reference anywhere in it."""
+    pending = [schema]
+    while pending:
+        entry = pending.pop()
+        if isinstance(entry, dict):
+            if "$ref" in entry:
+                return True
+            pending += entry.values()
+        elif isinstance(entry, list):
+            pending += entry
+    return False
 
 
 def _tag(begin: str, content: Format, end: str) -> Format:

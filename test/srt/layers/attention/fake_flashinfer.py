@@ -165,15 +165,6 @@ class FakeRaggedWrapper:
 NO_KEYS = -3e4
 
 
-def fake_merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor) -> None:
-    """`merge_state_in_place`: logarithms have the base 2. A head has 16 threads of the 1,024 of a program."""
-    assert all(x.is_contiguous() for x in (v, s, v_other, s_other)) and v.shape == v_other.shape and v.shape[1] <= 64
-    assert v.shape[:2] == s.shape == s_other.shape and s.dtype == s_other.dtype == torch.float32
-    weights = torch.softmax(torch.stack((s, s_other)) * math.log(2), dim=0)[..., None]
-    v.copy_(v * weights[0] + v_other * weights[1])
-    s.copy_(torch.logaddexp2(s, s_other))
-
-
 def fake_flashinfer(log: list[str]) -> Any:
     """The package. `log` holds "graph" while device work of a graph runs, in which no wrapper may plan."""
     decode, prefill, latent, ragged = (
@@ -184,6 +175,5 @@ def fake_flashinfer(log: list[str]) -> Any:
         BatchDecodeWithPagedKVCacheWrapper=decode,
         BatchPrefillWithPagedKVCacheWrapper=prefill,
         BatchPrefillWithRaggedKVCacheWrapper=ragged,
-        merge_state_in_place=fake_merge,
         mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=latent),
     )

@@ -36,7 +36,7 @@ PACKAGE = "sglang.srt.layers.attention"
 MODULES = ("flashinfer_backend", "flashinfer_latent_prompt")
 SMALL = MLA(3, 0, 32, 16, 8, 16)
 DEEPSEEK = MLA(16, 1536, 512, 128, 64, 128)
-BOUND = 8e-3  # parts are rounded to bf16
+BOUND = 8e-3  # keys, values and parts are rounded to bf16
 BEFORE = 2
 """Rows of requests that decode in the same step."""
 
@@ -151,12 +151,13 @@ def test_a_cache_in_eight_bits(fake: ModuleType) -> None:
     assert step.wrong_by(fake.FlashInferLatentPrompt(plan_of(), SMALL, "cpu").build(step.new, chunks), chunks) < BOUND
 
 
-@pytest.mark.parametrize("heads", [33, 96])
-def test_more_heads_than_a_merge_takes(fake: ModuleType, heads: int) -> None:
-    spec = replace(SMALL, num_heads=heads)
-    step = Step(spec, *LENS["prefixes"])
-    chunks = step.chunks(16)
-    assert step.wrong_by(fake.FlashInferLatentPrompt(plan_of(), spec, "cpu").build(step.new, chunks), chunks) < BOUND
+@pytest.mark.parametrize("chunk_tokens", [1 << 20, 20])
+def test_many_chunks_lose_no_more_than_one(fake: ModuleType, chunk_tokens: int) -> None:
+    """Each part is rounded once, and so is the result: not what is kept between 32 merges."""
+    step = Step(SMALL, [64], [fake.MOST_CHUNKS * 20])
+    chunks = step.chunks(chunk_tokens)
+    attend = fake.FlashInferLatentPrompt(plan_of(), SMALL, "cpu").build(step.new, chunks)
+    assert step.wrong_by(attend, chunks) < 3.5e-3  # 6e-3 where that is rounded to bf16
 
 
 def test_halves_of_a_step_and_the_whole_of_it_are_planned_before_either_attends(fake: ModuleType) -> None:
@@ -180,7 +181,7 @@ def test_a_step_with_more_chunks_is_left_to_the_other_kernel(fake: ModuleType) -
 def test_the_check_at_the_start(fake: ModuleType, spec: MLA, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = fake.FlashInferLatentPrompt(plan_of(), spec, "cpu")
     builder.check()
-    monkeypatch.setattr(fake, "merge_state_in_place", lambda *_: None)
+    monkeypatch.setattr(fake, "_merge", lambda *_: None)
     with pytest.raises(RuntimeError, match=r"its attention over latents is wrong by \d\.[1-9]"):
         builder.check()
 
@@ -322,7 +323,7 @@ HAS_FLASHINFER = torch.cuda.is_available() and importlib.util.find_spec("flashin
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_FLASHINFER, reason="needs a GPU and FlashInfer")
 class TestOnGpu:
-    """Also of heads that fill several merges, and prefixes of a float8 cache."""
+    """Also of prefixes in a float8 cache."""
 
     @pytest.mark.parametrize("cache", [(torch.bfloat16, 1.0), (torch.float8_e4m3fn, 0.5)], ids=["bf16", "fp8"])
     @pytest.mark.parametrize("heads", [8, 16, 128])

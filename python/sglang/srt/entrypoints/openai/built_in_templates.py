@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -40,13 +43,20 @@ _EDITIONS: Mapping[tuple[str, str], BuiltInTemplate] = {
     ("DeepseekV4ForCausalLM", "0731"): _v4("0731"),
     ("DeepseekV4ForCausalLM", "0813"): _v4("0731"),
 }
-"""By architecture and a part of the model's path: editions with the same config and another prompt."""
+"""By architecture and a word behind the model's name in its path: editions with the same config and another prompt."""
 
 
 def built_in_template(architecture: str, model_path: str) -> BuiltInTemplate | None:
     """None for a model whose checkpoints bring their own."""
-    editions = (template for (of, part), template in _EDITIONS.items() if of == architecture and part in model_path)
+    editions = (
+        template for (of, word), template in _EDITIONS.items() if of == architecture and _is_named(model_path, word)
+    )
     return next(editions, _BY_ARCHITECTURE.get(architecture))
+
+
+def _is_named(model_path: str, word: str) -> bool:
+    """Returns whether a part of the path is a name with this word in it: dates and hashes have the same digits."""
+    return re.search(rf"[A-Za-z][^/]*(?<![0-9A-Za-z]){word}(?![0-9A-Za-z])", model_path) is not None
 
 
 def template_source(tokenizer: Tokenizer, architecture: str, model_path: str) -> str | dict[str, str] | None:
@@ -62,3 +72,15 @@ def template_source(tokenizer: Tokenizer, architecture: str, model_path: str) ->
         f" ({variables})" if variables else "",
     )
     return built_in.source()
+
+
+def model_template(args: ServerArgs, tokenizer: Tokenizer | None, architecture: str, given: str | None) -> ChatTemplate:
+    """What conversations with the model are rendered with. `given`: the text of --chat-template, if there is one.
+
+    Raises UserError for a template that does not compile.
+    """
+    source: str | dict[str, str] | None = given
+    if source is None and tokenizer is not None:
+        source = template_source(tokenizer, architecture, args.model_path)
+    special_tokens = {} if tokenizer is None else tokenizer.special_tokens
+    return ChatTemplate(source, special_tokens, args.default_template_variables())

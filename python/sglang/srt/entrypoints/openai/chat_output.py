@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.constrained.grammar import ANY_JSON
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.function_call.events import Event, TextDelta
 from sglang.srt.function_call.forcing import (
@@ -103,21 +103,31 @@ class ChatFormats:
             answer = constrained_answer(given, params[given])
             if answer is not None and self._formats.messages is not None:
                 answer = as_message(answer, self._formats.messages)
-        if self._forces_call:
-            if given is not None:
-                raise bad_request(
-                    f"tool_choice forces a call, and {given} another output: give one of them.", param="tool_choice"
-                )
-            answer = self._calls(self._forced_format())
-        elif self.tools and (forced := FORCED_CALLS.get(self._formats.calls_name or "")) is not None:
-            answer = self._calls_or(forced, answer, given is not None)
+        try:
+            answer = self._with_calls(given, answer)
+        except RecursionError:
+            raise _nested_too_deeply("tools") from None
+        except ValueError as error:
+            raise bad_request(str(error), param="tools") from None
         if answer is not None:
             self.thinks_first = may_think(self._formats.reasoning, self._prompt) and (
                 given is not None or self._forces_call
             )
             tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
             params.pop(given or "", None)
-            params["structural_tag"] = _encoded(made_of(given or "tools", tag))
+            params["structural_tag"] = encoded_tag(made_of(given or "tools", tag), "tools")
+
+    def _with_calls(self, given: str | None, answer: Format | None) -> Format | None:
+        """The format of an output with the calls that `tool_choice` asks for or allows. Raises ApiError, and ValueError
+        for parameters that no grammar is made of."""
+        if self._forces_call:
+            if given is not None:
+                raise bad_request(
+                    f"tool_choice forces a call, and {given} another output: give one of them.", param="tool_choice"
+                )
+            return self._calls(self._forced_format())
+        forced = FORCED_CALLS.get(self._formats.calls_name or "") if self.tools else None
+        return answer if forced is None else self._calls_or(forced, answer, given is not None)
 
     @property
     def _named(self) -> str | None:
@@ -178,11 +188,17 @@ def constrained_answer(kind: str, source: str) -> Format | None:
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)
 
 
-def _encoded(tag: Format) -> str:
+def encoded_tag(tag: Format, param: str | None = None) -> str:
+    """The structural tag as sampling parameters have it. Raises ApiError 400 for one that is nested too deeply, as one
+    that could be read may be behind what was put around it."""
     try:
         return msgspec.json.encode(tag).decode()
     except RecursionError:
-        raise bad_request("a schema is nested too deeply", param="tools") from None
+        raise _nested_too_deeply(param) from None
+
+
+def _nested_too_deeply(param: str | None) -> ApiError:
+    return bad_request("a schema is nested too deeply", param=param)
 
 
 def _read_json(source: str) -> Any:

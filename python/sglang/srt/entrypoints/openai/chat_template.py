@@ -11,7 +11,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _positions(values: Iterable[Any]) -> dict[Any, int]:
+    """The index of each value, the last one of equal values; of those that are something."""
+    return {value: index for index, value in enumerate(values) if value}
+
+
 def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
@@ -68,6 +73,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["positions"] = _positions  # of the built-in templates
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment
@@ -196,7 +202,10 @@ def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
     """`response_format` as a client writes it, for templates that tell the model of it; none for plain text."""
     given = request.response_format
     if given is not None and given.type != "text":
-        return {"response_format": msgspec.to_builtins(given)}
+        try:
+            return {"response_format": msgspec.to_builtins(given)}
+        except RecursionError:  # that the body could be read says little: it was read with fewer calls around it
+            raise bad_request("a schema or structural tag is nested too deeply", param="response_format") from None
     if request.json_schema is not None:
         schema = _schema(request.json_schema)
         if schema is None:
