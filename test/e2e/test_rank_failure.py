@@ -175,7 +175,7 @@ def check(layout: str, name: str, sent: signal.Signals, busy: bool, folder: Path
         wait_until(lambda: not any(map(running, everyone)), END_LIMIT_S)
         text = run.log.read_text()
         first = [line for line in text.splitlines() if "process died" in line or "does not answer" in line]
-        assert name == "server" or f"{who} {how}" in first[-1], text
+        assert name == "server" or f"{who} {how}" in first[0], text
         if name == "TP1" and sent == signal.SIGSTOP:
             assert "scheduler_process.py" in text, "where the other rank waits"
         wait_until(lambda: not any(path.exists() for path in files), END_LIMIT_S)
