@@ -124,9 +124,9 @@ def bytes_a_token(server: Server) -> float:
 def slice_(
     bench: Bench, slices: Slices, before_ours: Callable[[], None], meanwhile: Sequence[Callable[[], None]] = ()
 ) -> None:
-    """Upstream's servers, then ours: together they need more memory than a GPU has, and upstream's idle ones keep a CPU
-    each busy. Those of one side start side by side, and each ends with its turn. before_ours: what our servers need and
-    upstream's do not. meanwhile: what is done while upstream's start, of which no time counts."""
+    """Upstream's servers, then ours: together they need more memory than a GPU has. Those of one side start side by
+    side, and each ends with its turn. before_ours: what our servers need and upstream's do not. meanwhile: what is done
+    while upstream's start, of which no time counts."""
     model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
     measured = Measured({}, {}, {})
     with bench.window.part("slice"), ExitStack() as stack:

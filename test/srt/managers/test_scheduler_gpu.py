@@ -71,16 +71,16 @@ def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
         assert scheduler.stats.num_retracted > 0
 
 
-AUTUMN = (
+FURTHER = (
     *("hy_v3_wide", "inkling_wide", "kimi_linear_wide", "laguna_wide", "mimo_v2_wide", "mistral4_wide"),
     *("muse_glimmer_wide", "step3p7_wide"),
 )
-"""Of 2026, as they start by themselves."""
+"""With the backend that each gets by default."""
 
 
 @pytest.mark.parametrize("variant", ["graphs", "eager", "chunks"])
-@pytest.mark.parametrize("name", AUTUMN)
-def test_families_of_this_autumn(name: str, variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_families_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
     reference = save_tiny(name, tmp_path).cuda()
     options, factor = VARIANTS[variant]
     assert error_over_bf16(gpu_scheduler(tmp_path, **options), reference) < factor
