@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.embedded import DEFAULT_MODEL_PATH, SEEING_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
@@ -18,6 +19,7 @@ from sglang.srt.managers.front.media.media_tokens import MediaTokens, media_toke
 from sglang.srt.managers.front.media.messages import Features
 from sglang.srt.managers.front.media.served_media import served_media
 from sglang.srt.managers.front.request_preparation import RequestPreparer
+from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.shared_array import SharedArray
 
@@ -140,6 +142,19 @@ def test_placeholders_that_a_config_may_leave_out() -> None:
     tokens = media_tokens({"model_type": "muse_glimmer", "vision_config": {}, "image_token_id": 7, "video_token_id": 8})
     assert tokens is not None and (tokens.image, tokens.video) == (7, 8)
     assert media_tokens({"model_type": "step3p7", "vision_config": {}}) is None
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_placeholder_that_is_no_token_of_the_model_is_refused(kind: str, tmp_path: Path) -> None:
+    """A GPU would read past the end of the embedding."""
+    config = json.loads((Path(SEEING_PATH) / "config.json").read_text())
+    vocab_size = config["text_config"]["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {f"{kind}_token_id": vocab_size}))
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path))
+    with pytest.raises(UserError, match=f"the placeholder of {kind}s has the id {vocab_size:,}.*--language-model-only"):
+        describe_served_model(args, ModelConfig.from_server_args(args))
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path), language_model_only=True)
+    assert describe_served_model(args, ModelConfig.from_server_args(args)).media is None
 
 
 def test_language_model_only_leaves_images_out(seeing_model: Path) -> None:

@@ -788,6 +788,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 OF_WRAPPERS: dict[str, dict[str, int]] = {"MuseGlimmerConfig": {"out_hidden_size": 64, "projector_hidden_size": 40}}
 """What configs of these classes have beside a text and a tower."""
+PLACEHOLDERS = {"image_token_id": VOCAB, "video_token_id": VOCAB + 1}
 BARE = {"mistral4": "Mistral4ForCausalLM"}
 """Text models that transformers' AutoModelForCausalLM knows beside an image encoder only, by `model_type`."""
 
@@ -803,6 +804,8 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     if wrapper is not None:
         values = {"text_config": values, "vision_config": wrapper} | OF_WRAPPERS.get(class_name, {})
     config = config_class(**values)
+    for key in PLACEHOLDERS.keys() & config.to_dict().keys():
+        setattr(config, key, PLACEHOLDERS[key])
     torch.manual_seed(seed)
     kind = transformers.AutoModelForCausalLM if wrapper is None else transformers.AutoModelForImageTextToText
     bare = BARE.get(config.model_type)

@@ -19,6 +19,7 @@ from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
 from sglang.srt.plan.towers.step3 import describe_step3
 from sglang.srt.plan.towers.tower import Tower
+from sglang.srt.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,17 @@ def placeholders(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     outer = ConfigReader(config, "config.json")
     image, video = _UNNAMED.get(str(config.get("model_type")), (0, 0))
     return outer.count(*_IMAGE_KEYS) or image or None, outer.count(*_VIDEO_KEYS) or video or None
+
+
+def check_placeholders(media: MediaDescription, vocab_size: int, source: str) -> None:
+    """Raises UserError for a placeholder that is no token of the model: embeddings of all ids of a prompt are read, in
+    whose place the features then come."""
+    for key, token in (("image", media.image_token), ("video", media.video_token)):
+        if token is not None and token >= vocab_size:
+            raise UserError(
+                f"{source}: the placeholder of {key}s has the id {token:,}, and the vocabulary ends at {vocab_size:,}. "
+                f"Set {key}_token_id to the tokenizer's; --language-model-only serves text alone."
+            )
 
 
 def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:

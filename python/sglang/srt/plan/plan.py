@@ -34,7 +34,7 @@ from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
 from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
-from sglang.srt.plan.media import describe_media
+from sglang.srt.plan.media import check_placeholders, describe_media
 from sglang.srt.plan.memory import (
     MemoryPlan,
 )
@@ -511,6 +511,8 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) ->
     description = describe_model(model.hf_config, model.quantization, apart, source)
     media = None if args.language_model_only else describe_media(model.media_config)
     together = args.pp_size == args.attn_dp_size == 1  # attention groups and stages encode at times of their own
+    if media is not None:
+        check_placeholders(media, description.vocab_size, source)
     if media is not None and together and not args.mm_enable_dp_encoder:
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     layers = description.layers
