@@ -275,7 +275,8 @@ BOTH = frozenset({"triton", "flashinfer"})
         (False, "sm_120", {}, {"prefill_attention_backend": "flashinfer"}),
         (False, "sm_120", {}, {"kv_cache_dtype": "fp4_e2m1"}),
         (False, "sm_120", {"head_dim": 64}, {}),
-        (False, "h200", {}, {}),
+        (True, "h200", {}, {}),
+        (False, "a100-80gb", {}, {}),
     ],
 )
 def test_flashinfer_serves_long_prompts_where_it_is_faster(
@@ -305,7 +306,8 @@ DEEPSEEK = json.loads((CONFIGS / "deepseek_v3.json").read_text()) | {"num_hidden
         (False, "sm_120", {}, {"attention_backend": "triton"}),
         (False, "sm_120", {}, {"prefill_attention_backend": "triton"}),
         (False, "sm_120", {"qk_nope_head_dim": 64}, {}),
-        (False, "h200", {}, {}),
+        (True, "h200", {}, {}),
+        (False, "a100-80gb", {}, {}),
     ],
 )
 def test_flashinfer_serves_long_prompts_over_latents_where_it_is_faster(

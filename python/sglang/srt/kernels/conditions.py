@@ -64,22 +64,24 @@ def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuse what Triton's kernel computes as fast by the tables of measured and predicted times: there 8,192 tokens
-    take FlashInfer half the time with these head dims, and 1.3 times with 64."""
-    if "mma_sync_block_scale" not in arch.features:
-        return ["measured to be faster than Triton's on SM12x only"]
-    return (
+    """Refuse what Triton's kernel computes as fast. SM12x, by the tables of measured and predicted times: 8,192 tokens
+    take FA2 half the time with these head dims, and 1.3 times with 64. Hopper: FA3 has wgmma."""
+    return _faster_there(arch) or (
         [] if need.head_dim in (128, 256) else [f"faster than Triton's with head dims 128 and 256, not {need.head_dim}"]
     )
 
 
 def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuse what it was not measured with: prompts of DeepSeek-V3's and Kimi K2's heads on SM12x."""
+    """Refuse what it was not measured with: prompts of DeepSeek-V3's and Kimi K2's heads on SM12x and Hopper."""
     dims = (need.head_dim, need.v_head_dim)
     reasons = [] if dims == (192, 128) else [f"expanded heads of {dims[0]}/{dims[1]} dims (has 192/128)"]
-    if "mma_sync_block_scale" not in arch.features:
-        reasons.append("measured to be faster than Triton's on SM12x only")
-    return reasons
+    return reasons + _faster_there(arch)
+
+
+def _faster_there(arch: ArchTraits) -> list[str]:
+    """SM12x and Hopper, where FlashInfer's prompts were measured beside Triton's."""
+    measured = {"mma_sync_block_scale", "wgmma"} & arch.features
+    return [] if measured else ["measured to be faster than Triton's on SM12x and Hopper only"]
 
 
 def torch_flash_heads(need: Need, arch: ArchTraits) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention import sites
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
@@ -65,8 +66,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(f"{PACKAGE}.{name}", None)
 
 
-def plan_of(dtype: str = "bfloat16") -> Any:
-    return SimpleNamespace(dtype=dtype, ranks=RankLayout(1))
+def plan_of(dtype: str = "bfloat16", *features: str) -> Any:
+    return SimpleNamespace(dtype=dtype, ranks=RankLayout(1), arch=SimpleNamespace(features=frozenset(features)))
 
 
 @dataclass
@@ -317,6 +318,16 @@ def test_a_model_answers_as_without_it(
 
 # --- the library itself -----------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize(("sizes", "fit"), [([128] * 8, True), ([1024], True), ([1025], False), ([1] * 9, False)])
+def test_lists_of_fa3_grow_with_heads(sizes: list[int], fit: bool, fake: ModuleType) -> None:
+    """Eight tiles of queries, three heads."""
+    fake.LIST_BYTES = fake.WORK_BYTES * 8 * SMALL.num_heads + fake.SM_LIST_BYTES
+    fake.WORKSPACE_BYTES = 16
+    hopper = fake.FlashInferLatentPrompt(plan_of("bfloat16", "wgmma"), SMALL, "cpu")
+    assert hopper.kernels == "fa3" and (hopper.build(sizes, ()) is not None) == fit
+    assert fake.FlashInferLatentPrompt(plan_of(), SMALL, "cpu").build(sizes, ()) is not None
+
+
 HAS_FLASHINFER = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
 
 
@@ -330,8 +341,9 @@ class TestOnGpu:
     @pytest.mark.parametrize("chunk_tokens", [300, 8192])
     def test_against_the_reference(self, heads: int, chunk_tokens: int, cache: tuple[torch.dtype, float]) -> None:
         module = importlib.import_module(f"{PACKAGE}.flashinfer_latent_prompt")
+        here = {"wgmma"} & current_arch().features
         spec = replace(DEEPSEEK, num_heads=heads)
-        builder = module.FlashInferLatentPrompt(plan_of(), spec, "cuda")
+        builder = module.FlashInferLatentPrompt(plan_of("bfloat16", *here), spec, "cuda")
         builder.check()
         steps = [
             Step(spec, new, prefix, *cache, device="cuda", seed=i)

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import storage_dtype
 from sglang.srt.plan.caches import row_tables
 
 if TYPE_CHECKING:
+    from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.plan.layer_spec import AttentionSite
@@ -38,6 +39,12 @@ PLANS_AT_ONCE = 3
 the whole step, whose prompts a draft attends to behind them."""
 TENSOR_CORE_GROUP = 4
 """Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
+
+
+def library_kernels(arch: ArchTraits) -> str:
+    """Returns the library's name of its kernels for a GPU: FA3 has wgmma, which only Hopper has, and FA2 the instructions
+    of every other one."""
+    return "fa3" if "wgmma" in arch.features else "fa2"
 
 
 class PlannedWrapper:

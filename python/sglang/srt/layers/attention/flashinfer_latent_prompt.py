@@ -23,7 +23,7 @@ import torch
 from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.attention.flashinfer_backend import CHECK_BOUND, PLANS_AT_ONCE, PlannedWrapper
+from sglang.srt.layers.attention.flashinfer_backend import CHECK_BOUND, PLANS_AT_ONCE, PlannedWrapper, library_kernels
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
 from sglang.srt.layers.attention.triton_ops.latent_prompt import expand_cached, expand_new
 
@@ -36,8 +36,10 @@ WORKSPACE_BYTES = 32 << 20
 MOST_CHUNKS = 32
 """Of a step; with more of them it is left to the other kernel."""
 LIST_BYTES = 256 << 10
-"""Size in bytes of the lists of one wrapper, on the GPU and in pinned memory: 13 bytes for each tile of 16 queries or
-more, and 4 for each request and, where tiles are few, for each token."""
+"""Size in bytes of the lists of one wrapper, on the GPU and in pinned memory. FA2: 13 bytes for each tile of 16 queries
+or more, and 4 for each request and, where tiles are few, for each token. FA3: WORK_BYTES for each tile of FA3_TILE
+queries of a request and each head, and 4 for each SM; steps that need more are left to the other kernel."""
+WORK_BYTES, FA3_TILE, SM_LIST_BYTES = 28, 128, 2048
 CHECKED = ([24, 5, 40], [100, 0, 60], 64)
 """New tokens, cached tokens, and those of a chunk, the second one of which has keys on both sides of a request without
 any."""
@@ -47,19 +49,25 @@ class FlashInferLatentPrompt:
     """Implements LongLatentsBuilder. Wrappers take turns, as many as PLANS_AT_ONCE steps have."""
 
     def __init__(self, plan: Plan, spec: MLA, device: torch.device | str) -> None:
-        self.spec, self.dtype = spec, getattr(torch, plan.dtype)
+        self.spec, self.dtype, self.kernels = spec, getattr(torch, plan.dtype), library_kernels(plan.arch)
         self.heads = spec.shares(plan.ranks.attn_tp_size).padded_heads
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.device = workspace.device
         lists = torch.empty((PLANS_AT_ONCE * (1 + MOST_CHUNKS), LIST_BYTES), dtype=torch.uint8, device=device)
-        self._wrappers = itertools.cycle([_planned(workspace, each) for each in lists])
+        self._wrappers = itertools.cycle([_planned(workspace, each, self.kernels) for each in lists])
 
     def build(self, new_lens: Sequence[int], chunks: Sequence[LatentChunk]) -> FlashInferLatents | None:
-        if len(chunks) > MOST_CHUNKS:
+        if len(chunks) > MOST_CHUNKS or not self._lists_fit(new_lens):
             return None
         starts = (0, *itertools.accumulate(new_lens))
         causal = self._part(starts, starts, causal=True)
         return FlashInferLatents(self.spec.softmax_scale, causal, tuple(self._of(starts, chunk) for chunk in chunks))
+
+    def _lists_fit(self, new_lens: Sequence[int]) -> bool:
+        if self.kernels != "fa3":
+            return True
+        works = self.heads * sum(-(-count // FA3_TILE) for count in new_lens)
+        return WORK_BYTES * works + SM_LIST_BYTES <= LIST_BYTES
 
     def _of(self, starts: tuple[int, ...], chunk: LatentChunk) -> _Part:
         """Plans a chunk for the requests from the first to the last one that have keys in it."""
@@ -114,8 +122,8 @@ class FlashInferLatentPrompt:
             raise RuntimeError(f"its attention over latents is wrong by {error:.3f} of the result")
 
 
-def _planned(workspace: torch.Tensor, lists: torch.Tensor) -> PlannedWrapper:
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
+def _planned(workspace: torch.Tensor, lists: torch.Tensor, kernels: str) -> PlannedWrapper:
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernels)
     wrapper.reset_workspace_buffer(workspace, lists)
     return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
 
