@@ -17,7 +17,7 @@ from .draft_references import Target
 from .harness import SIZES, TINY, hf_model
 
 Tensors = dict[str, Tensor]
-HIDDEN, DEPTHS = SIZES["hidden_size"], 3
+DEPTHS = 3
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,10 @@ class DepthReference:
 
 
 def build_depths(name: str, folder: Path) -> DepthReference:
-    """A model with the draft's layers behind its own, split into a target and its draft; written to `folder`."""
-    form, changes = DEPTH_FORMS[name], TINY[name][1]
-    total = changes["num_hidden_layers"]
+    """A model with the draft's layers behind its own, split into a target and its draft; written to `folder`. name: of
+    DEPTH_FORMS, or one of these with "_wide" behind it."""
+    form, changes = DEPTH_FORMS[name.removesuffix("_wide")], SIZES | TINY[name][1]
+    total, hidden = changes["num_hidden_layers"], changes["hidden_size"]
     more: dict[str, Any] = {
         key: [*changes[key], *[value] * DEPTHS] for key, value in form.lists.items() if key in changes
     }
@@ -153,11 +154,11 @@ def build_depths(name: str, folder: Path) -> DepthReference:
                     short = short.replace(piece, published)
                 stored[prefix + form.block + short] = tensor
         projection, *norms = form.names
-        stored[f"{prefix}{projection}.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.15
+        stored[f"{prefix}{projection}.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.15
         for norm in filter(None, (*norms, form.norm)):
-            weight = torch.rand(HIDDEN, generator=generator) + (-0.5 if form.centred else 0.5)
+            weight = torch.rand(hidden, generator=generator) + (-0.5 if form.centred else 0.5)
             stored[f"{prefix}{norm}.weight"] = weight
-        stored |= {prefix + copy: torch.zeros(SIZES["vocab_size"], HIDDEN) for copy in form.ignored}  # never read
+        stored |= {prefix + copy: torch.zeros(SIZES["vocab_size"], hidden) for copy in form.ignored}  # never read
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config.get("text_config", config).update(form.keys)

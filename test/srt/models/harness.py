@@ -789,6 +789,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 OF_WRAPPERS: dict[str, dict[str, int]] = {"MuseGlimmerConfig": {"out_hidden_size": 64, "projector_hidden_size": 40}}
 """What configs of these classes have beside a text and a tower."""
 PLACEHOLDERS = {"image_token_id": VOCAB, "video_token_id": VOCAB + 1}
+"""Of configs with an encoder. Their logits are zero, so that no greedy answer has one: transformers does not embed it."""
 BARE = {"mistral4": "Mistral4ForCausalLM"}
 """Text models that transformers' AutoModelForCausalLM knows beside an image encoder only, by `model_type`."""
 
@@ -812,6 +813,9 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     make = kind.from_config if bare is None else getattr(transformers, bare)._from_config
     model = make(config, dtype=torch.float32).eval()
     randomize(model, name in ZERO_CENTRED)
+    if wrapper is not None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight[list(PLACEHOLDERS.values())] = 0.0
     return text_half(model)
 
 

@@ -307,7 +307,7 @@ DEEPSEEK = json.loads((CONFIGS / "deepseek_v3.json").read_text()) | {"num_hidden
         (False, "sm_120", {}, {"prefill_attention_backend": "triton"}),
         (False, "sm_120", {"qk_nope_head_dim": 64}, {}),
         (True, "h200", {}, {}),
-        (False, "a100-80gb", {}, {}),
+        (False, "b200", {}, {}),
     ],
 )
 def test_flashinfer_serves_long_prompts_over_latents_where_it_is_faster(

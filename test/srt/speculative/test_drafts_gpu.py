@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from srt.managers.gpu_parity import error_over_bf16, gpu_scheduler
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, answers, run, server_args
 from srt.models import test_dspark_drafts as dspark_drafts
+from srt.models.depth_drafts import build_depths
+from srt.models.harness import WIDE, save_tiny
+from srt.models.muse_assistant import BLOCK, save_assistant
 from srt.models.test_eagle3_drafts import save
 from srt.models.v4_drafts import save_v4
 from srt.speculative.test_draft_block import OF_THE_EMBEDDED_MODEL, guesses, scheduler_of
@@ -59,9 +64,38 @@ def test_markov_heads(kind: str, launch: str, tmp_path: Path) -> None:
     assert same_share(of_gpu, of_cpu) > 0.75
 
 
-V4_DRAFTS = {"NEXTN": False, "DSPARK": True}
-V4_ROUNDING = 0.6
+ROUNDING = 0.6
 """Least share of guesses that 16 bits and a graph leave as they are: random weights have near ties everywhere."""
+
+
+def by_depth(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    return build_depths(name, folder).target.model, {"speculative_algorithm": "NEXTN"}
+
+
+def with_assistant(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    save_assistant(folder / "draft", **WIDE, target_layer_ids=[0, 1, 3])
+    draft = {"speculative_draft_model_path": str(folder / "draft"), "speculative_num_draft_tokens": BLOCK}
+    return save_tiny("muse_glimmer_wide", folder), {"speculative_algorithm": "DFLASH", **draft}
+
+
+OF_FAMILIES: dict[str, Callable[[Path], tuple[PreTrainedModel, dict[str, Any]]]] = {
+    **{name: partial(by_depth, name) for name in ("inkling_wide", "mimo_v2_wide", "step3p7_wide")},
+    "muse_glimmer_wide": with_assistant,
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_drafts_of_families(family: str, launch: str, tmp_path: Path) -> None:
+    """As `test_drafts_of_deepseek_v4`, of a layer for each depth, and of Muse-Glimmer's assistant."""
+    reference, flags = OF_FAMILIES[family](tmp_path)
+    assert error_over_bf16(gpu_scheduler(tmp_path, **flags, **LAUNCHES[launch]), reference.cuda()) < 1.5
+    _, of_gpu = guesses(server_args(tmp_path, **ON_GPU, **flags, **LAUNCHES[launch]), run)
+    _, of_cpu = guesses(server_args(tmp_path, dtype="float32", **flags), run)
+    assert same_share(of_gpu, of_cpu) > ROUNDING
+
+
+V4_DRAFTS = {"NEXTN": False, "DSPARK": True}
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
@@ -73,4 +107,4 @@ def test_drafts_of_deepseek_v4(algorithm: str, launch: str, tmp_path: Path) -> N
     assert error_over_bf16(gpu_scheduler(tmp_path, **flags, **LAUNCHES[launch]), reference) < 1.5
     _, of_gpu = guesses(server_args(tmp_path, **ON_GPU, **flags, **LAUNCHES[launch]), run)
     _, of_cpu = guesses(server_args(tmp_path, dtype="float32", **flags), run)
-    assert same_share(of_gpu, of_cpu) > V4_ROUNDING
+    assert same_share(of_gpu, of_cpu) > ROUNDING
