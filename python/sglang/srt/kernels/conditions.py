@@ -65,10 +65,11 @@ def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
 
 def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
     """Refuse what Triton's kernel computes as fast. SM12x, by the tables of measured and predicted times: 8,192 tokens
-    take FA2 half the time with these head dims, and 1.3 times with 64. Hopper: FA3 has wgmma."""
-    return _faster_there(arch) or (
-        [] if need.head_dim in (128, 256) else [f"faster than Triton's with head dims 128 and 256, not {need.head_dim}"]
-    )
+    take FA2 half the time with these head dims, and 1.3 times with 64. Hopper: FA3, which takes 16-bit caches alone."""
+    reasons = [] if need.head_dim in (128, 256) else [f"faster with head dims 128 and 256, not {need.head_dim}"]
+    if "wgmma" in arch.features:
+        reasons += only_16_bit_cache(need, arch)
+    return reasons + _faster_there(arch)
 
 
 def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:

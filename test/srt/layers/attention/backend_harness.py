@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.hardware.arch import current_arch
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.call_site import Attention
@@ -24,6 +25,7 @@ from srt.layers.attention.reference import Problem
 @dataclass
 class FakeArch:
     num_sms: int = 8
+    features: frozenset[str] = field(default_factory=lambda: current_arch().features)
 
 
 @dataclass

@@ -318,6 +318,7 @@ def test_a_model_answers_as_without_it(
 
 # --- the library itself -----------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(("sizes", "fit"), [([128] * 8, True), ([1024], True), ([1025], False), ([1] * 9, False)])
 def test_lists_of_fa3_grow_with_heads(sizes: list[int], fit: bool, fake: ModuleType) -> None:
     """Eight tiles of queries, three heads."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,10 +42,10 @@ TENSOR_CORE_GROUP = 4
 """Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
 
 
-def library_kernels(arch: ArchTraits) -> str:
-    """Returns the library's name of its kernels for a GPU: FA3 has wgmma, which only Hopper has, and FA2 the instructions
-    of every other one."""
-    return "fa3" if "wgmma" in arch.features else "fa2"
+def library_kernels(arch: ArchTraits, cache_dtype: torch.dtype = torch.bfloat16) -> str:
+    """Returns the library's name of its kernels for prompts: FA3 has wgmma, which only Hopper has, and takes keys of
+    16-bit queries in 16 bits alone; FA2 runs everywhere."""
+    return "fa3" if "wgmma" in arch.features and cache_dtype.itemsize == 2 else "fa2"
 
 
 class PlannedWrapper:
@@ -99,6 +100,7 @@ class _SiteOptions:
         self.page_size, self.head_dim = plan.page_size, shape.head_dim
         self.shape = (shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.page_size)
         self.cache_dtype = storage_dtype(plan.kv_cache_dtype)
+        self.prompt_kernels = library_kernels(plan.arch, self.cache_dtype)
         self.options = {
             "q_data_type": getattr(torch, plan.dtype),
             "kv_data_type": self.cache_dtype,
@@ -142,8 +144,10 @@ class FlashInferExtend:
 
     def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
         self.site, self.device = site, workspace.device
-        wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(PLANS_AT_ONCE)]
-        self._wrappers = itertools.cycle([_planned(each, workspace, _plan_lists(self.device)) for each in wrappers])
+        new_wrapper = partial(BatchPrefillWithPagedKVCacheWrapper, workspace, "NHD", backend=site.prompt_kernels)
+        self._wrappers = itertools.cycle(
+            [_planned(new_wrapper(), workspace, _plan_lists(self.device)) for _ in range(PLANS_AT_ONCE)]
+        )
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferExtendMetadata:
         assert causal, "plan.needs asks for no other"
