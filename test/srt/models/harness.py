@@ -789,7 +789,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 OF_WRAPPERS: dict[str, dict[str, int]] = {"MuseGlimmerConfig": {"out_hidden_size": 64, "projector_hidden_size": 40}}
 """What configs of these classes have beside a text and a tower."""
 PLACEHOLDERS = {"image_token_id": VOCAB, "video_token_id": VOCAB + 1}
-"""Of configs with an encoder. Their logits are zero, so that no greedy answer has one: transformers does not embed it."""
+"""Of configs with an encoder. Their logits are zero: no greedy answer has one, which transformers would not embed."""
 BARE = {"mistral4": "Mistral4ForCausalLM"}
 """Text models that transformers' AutoModelForCausalLM knows beside an image encoder only, by `model_type`."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.deepseek_vit import describe_deepseek_vit
 from sglang.srt.plan.towers.gemma4 import describe_gemma4
 from sglang.srt.plan.towers.glm4v import describe_glm4v, describe_glm5_next
@@ -19,7 +20,6 @@ from sglang.srt.plan.towers.qwen2_5_vl import describe_qwen2_5_vl
 from sglang.srt.plan.towers.qwen3_vl import describe_qwen3_vl
 from sglang.srt.plan.towers.step3 import describe_step3
 from sglang.srt.plan.towers.tower import Tower
-from sglang.srt.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
