@@ -24,6 +24,7 @@ from srt.layers.attention.reference import Problem
 @dataclass
 class FakeArch:
     num_sms: int = 8
+    features: frozenset[str] = frozenset()
 
 
 @dataclass
