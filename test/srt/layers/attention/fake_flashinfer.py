@@ -72,7 +72,7 @@ class FakePrefillWrapper(FakeWrapper):
 
 
 class FakeLatentWrapper:
-    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used. Of a request without keys nothing is known."""
+    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used. A request without keys gets no numbers."""
 
     log: list[str]
 

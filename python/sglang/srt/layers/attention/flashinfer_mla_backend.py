@@ -1,5 +1,5 @@
-"""Absorbed latent attention with FlashInfer's kernels (flashinfer-python 0.6): FA3's on GPUs with wgmma, elsewhere FA2's,
-which 99 KB of shared memory are enough for. Imported only when the plan chooses it.
+"""Absorbed latent attention with FlashInfer's kernels (flashinfer-python 0.6): FA3's on GPUs with wgmma, elsewhere
+FA2's, which 99 KB of shared memory are enough for. Imported only when the plan chooses it.
 
 As in `flashinfer_backend` the wrappers plan on the host, and page indices are gathered on the device. The latents are
 read where they lie: keys and values are views of one cache. Where ranks share out the tokens (`shared_tokens`), a page
