@@ -3,7 +3,7 @@
 (DCP), beside two ranks that hold the same ones (TP2), and beside upstream's same layouts. Planned for nine minutes.
 
     python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 535] [--skip slice,replicas,answers]
-        [--peer-site DIR | --peer-command COMMAND] [--layouts NAMES] [--peer-layouts NAMES]
+        [--peer-site DIR | --peer-command COMMAND] [--layouts NAMES] [--peer-layouts NAMES] [--flags="FLAGS"]
 
 1. slice     four layers of DeepSeek-V3's shapes: output tokens a second with 64 and 256 requests, decode steps behind
              65,536 tokens, and the bytes of a GPU that a token of the cache takes
@@ -13,7 +13,8 @@
 Upstream comes from --peer-site (see `benchmark/peers/compare.py`), or from a command behind which flags can be put. Its
 servers of the slice have their turn first; one that does not start costs its own rows. They take up to seven minutes
 with nothing compiled and one with it, in which 3 is done, where no time counts. What does not fit in --limit seconds is
-left out, and said.
+left out, and said. `--flags="--attention-backend flashinfer"` gives our servers of the slice flags, which may have to
+compile what they name.
 
 Weights of 1 and 2 are random; only the config.json and tokenizer of --dense are read. Prints a table, and ends with
 status 1 if a row is wrong; figures are in results.json of --out, too, beside the servers' logs. With `--device cpu` it
@@ -76,6 +77,8 @@ class Slices:
     layouts: tuple[str, ...]
     peer_layouts: tuple[str, ...] = ()
     peer: tuple[Sequence[str], Mapping[str, str]] | None = None
+    more: tuple[str, ...] = ()
+    """Flags of our servers, beside those of the layout."""
 
     def of_peer(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
         if self.peer is None:
@@ -91,8 +94,11 @@ class Slices:
         }  # fmt: skip
 
     def ours(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+        limit = PEER_LIMIT_S if self.more else SERVER_LIMIT_S
         return {
-            name: servers.start(f"slice_{name.replace(' ', '_')}", model, *self.flags(bench), *LAYOUTS[name])
+            name: servers.start(
+                f"slice_{name.replace(' ', '_')}", model, *self.flags(bench), *LAYOUTS[name], *self.more, limit_s=limit
+            )
             for name in self.layouts
         }
 
@@ -266,6 +272,10 @@ def names_of(text: str) -> tuple[str, ...]:
     return names
 
 
+def flags_of(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -277,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer-site", help="folder with upstream and its dependencies")
     parser.add_argument("--peer-command", help="as `sglang serve`: starts a server when flags are put behind it")
     parser.add_argument("--peer-layouts", type=names_of, default=("TP2", "DP attention 2"))
+    parser.add_argument("--flags", type=flags_of, default=(), help="of our servers of the slice, in one word")
     args = parser.parse_args(argv)
     if args.peer_site and args.peer_command:
         parser.error("--peer-site and --peer-command: give one of them")
@@ -292,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with window.part("sgl-kernel"):
                 two_gpus.install_kernels(window)
 
-    slices = Slices(args.layouts, args.peer_layouts, peer_of(args))
+    slices = Slices(args.layouts, args.peer_layouts, peer_of(args), args.flags)
     skipped = args.skip.split(",")
     if "slice" in skipped:
         kernels()

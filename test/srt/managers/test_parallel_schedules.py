@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.constrained import turned_grammar
@@ -80,6 +81,14 @@ PROMPTS = {
     "grammar": [*TRUNK, 12],
     "sampled grammar": prompt(6, 11),
 }
+
+
+@dataclass
+class Attention:
+    """backends: of requests that decode and of prompts; graphs: those that these can be in."""
+
+    backends: Callable[[ModelRunner], tuple[Any, Any]]
+    graphs: GraphSizes
 
 
 @dataclass
@@ -149,10 +158,12 @@ def outcome(
     replayed: set[int] | None = None,
     known: dict[str, list[int]] | None = None,
     schedule: Callable[[Scheduler | AttentionGroups], Outcome] = play,
+    attention: Attention | None = None,
     **more: Any,
 ) -> Outcome:
     """replayed: steps go through graphs, and the numbers of requests of those that decode are added; None: no graphs.
-    known: outputs of which guesses are made, of every third token wrong ones; None: no guesses."""
+    known: outputs of which guesses are made, of every third token wrong ones; None: no guesses. attention: None: plain
+    torch's."""
     flags: dict[str, Any] = {"max_total_tokens": POOL, "chunked_prefill_size": CHUNK, "max_running_requests": 4, **more}
     own_heads = ranks.dp_lm_head or (known is not None and ranks.attn_dp_size > 1)  # as the flags of drafts have it
     args = ServerArgs.from_kwargs(
@@ -166,10 +177,15 @@ def outcome(
         outputs = {tuple(PROMPTS[rid]): tokens for rid, tokens in known.items()}
         runner = verifying_runner(args, KnownTexts(4, 3, tokens_ahead=2), outputs, rank, rendezvous)
     create = AttentionGroups if ranks.attn_dp_size > 1 else Scheduler
+    if attention is not None:
+        with_attention(runner, *attention.backends(runner))
     if replayed is None:
         return schedule(create(args, runner, StopChecker(None)))
-    with_attention(runner, DeviceLengths(), DeviceLengths())
-    with in_graphs(runner, GraphSizes((1, 3, 4), (8, 20), (0, 4))) as replays:
+    if attention is None:
+        with_attention(runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(
+        runner, GraphSizes((1, 3, 4), (8, 20), (0, 4)) if attention is None else attention.graphs
+    ) as replays:
         result = schedule(create(args, runner, StopChecker(None)))
     replayed |= {len(step.slots) for step in replays if step.prompts is None}
     return result

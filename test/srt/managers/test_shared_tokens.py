@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
+from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from srt.model_executor.backend_matrix import backend, faked_flashinfer
+from srt.model_executor.graph_stand_ins import DeviceLengths
 from srt.models.harness import save_tiny
 from srt.speculative.test_draft_matrix import DRAFTERS
 
-from .test_parallel_schedules import NEW_TOKENS, Outcome, outcome
+from .test_parallel_schedules import NEW_TOKENS, Attention, Outcome, outcome
 
 DCP2, DCP4 = RankLayout(2, dcp_size=2), RankLayout(4, dcp_size=4)
 TP4_DCP2 = RankLayout(4, dcp_size=2)
@@ -44,6 +49,8 @@ class Case:
     """Decisions are other ones than those of one process; perhaps no request goes back to the queue."""
     drafts: str = ""
     """Drafter of the ranks, of `DRAFTERS`; one process does not draft."""
+    flashinfer: tuple[str, ...] = ()
+    """What its attention to latents computes on the ranks, of "decode" and "prompts"; plain torch the rest."""
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,6 +99,16 @@ CASES |= {
     "KV heads, drafts": Case("glm4_moe", TP4_DCP2, drafts="NEXTN"),
     "embedded": Case("", TP4_DCP2),
 }
+BY_FLASHINFER = {"decode": ("decode",), "prompts": ("prompts",), "all": ("decode", "prompts")}
+CASES |= {
+    f"latents, {layout}, FlashInfer, {what}{', guesses' * guesses}": Case(
+        "deepseek_v3", LAYOUTS[layout], flags={"page_size": 2 * LAYOUTS[layout].dcp_size} if what == "all" else {},
+        guesses=guesses, thorough=(layout, what, guesses) != ("DCP2", "all", False), flashinfer=ops,
+    )
+    for layout in ("DCP2", "DCP4")
+    for what, ops in BY_FLASHINFER.items()
+    for guesses in (False, True)
+}  # fmt: skip
 CASES |= {
     f"{name}, {layout}, {drafter}": Case(name, LAYOUTS[layout], drafts=drafter)
     for name, layouts in DRAFTED.items()
@@ -106,11 +123,22 @@ def _rank(
 ) -> None:
     """Once without graphs, once with."""
     torch.set_num_threads(1)
+    flags = case.flags | drafts
+    if case.flashinfer:
+        flags["attention"] = Attention(partial(_backends, case.flashinfer), GraphSizes((1, 3, 4)))
     for i, replayed in enumerate((None, set[int]())):
-        flags = case.flags | drafts
         result = outcome(folder, case.ranks, rank, f"file://{out}/rendezvous{i}", replayed, known, **flags)
         (out / f"{i}.{rank}.json").write_text(json.dumps(result.__dict__))
         parallel_state.shutdown()
+
+
+def _backends(ops: tuple[str, ...], runner: ModelRunner) -> tuple[Any, Any]:
+    """Of requests that decode, and of prompts."""
+    others = DeviceLengths()
+    with faked_flashinfer():
+        flashinfer = backend("flashinfer", runner)
+    decode, prompts = (flashinfer if op in ops else others for op in ("decode", "prompts"))
+    return decode, prompts
 
 
 @pytest.mark.parametrize(

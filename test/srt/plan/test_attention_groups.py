@@ -138,3 +138,4 @@ def test_gathered_entries_are_those_of_a_whole_context(tmp_path: Path) -> None:
         for ranks in (1, 2)
     ]
     assert [size.gathered for size in sizes] == [0, 64 * (100 + GATHER_BYTES)]
+    assert [size.gathered_tokens for size in sizes] == [0, 64]

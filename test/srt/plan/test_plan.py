@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ from sglang.srt.plan.attention_memory import (
     FLASHINFER_PLANS,
     FLASHINFER_WORKSPACE,
     INDEX_LOGIT_BYTES,
+    LIST_BYTES_PER_PAGE,
     SPARSE_ROUNDS,
+    AttentionSizes,
+    attention_bytes,
 )
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes
@@ -326,6 +329,25 @@ def test_flashinfer_serves_long_prompts_over_latents_where_it_is_faster(
         more = plan.memory.attention - built(attention_backend="triton").memory.attention
         lists = 3 * (1 + FLASHINFER_LATENT_CHUNKS) * FLASHINFER_LATENT_LISTS
         assert more == FLASHINFER_LATENT_WORKSPACE + lists + FLASHINFER_PLANS
+
+
+@pytest.mark.parametrize("arch", ["sm_120", "h200"])
+def test_flashinfer_attends_to_latents_that_ranks_share_out(build: Any, arch: str) -> None:
+    """In graphs of decoding; its prompts have none. What comes together has a page for each token."""
+    flags = {"packages": BOTH, "tp_size": 2, "dcp_size": 2, "disable_two_batch_overlap": True}
+    plans = {
+        name: build(DEEPSEEK, arch, 60 * GIB, attention_backend=name, context_length=length, **flags)
+        for name, length in (("flashinfer", 1 << 16), ("triton", 1 << 16))
+    }
+    ops = ("decode_attention", "extend_attention")
+    plan = plans["flashinfer"]
+    assert [plan.choices[op].name for op in ops] == ["flashinfer_mla"] * 2
+    assert plan.cuda_graph_bs == plans["triton"].cuda_graph_bs and plan.cuda_graph_bs
+    assert not plan.cuda_graph_prefill_tokens and plans["triton"].cuda_graph_prefill_tokens
+    sizes = AttentionSizes((), 512, 0, 132, 8, (8,), 4, 32, windows=(0,))
+    alone, listed = (attention_bytes(plan.choices, replace(sizes, gathered_tokens=count)) for count in (0, 1000))
+    assert listed - alone == 1000 * LIST_BYTES_PER_PAGE
+    assert plan.memory.attention > FLASHINFER_MLA_WORKSPACE + 4 * FLASHINFER_PLANS
 
 
 def test_no_graphs_around_a_backend_that_cannot(build: Any) -> None:

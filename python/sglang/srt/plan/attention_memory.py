@@ -55,6 +55,8 @@ class AttentionSizes:
     """Bytes of row tables of a rank's own tokens."""
     gathered: int = 0
     """Bytes of the tokens of one layer that come together on every rank."""
+    gathered_tokens: int = 0
+    """Most of these tokens."""
 
 
 def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
@@ -103,12 +105,14 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
     """Returns the bytes of the workspace and, for each attention site, of four buffers of plans and of page lists: one
     list for captured batches, sized for requests of the full length, and one that a step gathers. One more buffer of
-    plans exists while a wrapper is made."""
+    plans exists while a wrapper is made. Where ranks share out tokens, requests that decode, tokens one by one and
+    prompts have a buffer each, a page is as many entries as before on all ranks together, and tokens that come together
+    are a page each."""
     workspace = FLASHINFER_MLA_WORKSPACE if choice.name == "flashinfer_mla" else FLASHINFER_WORKSPACE
     largest = max(sizes.graph_batch_sizes, default=0)
     pages = [min(window or sizes.pages_per_request, sizes.pages_per_request) for window in sizes.windows]
     captured = sum(4 * largest * (each + 3) for each in pages)
-    gathered = len(pages) * sizes.max_pages * LIST_BYTES_PER_PAGE
+    gathered = (len(pages) * sizes.max_pages + sizes.gathered_tokens) * LIST_BYTES_PER_PAGE
     return workspace + (4 * len(pages) + 1) * FLASHINFER_PLANS + captured + gathered
 
 

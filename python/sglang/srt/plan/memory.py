@@ -449,6 +449,7 @@ def _attention_sizes(
         verified_tokens=sizes.verified_tokens,
         own_tables=own_rows * -(-sizes.context_len // sizes.ranks.dcp_size) * OWN_SLOT_BYTES if shared else 0,
         gathered=sizes.context_len * (cost.shared_entry + GATHER_BYTES) if shared else 0,
+        gathered_tokens=sizes.context_len if shared else 0,
     )
 
 

@@ -72,12 +72,13 @@ class FakePrefillWrapper(FakeWrapper):
 
 
 class FakeLatentWrapper:
-    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used."""
+    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used. A request without keys gets no numbers."""
 
     log: list[str]
 
     def __init__(self, workspace: torch.Tensor, backend: str, use_cuda_graph: bool = False, **buffers: Any) -> None:
-        assert backend == "fa2", "the other ones do not run on SM12x"
+        assert backend in ("fa2", "fa3")
+        self.backend = backend
         self.in_graphs, self.buffers = use_cuda_graph, buffers
         self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
 
@@ -100,8 +101,9 @@ class FakeLatentWrapper:
 
     def run(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor | None = None, return_lse: bool = False,
     ) -> None:  # fmt: skip
+        assert return_lse == (lse is not None) and (lse is None or lse.dtype == torch.float32)
         assert self._int_workspace_buffer[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie there"
         assert q_nope.shape[1:] == (self.heads, self.dims[0]) and q_pe.shape[-1] == self.dims[1]
         assert ckv_cache.shape[1:] == (self.page_size, self.dims[0]) and kpe_cache.shape[-1] == self.dims[1]
@@ -114,7 +116,12 @@ class FakeLatentWrapper:
             rows = slice(starts[i], starts[i + 1])
             new = starts[i + 1] - starts[i]
             seen = visible_keys(torch.arange(length - new, length), length, self.causal or new == 1)
-            out[rows] = attend(q[rows], torch.cat((ckv, kpe), dim=-1), ckv, seen, self.scale)
+            keys = torch.cat((ckv, kpe), dim=-1)
+            out[rows] = attend(q[rows], keys, ckv, seen, self.scale) if length else float("nan")
+            if lse is not None:
+                scores = torch.einsum("nhd,ld->nhl", q[rows].float(), keys[:, 0].float()) * self.scale
+                scores = scores.masked_fill(~seen[:, None], float("-inf"))
+                lse[rows] = scores.logsumexp(-1) / math.log(2) if length else float("nan")
 
 
 class FakeRaggedWrapper:

@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor import graph_runner
 from sglang.srt.plan.mixers import MLA
 from srt.layers.attention.backend_harness import (
+    FakeArch,
     FakePlan,
     Mode,
     batch_of,
@@ -91,11 +92,13 @@ def native(p: Problem, mode: Mode, layer: Attention) -> torch.Tensor:
     return layer(p.q, p.k, p.v, batch_of(p, mode, sites)).float()
 
 
-def check_prompts_behind_decodes(backend_class: Any, device: str, dims: tuple[int, int] = (DIM, RANK)) -> None:
+def check_prompts_behind_decodes(
+    backend_class: Any, device: str, dims: tuple[int, int] = (DIM, RANK), features: frozenset[str] = frozenset()
+) -> None:
     """Without and with a prefix, lengths on both sides of page boundaries; both are planned before either runs."""
     d, e = latents([0, 15, 16, 300], [1] * 4, device, dims), latents([0, 40, 300, 16], [33, 7, 20, 1], device, dims)
     share_cache(d, e)
-    plan = plan_for(e)
+    plan = replace(plan_for(e), arch=FakeArch(features=features))
     for p in (d, e):
         store_new_tokens(p)
     batch = mixed_batch_of(d, e, sites_of(plan, backend_class(plan, device)))
@@ -112,8 +115,26 @@ def test_prompts_behind_decoding_requests(fake_backend: ModuleType) -> None:
     check_prompts_behind_decodes(fake_backend.FlashInferMLABackend, "cpu")
 
 
+@pytest.mark.parametrize("features", [frozenset(), frozenset({"wgmma"})], ids=["fa2", "fa3"])
+def test_the_kernels_are_those_of_the_architecture(fake_backend: ModuleType, features: frozenset[str]) -> None:
+    p = latents([5], [1])
+    backend = fake_backend.FlashInferMLABackend(replace(plan_for(p), arch=FakeArch(features=features)), "cpu")
+    site = layer_of(p).site
+    for builder in (backend.decode_builder(site)._eager, backend.extend_builder(site)._wrapper):
+        assert builder._wrapper.backend == ("fa3" if features else "fa2")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_FLASHINFER, reason="needs a GPU and FlashInfer")
 class TestOnGpu:
-    def test_prompts_behind_decoding_requests(self) -> None:
-        check_prompts_behind_decodes(importlib.import_module(MODULES[0]).FlashInferMLABackend, "cuda", (576, 512))
+    @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+    def test_prompts_behind_decoding_requests(self, kernels: str) -> None:
+        backend = importlib.import_module(MODULES[0]).FlashInferMLABackend
+        check_prompts_behind_decodes(backend, "cuda", (576, 512), features_for(kernels))
+
+
+def features_for(kernels: str) -> frozenset[str]:
+    """Of an architecture whose kernels these are. Skips the test where the GPU has no such kernels."""
+    if kernels == "fa3" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs wgmma")
+    return frozenset({"wgmma"}) if kernels == "fa3" else frozenset()

@@ -12,52 +12,25 @@ from sglang.srt.kernels.tiles import MLA_LATENT
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.part_merge import _weights
 from sglang.srt.layers.attention.selection import Selection
-from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens, own_rows, own_slots, with_own_table
+from sglang.srt.layers.attention.token_shares import (
+    GatheredTokens,
+    Tokens,
+    own_rows,
+    own_rows_before_replay,
+    own_slots,
+    with_own_table,
+)
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.step_rows import DecodeRows, TokenSlots
 from sglang.srt.layers.triton_ops import part_rows
-from srt.layers.attention.backend_harness import FakeArch, layer_of, plan_of
+from srt.layers.attention.part_problems import merged
 from srt.layers.attention.reference import Problem, reference_decode, relative_error
 
 LENS = [0, 400, 2, 1]
 SHORT = [0, 9, 2, 1]
 """Of the tokens before the new one: some ranks have none, and of the first there are several pieces. The interpreter
 takes long for latents."""
-
-
-def own_problem(p: Problem, rank: int, size: int) -> tuple[object, DecodeRows]:
-    """The layer with the rank's caches, and the rows over its own tokens."""
-    layer = layer_of(p, token_ranks=size)
-    keys = p.k_cache[rank::size].contiguous()
-    values = keys[..., : p.v_head_dim] if p.v_in_k else p.v_cache[rank::size].contiguous()
-    layer.cache.bind({"k": keys, "v": values}, table=1)
-    nowhere = torch.zeros(len(p.prefix_lens), dtype=torch.int64, device=p.device)
-    lens = [length + 1 for length in p.prefix_lens]
-    seq_lens = torch.tensor(lens, dtype=torch.int32, device=p.device)
-    rows = DecodeRows(p.req_pool_indices, seq_lens, (TokenSlots(p.req_to_token, nowhere),) * 2, lens)
-    return layer, own_rows(rows, Group(rank, size))
-
-
-def merged(p: Problem, size: int, backend: type) -> torch.Tensor:
-    parts, sums = [], []
-    for rank in range(size):
-        layer, rows = own_problem(p, rank, size)
-        plan = plan_of(p, max_running_requests=len(p.prefix_lens), arch=FakeArch(2))
-        builder = backend(plan, p.device).part_builder(layer.site.shape, len(p.prefix_lens))
-        out = torch.full((len(p.prefix_lens), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
-        lse = torch.full((len(p.prefix_lens), p.num_heads), float("nan"), device=p.device)
-        metadata = builder.build(rows)
-        if hasattr(builder, "workspace"):
-            builder.workspace.part_o.fill_(float("nan"))
-            builder.workspace.part_lse.fill_(float("nan"))
-        metadata.attend_part(p.q, layer, out, lse)
-        without = torch.tensor(p.prefix_lens, device=p.device) < rank
-        assert not out[without].any() and (lse[without] == float("-inf")).all() and lse[~without].isfinite().all()
-        parts.append(out)
-        sums.append(lse)
-    weights = _weights(torch.stack(sums), None)
-    return (torch.stack(parts) * weights[..., None]).sum(0)
 
 
 def problem(latent: bool, kv_dtype: torch.dtype | None, page_size: int, device: str) -> Problem:
@@ -149,6 +122,35 @@ def test_tokens_come_together(size: int) -> None:
         together = torch.cat([cache[rank::size][gathered.local] for rank, gathered in enumerate(ranks)])
         for gathered in ranks:
             assert torch.equal(together[gathered.index], cache[slots[run]])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_table_before_a_replay_has_the_new_tokens(size: int) -> None:
+    """Which the row table gets in the graph; also at the end of the context, of padding, and of ranks without any."""
+    generator = torch.Generator().manual_seed(size)
+    page = 2 * size
+    lens = [1, 2, page, page + 1, 3 * page - 1, 0]
+    begins = torch.randperm(24, generator=generator).view(6, 4) + 1
+    after = (begins[:, :, None] * page + torch.arange(page)).flatten(1)[:, : 3 * page - 1].int()
+    before = after.clone()
+    new = torch.zeros(6, dtype=torch.int64)
+    for i, length in enumerate(lens):
+        if length:
+            new[i] = after[i, length - 1]
+            before[i, length - 1 :] = 999
+        after[i, length:] = 999
+    lens[-1] = 1  # of padding, whose slot is 0
+    after[-1, 0], before[-1] = 0, 999
+    requests, seq_lens = torch.arange(6), torch.tensor(lens, dtype=torch.int32)
+    for rank in range(size):
+        found, wanted = (
+            make(DecodeRows(requests, seq_lens, (TokenSlots(table.clone(), new),) * 2, lens), Group(rank, size))
+            for make, table in ((own_rows_before_replay, before), (own_rows, after))
+        )
+        assert found.seq_lens_cpu == wanted.seq_lens_cpu == found.seq_lens.tolist()
+        for i, length in enumerate(wanted.seq_lens_cpu):
+            tables = [rows.token_slots[-1].req_to_token[i, :length] for rows in (found, wanted)]
+            assert torch.equal(*tables), f"rank {rank}, request {i}"
 
 
 def test_each_slot_is_one_ranks() -> None:

@@ -1,12 +1,14 @@
-"""Absorbed latent attention with FlashInfer's FA2 kernels (flashinfer-python 0.6), which 99 KB of shared memory are
-enough for. Imported only when the plan chooses it.
+"""Absorbed latent attention with FlashInfer's kernels (flashinfer-python 0.6): FA3's on GPUs with wgmma, elsewhere
+FA2's, which 99 KB of shared memory are enough for. Imported only when the plan chooses it.
 
 As in `flashinfer_backend` the wrappers plan on the host, and page indices are gathered on the device. The latents are
-read where they lie: keys and values are views of one cache.
+read where they lie: keys and values are views of one cache. Where ranks share out the tokens (`shared_tokens`), a page
+has a rank's share of its entries, and prompts read tokens that came together, each of which is a page.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-from sglang.srt.layers.attention.flashinfer_backend import PLAN_BYTES, PlannedWrapper
+from sglang.srt.layers.attention.flashinfer_backend import PLAN_BYTES, PlannedWrapper, library_kernels
 from sglang.srt.layers.attention.page_table import gather_pages
 from sglang.srt.mem_cache.memory_pool import storage_dtype
 from sglang.srt.plan.mixers import MLA
@@ -23,104 +25,135 @@ from sglang.srt.plan.mixers import MLA
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
-    from sglang.srt.plan.layer_spec import AttentionSite
+    from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 128 << 20
+SHARED_OUT = -1
+"""Number of the row table of caches whose tokens ranks share out."""
 
 
 class FlashInferMLABackend:
-    """Implements AttentionBackend for a cache in 16 bits. All wrappers share a workspace: a step may have prompts and
+    """Implements PartBackend for a cache in 16 bits. All wrappers share a workspace: a step may have prompts and
     decoding requests, both planned before either runs; they run one after the other."""
 
+    reads_new_tokens = True
+
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        self._options = _Options(plan)
+        self._plan = plan
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def decode_builder(self, site: AttentionSite) -> FlashInferMLADecode:
-        return FlashInferMLADecode(self._options, self._workspace)
+        return FlashInferMLADecode(_Options(self._plan, site.shape, self._plan.page_size), self._workspace)
+
+    def part_builder(self, shape: AttentionShape, max_rows: int) -> FlashInferMLADecode:
+        share = self._plan.page_size // self._plan.ranks.dcp_size
+        return FlashInferMLADecode(_Options(self._plan, shape, share, SHARED_OUT), self._workspace)
 
     def extend_builder(self, site: AttentionSite) -> FlashInferMLAExtend:
-        return FlashInferMLAExtend(self._options, self._workspace)
+        pages = (self._plan.page_size, 0) if site.token_ranks == 1 else (1, SHARED_OUT)
+        return FlashInferMLAExtend(_Options(self._plan, site.shape, *pages), self._workspace)
 
 
 class _Options:
     """Options that wrappers are planned with."""
 
-    def __init__(self, plan: Plan) -> None:
-        (shape,) = plan.attention_shapes
+    def __init__(self, plan: Plan, shape: AttentionShape, page_size: int, table: int = 0) -> None:
         scales = {layer.mixer.softmax_scale for layer in plan.description.layers if isinstance(layer.mixer, MLA)}
         assert len(scales) <= 1, "one plan of a step serves all layers"
         self.scale = next(iter(scales), 1.0)  # a stage of a hybrid may have no such layer: nothing runs what is planned
-        self.rank, self.page_size = shape.v_head_dim, plan.page_size
-        self.shape = (shape.num_heads, self.rank, shape.head_dim - self.rank, plan.page_size)
+        self.rank, self.page_size, self.table = shape.v_head_dim, page_size, table
+        self.shape = (shape.num_heads, self.rank, shape.head_dim - self.rank, page_size)
         self.dtypes = (getattr(torch, plan.dtype), storage_dtype(plan.kv_cache_dtype))
         self.max_pages_each = -(-plan.context_len // plan.page_size)
+        self.kernels = library_kernels(plan.arch)
 
-    def plan(self, wrapper: PlannedWrapper, rows: DecodeRows | ExtendRows, new_lens: list[int], causal: bool) -> None:
-        pages = gather_pages(rows, 0, self.page_size)
-        lens = torch.tensor(rows.seq_lens_cpu, dtype=torch.int32)
-        self.plan_pages(wrapper, new_lens, pages.indptr, pages.indices, lens, causal)
+    def lists(self, rows: DecodeRows | ExtendRows, new_lens: Sequence[int]) -> _Lists:
+        pages = gather_pages(rows, self.table, self.page_size, entered=self.table == SHARED_OUT)
+        return _Lists.of(new_lens, pages.indptr, pages.indices, torch.tensor(rows.seq_lens_cpu, dtype=torch.int32))
 
-    def plan_pages(
-        self,
-        wrapper: PlannedWrapper,
-        new_lens: list[int],
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        lens: torch.Tensor,
-        causal: bool,
+    def plan(self, wrapper: PlannedWrapper, lists: _Lists, causal: bool) -> None:
+        wrapper.plan(
+            lists.starts, lists.indptr, lists.indices, lists.lens, *self.shape, causal, self.scale, *self.dtypes
+        )
+
+    def run(
+        self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, **sums: Any
     ) -> None:
-        starts = torch.from_numpy(np.concatenate(([0], np.cumsum(new_lens))).astype(np.int32))
-        wrapper.plan(starts, indptr, indices, lens, *self.shape, causal, self.scale, *self.dtypes)
-
-    def run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         """q [T, H, rank + rope]: absorbed queries, whose last dims are rotated."""
         latents = layer.cache.k[:, 0].unflatten(0, (-1, self.page_size))
         rank = self.rank
-        wrapper.run(q[..., :rank], q[..., rank:], latents[..., :rank], latents[..., rank:], out=out)
+        wrapper.run(q[..., :rank], q[..., rank:], latents[..., :rank], latents[..., rank:], out=out, **sums)
+
+    def wrapper(self, workspace: torch.Tensor, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
+        wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=self.kernels, **buffers)
+        # Each allocates lists of its own and, unlike FlashInfer's other wrappers, has no method that replaces them.
+        wrapper._int_workspace_buffer = lists
+        return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
 
 
-def _planned(workspace: torch.Tensor, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
-    wrapper = BatchMLAPagedAttentionWrapper(workspace, backend="fa2", **buffers)
-    # Each allocates lists of its own and, unlike FlashInfer's other wrappers, has no method that replaces them.
-    wrapper._int_workspace_buffer = lists
-    return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """What a wrapper plans a step by: int32, on the host but for `indices`. starts [R + 1] of the queries, indptr
+    [R + 1] of the pages, indices [indptr[-1]], lens [R]."""
+
+    starts: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    lens: torch.Tensor
+
+    @staticmethod
+    def of(new_lens: Sequence[int], indptr: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor) -> _Lists:
+        starts = torch.from_numpy(np.concatenate(([0], np.cumsum(new_lens))).astype(np.int32))
+        return _Lists(starts, indptr, indices, lens)
 
 
 class FlashInferMLAExtend:
-    """Implements ExtendBuilder."""
+    """Implements ExtendBuilder. It has one wrapper, which is planned for what was built last; what was built before
+    plans it anew when it attends, as the runs of prompts do whose tokens do not come together at once."""
 
     plans_on_host = True
     in_graphs = False
 
     def __init__(self, options: _Options, workspace: torch.Tensor) -> None:
         self.options = options
-        self.wrapper = _planned(workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device))
+        lists = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device)
+        self._wrapper = options.wrapper(workspace, lists)
+        self._planned: FlashInferMLAExtendMetadata | None = None
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferMLAExtendMetadata:
         assert causal, "plan.needs asks for no other"
-        self.options.plan(self.wrapper, rows, rows.new_lens_cpu, causal=True)
-        return FlashInferMLAExtendMetadata(self, sum(rows.new_lens_cpu))
+        metadata = FlashInferMLAExtendMetadata(
+            self, self.options.lists(rows, rows.new_lens_cpu), sum(rows.new_lens_cpu)
+        )
+        self.wrapper_for(metadata)
+        return metadata
+
+    def wrapper_for(self, metadata: FlashInferMLAExtendMetadata) -> PlannedWrapper:
+        if self._planned is not metadata:
+            self.options.plan(self._wrapper, metadata.lists, causal=True)
+            self._planned = metadata
+        return self._wrapper
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
         return 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class FlashInferMLAExtendMetadata:
     builder: FlashInferMLAExtend
+    lists: _Lists
     num_tokens: int
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
         first = len(q) - self.num_tokens
-        self.builder.options.run(self.builder.wrapper, q[first:], layer, out[first:])
+        self.builder.options.run(self.builder.wrapper_for(self), q[first:], layer, out[first:])
 
 
 class FlashInferMLADecode:
-    """Implements DecodeBuilder."""
+    """Implements DecodeBuilder and PartBuilder."""
 
     plans_on_host = True
     in_graphs = True
@@ -128,12 +161,15 @@ class FlashInferMLADecode:
     def __init__(self, options: _Options, workspace: torch.Tensor) -> None:
         self.options, self._workspace = options, workspace
         self._lists = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device)
-        self._eager = _planned(workspace, self._lists)
+        self._eager = options.wrapper(workspace, self._lists)
         self._in_graphs: dict[int, PlannedWrapper] = {}
 
     def build(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
-        self.options.plan(self._eager, rows, [1] * len(rows), causal=False)
-        return FlashInferMLADecodeMetadata(self.options, self._eager)
+        self._plan(self._eager, rows)
+        return FlashInferMLADecodeMetadata(self.options, self._eager, rows.seq_lens)
+
+    def _plan(self, wrapper: PlannedWrapper, rows: DecodeRows) -> None:
+        self.options.plan(wrapper, self.options.lists(rows, [1] * len(rows)), causal=False)
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
@@ -143,7 +179,7 @@ class FlashInferMLADecode:
         lens = torch.ones(largest, dtype=torch.int32, device=device)
         indices = torch.zeros(largest * self.options.max_pages_each, dtype=torch.int32, device=device)
         for size in batch_sizes:
-            self._in_graphs[size] = _planned(
+            self._in_graphs[size] = self.options.wrapper(
                 self._workspace,
                 self._lists,
                 use_cuda_graph=True,
@@ -152,26 +188,35 @@ class FlashInferMLADecode:
                 kv_indices=indices,
                 kv_len_arr=lens[:size],
             )
-            self.options.plan_pages(
-                self._in_graphs[size],
+            one_page_each = _Lists.of(
                 [1] * size,
                 torch.arange(size + 1, dtype=torch.int32),
                 torch.zeros(size, dtype=torch.int32, device=device),
                 torch.ones(size, dtype=torch.int32),
-                causal=False,
             )
+            self.options.plan(self._in_graphs[size], one_page_each, causal=False)
 
     def build_in_graph(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
-        return FlashInferMLADecodeMetadata(self.options, self._in_graphs[len(rows)])
+        return FlashInferMLADecodeMetadata(self.options, self._in_graphs[len(rows)], rows.seq_lens)
 
     def refresh(self, rows: DecodeRows) -> None:
-        self.options.plan(self._in_graphs[len(rows)], rows, [1] * len(rows), causal=False)
+        self._plan(self._in_graphs[len(rows)], rows)
 
 
 @dataclass(slots=True)
 class FlashInferMLADecodeMetadata:
     options: _Options
     wrapper: PlannedWrapper
+    lens: torch.Tensor  # [D] on the device
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self.options.run(self.wrapper, q, layer, out)
+
+    def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """As `shared_tokens.PartMetadata` says, whatever the kernels write for a row without tokens. Logarithms come to
+        base 2: FlashInfer's own `return_lse_base_on_e` has the threads that merge a row multiply one number in place,
+        64 of them in two warps, so that a warp may multiply what the other one has multiplied."""
+        self.options.run(self.wrapper, q, layer, out, lse=lse, return_lse=True)
+        empty = (self.lens == 0)[:, None]
+        lse.mul_(math.log(2)).masked_fill_(empty, float("-inf"))
+        out.masked_fill_(empty[..., None], 0)

@@ -19,12 +19,15 @@ class Pages:
     indices: torch.Tensor  # [indptr[-1]]
 
 
-def gather_pages(rows: DecodeRows | ExtendRows, table: int, page_size: int, window: int = 0) -> Pages:
+def gather_pages(
+    rows: DecodeRows | ExtendRows, table: int, page_size: int, window: int = 0, entered: bool = False
+) -> Pages:
     """The pages that hold the first seq_lens tokens of each request; with a `window` those that its new tokens see,
     because what lies before may be another request's by now. Launches a few kernels, never synchronizes.
 
     The last page of a request that decodes comes from `out_cache_loc`: before a graph's replay the table does not have
-    it yet. Tables of windows do (`AttentionSites`), and there `out_cache_loc` is a replay behind.
+    it yet. Tables of windows do (`AttentionSites`), and there `out_cache_loc` is a replay behind. entered: so does this
+    table, in which a request may have no tokens.
     """
     assert rows.seq_lens_cpu is not None
     slots = rows.token_slots[table]
@@ -45,7 +48,7 @@ def gather_pages(rows: DecodeRows | ExtendRows, table: int, page_size: int, wind
     start = torch.repeat_interleave(torch.cumsum(counts_dev, 0) - counts_dev - first_dev, counts_dev, output_size=total)
     page = torch.arange(total, device=device) - start
     indices = torch.div(slots.req_to_token[request, page * page_size], page_size, rounding_mode="floor").int()
-    if isinstance(rows, DecodeRows) and not window:
+    if isinstance(rows, DecodeRows) and not window and not entered:
         indices[torch.cumsum(counts_dev, 0) - 1] = torch.div(
             slots.out_cache_loc, page_size, rounding_mode="floor"
         ).int()

@@ -23,6 +23,7 @@ from sglang.srt.layers.attention.token_shares import (
     Tokens,
     own_count,
     own_rows,
+    own_rows_before_replay,
     own_table,
     with_own_table,
 )
@@ -52,6 +53,8 @@ class PartBuilder(Protocol):
 
     def build_in_graph(self, rows: DecodeRows) -> PartMetadata: ...
 
+    def refresh(self, rows: DecodeRows) -> None: ...
+
 
 class PartBackend(AttentionBackend, Protocol):
     """A backend that serves sites whose tokens are shared out."""
@@ -80,7 +83,7 @@ class SharedDecode:
         return SharedDecodeMetadata(self.parts.build_in_graph(own_rows(rows, self.merge.context)), self.merge)
 
     def refresh(self, rows: DecodeRows) -> None:
-        raise AssertionError("what backends of shared out tokens plan on the host has no graphs")
+        self.parts.refresh(own_rows_before_replay(rows, self.merge.context))
 
 
 @dataclass(slots=True)
@@ -105,7 +108,7 @@ class SharedExtend:
         self.whole, self.tokens, self.merge = whole, tokens, merge
         self.reads_new_tokens, self.most_tokens = reads_new_tokens, most_tokens
         self.plans_on_host = whole.plans_on_host
-        self.in_graphs = whole.in_graphs and tokens.in_graphs
+        self.in_graphs = whole.in_graphs and tokens.in_graphs and not tokens.plans_on_host
 
     def build(self, rows: ExtendRows, causal: bool = True) -> ExtendMetadata:
         assert causal, "images see each other in windows, whose tokens are not shared out"
@@ -153,7 +156,7 @@ class SharedExtend:
             rows.prefix_lens_cpu[run],
             None if rows.seq_lens_cpu is None else rows.seq_lens_cpu[run],
         )
-        return GatheredRun(self.whole.build(part), gathered)
+        return GatheredRun(self.whole.build(part), gathered, sum(rows.new_lens_cpu[run.stop :]))
 
 
 def _runs(lens: list[int], most: int) -> list[slice]:
@@ -171,6 +174,8 @@ def _runs(lens: list[int], most: int) -> list[slice]:
 class GatheredRun:
     rows: ExtendMetadata
     tokens: GatheredTokens
+    num_behind: int
+    """New tokens of the requests behind these."""
 
 
 @dataclass(slots=True)
@@ -181,7 +186,8 @@ class GatheredMetadata:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
         for run in self.runs:
-            run.rows.attend(q, k, v, replace(layer, cache=run.tokens.store(layer.cache)), out)
+            end = len(q) - run.num_behind
+            run.rows.attend(q[:end], k[:end], v[:end], replace(layer, cache=run.tokens.store(layer.cache)), out[:end])
 
 
 @dataclass(slots=True)

@@ -36,6 +36,18 @@ def own_rows(rows: DecodeRows, context: Group) -> DecodeRows:
     )
 
 
+def own_rows_before_replay(rows: DecodeRows, context: Group) -> DecodeRows:
+    """As `own_rows` makes them, of a step that a graph is about to compute: it enters the slots of the new tokens in
+    the row table, which does not have them yet."""
+    mine = own_rows(rows, context)
+    table = mine.token_slots[-1].req_to_token
+    position = rows.seq_lens.long()[:, None] - 1
+    at = (position // context.size).clamp(max=table.shape[1] - 1)
+    entry = (rows.token_slots[0].out_cache_loc[:, None] // context.size).to(table.dtype)
+    table.scatter_(1, at, torch.where(position % context.size == context.rank, entry, table.gather(1, at)))
+    return mine
+
+
 def own_table(token_slots: tuple[TokenSlots, ...], requests: torch.Tensor, context: Group) -> tuple[TokenSlots, ...]:
     """The slots with a row table [R, ceil(context_len / size)] of this rank's tokens of the requests [R]."""
     table = token_slots[0].req_to_token[:, context.rank :: context.size]
