@@ -336,7 +336,7 @@ def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tupl
     yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * width)
 
 
-LONG_PROMPTS = 512
+LONG_PROMPTS = 2048
 """Tokens of prompts from which a library computes them; a test holds it to that of `attention/sites`."""
 
 

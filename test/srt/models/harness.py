@@ -108,7 +108,7 @@ STEP = {
 }
 INKLING = {
     "num_hidden_layers": 4,
-    "unpadded_vocab_size": VOCAB,
+    "unpadded_vocab_size": VOCAB + 4,
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 4,
     "swa_head_dim": 32,

@@ -20,7 +20,7 @@ from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.towers.inkling import InklingTower
 
-from .harness import TINY, VOCAB, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
+from .harness import INKLING, TINY, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 
 PUBLISHED = Path(__file__).parents[1] / "kernels" / "published" / "Inkling-Small"
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
@@ -64,7 +64,7 @@ def test_published_configs(tmp_path: Path) -> None:
     torch.testing.assert_close(TinyRunner(plan).extend({1: tokens})[0], hf_logits(model, tokens), **CLOSE)
 
 
-@pytest.mark.parametrize("rows", [VOCAB, 256])
+@pytest.mark.parametrize("rows", [INKLING["unpadded_vocab_size"], 256])
 def test_heads_with_padding_and_without(rows: int, tmp_path: Path) -> None:
     model, tokens = save_tiny("inkling", tmp_path), random_tokens(20, seed=1)
     file = tmp_path / "model.safetensors"
@@ -74,7 +74,7 @@ def test_heads_with_padding_and_without(rows: int, tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     plan = plan_for(tmp_path)
     got = TinyRunner(plan).extend({1: tokens})[0]
-    assert got.shape[1] == plan.model.vocab_size == VOCAB
+    assert got.shape[1] == plan.model.vocab_size == INKLING["unpadded_vocab_size"]
     torch.testing.assert_close(got, hf_logits(model, tokens), **CLOSE)
 
 

@@ -117,13 +117,13 @@ def placeholders(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return outer.count(*_IMAGE_KEYS) or image or None, outer.count(*_VIDEO_KEYS) or video or None
 
 
-def check_placeholders(media: MediaDescription, rows: int, source: str) -> None:
-    """Raises UserError for a placeholder that is none of the embedding's rows: those of all ids of a prompt are read,
-    and then features take their place."""
+def check_placeholders(media: MediaDescription, vocab_size: int, source: str) -> None:
+    """Raises UserError for a placeholder that is no token: the embeddings of all ids of a prompt are read, before
+    features take the place of some."""
     for key, token in (("image", media.image_token), ("video", media.video_token)):
-        if token is not None and token >= rows:
+        if token is not None and token >= vocab_size:
             raise UserError(
-                f"{source}: the placeholder of {key}s has the id {token:,}, and the embedding has {rows:,} rows. "
+                f"{source}: the placeholder of {key}s has the id {token:,}, and the vocabulary ends at {vocab_size:,}. "
                 f"Set {key}_token_id to the tokenizer's; --language-model-only serves text alone."
             )
 

@@ -512,7 +512,7 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) ->
     media = None if args.language_model_only else describe_media(model.media_config)
     together = args.pp_size == args.attn_dp_size == 1  # attention groups and stages encode at times of their own
     if media is not None:
-        check_placeholders(media, description.stored_vocab_size or description.vocab_size, source)
+        check_placeholders(media, description.vocab_size, source)
     if media is not None and together and not args.mm_enable_dp_encoder:
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     layers = description.layers

@@ -255,7 +255,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("page_size", [1, 64])
     def test_long_prompts(self, backend_class: Any, page_size: int, head_dim: int, kv_dtype: torch.dtype) -> None:
         p = Problem(
-            [0, 700], [900, 300], 8, 2, head_dim, head_dim, page_size=page_size, device="cuda", kv_dtype=kv_dtype
+            [0, 700], [1900, 300], 8, 2, head_dim, head_dim, page_size=page_size, device="cuda", kv_dtype=kv_dtype
         )
         store_new_tokens(p)
         layer, plan = layer_of(p), plan_of(p)

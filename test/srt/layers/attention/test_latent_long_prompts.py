@@ -226,12 +226,13 @@ def prompts(new: list[int], prefix: list[int], **changes: Any) -> ExtendRows:
 
 
 SITES = [site_of(DEEPSEEK, tp, 1) for tp in (1, 2)]
+LONG = sites.LONG_PROMPTS
 STEPS = {
-    "long": (prompts([212, 300], [0, 5000]), 2),
-    "no prefix": (prompts([512], [0]), 0),
-    "too few tokens": (prompts([211, 300], [0, 5000]), None),
-    "in a graph": (prompts([600], [0], seq_lens_cpu=None), None),
-    "guesses": (prompts([600], [0], guesses=Guesses.__new__(Guesses)), None),
+    "long": (prompts([LONG - 300, 300], [0, 5000]), 2),
+    "no prefix": (prompts([LONG], [0]), 0),
+    "too few tokens": (prompts([LONG - 301, 300], [0, 5000]), None),
+    "in a graph": (prompts([LONG], [0], seq_lens_cpu=None), None),
+    "guesses": (prompts([LONG], [0], guesses=Guesses.__new__(Guesses)), None),
 }
 
 
