@@ -102,8 +102,8 @@ CASES |= {
 BY_FLASHINFER = {"decode": ("decode",), "prompts": ("prompts",), "all": ("decode", "prompts")}
 CASES |= {
     f"latents, {layout}, FlashInfer, {what}{', guesses' * guesses}": Case(
-        "deepseek_v3", LAYOUTS[layout], flags={"page_size": 2 * LAYOUTS[layout].dcp_size} if what == "all" else {},
-        guesses=guesses, thorough=(layout, what, guesses) != ("DCP2", "all", False), flashinfer=ops,
+        "deepseek_v3", LAYOUTS[layout], flags={"page_size": 2 * LAYOUTS[layout].dcp_size} if not guesses else {},
+        guesses=guesses, flashinfer=ops,
     )
     for layout in ("DCP2", "DCP4")
     for what, ops in BY_FLASHINFER.items()

@@ -217,6 +217,4 @@ class FlashInferMLADecodeMetadata:
         base 2: FlashInfer's own `return_lse_base_on_e` has the threads that merge a row multiply one number in place,
         64 of them in two warps, so that a warp may multiply what the other one has multiplied."""
         self.options.run(self.wrapper, q, layer, out, lse=lse, return_lse=True)
-        empty = (self.lens == 0)[:, None]
-        lse.mul_(math.log(2)).masked_fill_(empty, float("-inf"))
-        out.masked_fill_(empty[..., None], 0)
+        lse.mul_(math.log(2)).masked_fill_((self.lens == 0)[:, None], float("-inf"))

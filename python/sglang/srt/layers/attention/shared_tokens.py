@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 class PartMetadata(Protocol):
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """q [D, H, D] -> out [D, H, Dv] and lse [D, H] fp32, the natural logarithm of the sum of exponentials: zeros
-        and -inf for a row without tokens. Sinks are left out."""
+        """q [D, H, D] -> out [D, H, Dv] and lse [D, H] fp32, the natural logarithm of the sum of exponentials: -inf for
+        a row without tokens, whose `out` is not read. Sinks are left out."""
 
 
 class PartBuilder(Protocol):
