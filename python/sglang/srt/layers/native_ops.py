@@ -227,8 +227,10 @@ def latent_norm_rope_store(
 def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | None) -> torch.Tensor:
     """parts [T, ranks * H, D] of this rank's tokens, for the heads of each rank, and lse [T, ranks * H] fp32, the
     natural logarithms of the sums of their exponentials -> [ranks, T, H, D + extra], a message for each rank: behind
-    the columns of a part, 16 bytes with the logarithm, as the sum of three numbers of the parts' type. With `rank`,
-    this one's number: [ranks, ranks, T, H, D + extra], by source and target, with zeros from other sources."""
+    the columns of a part, 16 bytes with the logarithm, as the sum of three numbers of the parts' type. A part whose
+    logarithm is -inf counts as zeros, whatever it is. With `rank`, this one's number: [ranks, ranks, T, H, D + extra],
+    by source and target, with zeros from other sources."""
+    parts = parts.masked_fill((lse == float("-inf"))[..., None], 0)
     num_tokens, heads_of_all, dims = parts.shape
     shape = (num_tokens, ranks, heads_of_all // ranks)
     message = parts.new_zeros((ranks, num_tokens, shape[2], dims + LSE_BYTES // parts.element_size()))

@@ -46,7 +46,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
         if rank == 0:
             scores[1] = float("-inf")  # of this token the first rank has none
         lse.copy_(scores.logsumexp(-1))
-        parts.copy_(scores.softmax(-1).nan_to_num() @ keys[rank])
+        parts.copy_(scores.softmax(-1) @ keys[rank])  # no numbers where there is no token
 
     everything = keys.transpose(0, 1).flatten(1, 2)
     scores = queries[rank] @ everything.transpose(1, 2)

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.kernels.tiles import MLA_LATENT
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.attention.part_merge import _weights
+from sglang.srt.layers.attention.part_merge import _weighted, _weights
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.token_shares import (
     GatheredTokens,
@@ -72,9 +72,9 @@ def test_messages_of_parts(size: int, heads: int, dims: int, dtype: torch.dtype,
     parts = torch.randn((size, 3, size * heads, dims), device=interpreter.DEVICE).to(dtype)
     lse = torch.randn((size, 3, size * heads), device=interpreter.DEVICE) * 9
     lse[0, 0], lse[:, 1] = float("-inf"), float("-inf")
-    parts[0, 0], parts[:, 1] = 0, 0
+    parts[0, 0], parts[:, 1] = float("nan"), float("nan")
     sinks = torch.randn(heads, device=interpreter.DEVICE)
-    weights = _weights(lse, None)[..., None] * parts.float()
+    weights = _weighted(parts.float(), _weights(lse, None)[..., None])
     for ops in (native_ops, part_rows):
         sent = [ops.pack_parts(parts[rank], lse[rank], size, rank if added else None) for rank in range(size)]
         assert not added or all(not message[1 - rank].any() for rank, message in enumerate(sent[:2]))

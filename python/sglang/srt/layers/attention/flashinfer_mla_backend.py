@@ -166,7 +166,7 @@ class FlashInferMLADecode:
 
     def build(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
         self._plan(self._eager, rows)
-        return FlashInferMLADecodeMetadata(self.options, self._eager, rows.seq_lens)
+        return FlashInferMLADecodeMetadata(self.options, self._eager, rows.seq_lens == 0)
 
     def _plan(self, wrapper: PlannedWrapper, rows: DecodeRows) -> None:
         self.options.plan(wrapper, self.options.lists(rows, [1] * len(rows)), causal=False)
@@ -197,7 +197,7 @@ class FlashInferMLADecode:
             self.options.plan(self._in_graphs[size], one_page_each, causal=False)
 
     def build_in_graph(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
-        return FlashInferMLADecodeMetadata(self.options, self._in_graphs[len(rows)], rows.seq_lens)
+        return FlashInferMLADecodeMetadata(self.options, self._in_graphs[len(rows)], rows.seq_lens == 0)
 
     def refresh(self, rows: DecodeRows) -> None:
         self._plan(self._in_graphs[len(rows)], rows)
@@ -207,7 +207,7 @@ class FlashInferMLADecode:
 class FlashInferMLADecodeMetadata:
     options: _Options
     wrapper: PlannedWrapper
-    lens: torch.Tensor  # [D] on the device
+    empty: torch.Tensor  # [D] bool, rows without tokens
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self.options.run(self.wrapper, q, layer, out)
@@ -217,6 +217,4 @@ class FlashInferMLADecodeMetadata:
         base 2: FlashInfer's own `return_lse_base_on_e` has the threads that merge a row multiply one number in place,
         64 of them in two warps, so that a warp may multiply what the other one has multiplied."""
         self.options.run(self.wrapper, q, layer, out, lse=lse, return_lse=True)
-        empty = (self.lens == 0)[:, None]
-        lse.mul_(math.log(2)).masked_fill_(empty, float("-inf"))
-        out.masked_fill_(empty[..., None], 0)
+        lse.mul_(math.log(2)).masked_fill_(self.empty[:, None], float("-inf"))

@@ -1,7 +1,8 @@
 """Attention of several ranks to tokens that they share out, each with the heads of all of them, as one softmax.
 
 Every rank attends with all heads to its own tokens: parts, and the logarithms of the sums of their exponentials. The
-part of a head that has no tokens on a rank has the logarithm -inf. Then each rank gets the parts of its own heads:
+part of a head that has no tokens on a rank has the logarithm -inf, and may be no number. Then each rank gets the parts
+of its own heads:
 
     a2a      parts and sums in one exchange (`pack_parts`), added up where they arrive (`merge_parts`)
     ag_rs    sums to all ranks, each of which weights its parts; a reduce-scatter adds them up
@@ -81,7 +82,12 @@ class PartMerge:
             sinks = self.context.all_gather(sinks, dim=0).view(self.context.size, 1, -1)
         all_lse = self.context.all_gather(lse[None], dim=0)  # [ranks, size, T, H]
         weights = _weights(all_lse, sinks)[self.context.rank]
-        return self.context.reduce_scatter((parts * weights[..., None]).to(parts.dtype))
+        return self.context.reduce_scatter(_weighted(parts, weights[..., None]).to(parts.dtype))
+
+
+def _weighted(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Zeros where a part weighs nothing, also where it is no number."""
+    return torch.where(weights > 0, parts * weights, 0)
 
 
 def _weights(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.token_shares import (
     GatheredTokens,
     Tokens,
     own_count,
+    own_lengths,
     own_rows,
     own_rows_before_replay,
     own_table,
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 class PartMetadata(Protocol):
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """q [D, H, D] -> out [D, H, Dv] and lse [D, H] fp32, the natural logarithm of the sum of exponentials: zeros
-        and -inf for a row without tokens. Sinks are left out."""
+        """q [D, H, D] -> out [D, H, Dv] and lse [D, H] fp32, the natural logarithm of the sum of exponentials: -inf for
+        a row without tokens, whose `out` is not read. Sinks are left out."""
 
 
 class PartBuilder(Protocol):
@@ -51,7 +52,8 @@ class PartBuilder(Protocol):
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None: ...
 
-    def build_in_graph(self, rows: DecodeRows) -> PartMetadata: ...
+    def build_in_graph(self, rows: DecodeRows) -> PartMetadata:
+        """What plans on the host gets no table of this rank's tokens here."""
 
     def refresh(self, rows: DecodeRows) -> None: ...
 
@@ -80,7 +82,8 @@ class SharedDecode:
         self.parts.prepare_graphs(batch_sizes)
 
     def build_in_graph(self, rows: DecodeRows) -> SharedDecodeMetadata:
-        return SharedDecodeMetadata(self.parts.build_in_graph(own_rows(rows, self.merge.context)), self.merge)
+        of_rank = own_lengths if self.plans_on_host else own_rows
+        return SharedDecodeMetadata(self.parts.build_in_graph(of_rank(rows, self.merge.context)), self.merge)
 
     def refresh(self, rows: DecodeRows) -> None:
         self.parts.refresh(own_rows_before_replay(rows, self.merge.context))

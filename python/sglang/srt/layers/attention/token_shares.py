@@ -27,19 +27,31 @@ def own_slots(slots: torch.Tensor, context: Group) -> torch.Tensor:
 def own_rows(rows: DecodeRows, context: Group) -> DecodeRows:
     """The same requests with this rank's tokens only, of which some may have none; each has a row of a table of its
     own. Launches alone, so that a graph may hold it."""
+    return _own(rows, own_table(rows.token_slots, rows.req_pool_indices, context), context)
+
+
+def own_lengths(rows: DecodeRows, context: Group) -> DecodeRows:
+    """As `own_rows`, for what reads lengths alone: the tables stay those of all ranks."""
+    return _own(rows, rows.token_slots, context)
+
+
+def _own(rows: DecodeRows, token_slots: tuple[TokenSlots, ...], context: Group) -> DecodeRows:
     lens = rows.seq_lens_cpu
     return DecodeRows(
         torch.arange(len(rows), device=rows.seq_lens.device),
         own_count(rows.seq_lens, context),
-        own_table(rows.token_slots, rows.req_pool_indices, context),
+        token_slots,
         None if lens is None else [(length - context.rank + context.size - 1) // context.size for length in lens],
     )
 
 
 def own_rows_before_replay(rows: DecodeRows, context: Group) -> DecodeRows:
     """As `own_rows` makes them, of a step that a graph is about to compute: it enters the slots of the new tokens in
-    the row table, which does not have them yet."""
-    mine = own_rows(rows, context)
+    the row table, which does not have them yet. The table ends with the longest request, whose length the host knows
+    now."""
+    assert rows.seq_lens_cpu is not None
+    columns = -(-max(rows.seq_lens_cpu) // context.size)
+    mine = _own(rows, own_table(rows.token_slots, rows.req_pool_indices, context, columns), context)
     table = mine.token_slots[-1].req_to_token
     position = rows.seq_lens.long()[:, None] - 1
     at = (position // context.size).clamp(max=table.shape[1] - 1)
@@ -48,10 +60,13 @@ def own_rows_before_replay(rows: DecodeRows, context: Group) -> DecodeRows:
     return mine
 
 
-def own_table(token_slots: tuple[TokenSlots, ...], requests: torch.Tensor, context: Group) -> tuple[TokenSlots, ...]:
-    """The slots with a row table [R, ceil(context_len / size)] of this rank's tokens of the requests [R]."""
+def own_table(
+    token_slots: tuple[TokenSlots, ...], requests: torch.Tensor, context: Group, columns: int | None = None
+) -> tuple[TokenSlots, ...]:
+    """The slots with a row table [R, ceil(context_len / size)] of this rank's tokens of the requests [R]; or with the
+    first `columns` of it."""
     table = token_slots[0].req_to_token[:, context.rank :: context.size]
-    return with_own_table(token_slots, table[requests] // context.size)
+    return with_own_table(token_slots, table[:, :columns][requests] // context.size)
 
 
 def own_count(lens: torch.Tensor, context: Group) -> torch.Tensor:

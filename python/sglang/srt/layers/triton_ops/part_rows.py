@@ -52,6 +52,7 @@ def pack_parts_kernel(
     third = (rest - second.to(tl.float32)).to(dtype)
     logarithm = tl.where(behind == 0, first, tl.where(behind == 1, second, tl.where(behind == 2, third, 0.0)))
     values = tl.load(parts + row * DIMS + cols, mask=cols < DIMS, other=0.0)
+    values = tl.where(total == float("-inf"), 0.0, values)
     at = packed + ((target.to(tl.int64) * num_tokens + token) * num_heads + head) * (DIMS + EXTRA)
     for source in range(num_sources):
         keep = source == rank
@@ -123,7 +124,7 @@ def launch_constants(dims: int, dtype: torch.dtype) -> dict[str, int]:
 def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | None) -> torch.Tensor:
     """parts [T, ranks * H, D] and lse [T, ranks * H] fp32, contiguous, of this rank's tokens for the heads of each rank
     -> [ranks, T, H, D + extra], a message for each; or with `rank`, this one's number, [ranks, ranks, T, H, D + extra],
-    by source and target, with zeros from other sources."""
+    by source and target, with zeros from other sources. Parts whose logarithm is -inf count as zeros."""
     num_tokens, heads_of_all, dims = parts.shape
     launch = launch_constants(dims, parts.dtype)
     heads, sources = heads_of_all // ranks, 1 if rank is None else ranks
