@@ -43,8 +43,8 @@ TENSOR_CORE_GROUP = 4
 
 
 def library_kernels(arch: ArchTraits, cache_dtype: torch.dtype = torch.bfloat16) -> str:
-    """Returns the library's name of its kernels for prompts and latents: FA3 has wgmma, which only Hopper has, and reads
-    for 16-bit queries 16-bit keys alone; FA2 runs everywhere."""
+    """Returns the library's name of its kernels for prompts and latents. FA3 has wgmma, which only Hopper has, and for
+    16-bit queries it reads 16-bit keys alone; FA2 runs everywhere."""
     return "fa3" if "wgmma" in arch.features and cache_dtype.itemsize == 2 else "fa2"
 
 
