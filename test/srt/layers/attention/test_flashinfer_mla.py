@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor import graph_runner
@@ -63,6 +64,15 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield module
     for name in MODULES:
         del sys.modules[name]
+
+
+def test_more_than_the_library_plans_is_refused(fake_backend: ModuleType) -> None:
+    """Its planner writes behind its lists."""
+    e = Problem([0], [9], 128, 1, DIM, RANK)
+    fake_backend.MOST_WORKS = 2 * FakeArch().num_sms + 9
+    attention = sites_of(plan_for(e), fake_backend.FlashInferMLABackend(plan_for(e), "cpu"))
+    with pytest.raises(UserError, match="cannot plan 9 new tokens of 128 heads in one step; use --chunked-prefill"):
+        batch_of(e, Mode.EXTEND, attention)
 
 
 @pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])

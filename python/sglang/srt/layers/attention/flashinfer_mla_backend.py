@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
+from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.flashinfer_backend import PLAN_BYTES, PlannedWrapper, library_kernels
 from sglang.srt.layers.attention.page_table import gather_pages
 from sglang.srt.mem_cache.memory_pool import storage_dtype
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 128 << 20
+MOST_WORKS, WORK_ROWS = 16384, 128
+"""What lists of the library's planner have room for, which it does not check: tiles of so many queries times heads,
+and two more for each SM."""
 SHARED_OUT = -1
 """Number of the row table of caches whose tokens ranks share out."""
 
@@ -67,12 +71,20 @@ class _Options:
         self.dtypes = (getattr(torch, plan.dtype), storage_dtype(plan.kv_cache_dtype))
         self.max_pages_each = -(-plan.context_len // plan.page_size)
         self.kernels = library_kernels(plan.arch)
+        self.most_works = MOST_WORKS - 2 * plan.arch.num_sms
 
     def lists(self, rows: DecodeRows | ExtendRows, new_lens: Sequence[int]) -> _Lists:
         pages = gather_pages(rows, self.table, self.page_size, entered=self.table == SHARED_OUT)
         return _Lists.of(new_lens, pages.indptr, pages.indices, torch.tensor(rows.seq_lens_cpu, dtype=torch.int32))
 
     def plan(self, wrapper: PlannedWrapper, lists: _Lists, causal: bool) -> None:
+        """Raises UserError for more tokens than the library can plan."""
+        tokens, heads = int(lists.starts[-1]), self.shape[0]
+        if len(lists.lens) + tokens * heads // WORK_ROWS > self.most_works:
+            raise UserError(
+                f"FlashInfer cannot plan {tokens:,} new tokens of {heads} heads in one step; use --chunked-prefill-size "
+                f"{self.most_works * WORK_ROWS // heads // 2} or --attention-backend triton"
+            )
         wrapper.plan(
             lists.starts, lists.indptr, lists.indices, lists.lens, *self.shape, causal, self.scale, *self.dtypes
         )
