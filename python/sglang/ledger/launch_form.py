@@ -90,7 +90,7 @@ def recording(arch: str) -> Iterator[dict[Form, int]]:
         noted.append((kernels, key))
         return True  # nothing is compiled, and so nothing launched
 
-    with _driver_of(arch), _addresses(), _repeated_launches_end_early(arch):
+    with _driver_of(arch), _addresses():
         before = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = note  # type: ignore[assignment]
         try:
@@ -112,33 +112,6 @@ class _Noted:
 
     @staticmethod
     def run(*launch: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def _repeated_launches_end_early(arch: str) -> Iterator[None]:
-    """A launch of what was launched before goes no further than Triton's binding of its arguments and its grid."""
-    from triton.runtime.jit import JITFunction
-
-    original = JITFunction.run
-    known: set[tuple[Any, ...]] = set()
-
-    def run(fn: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        bind = fn.device_caches[arch][-1]
-        bound, specialization, options = bind(*args, **kwargs)
-        key = (id(fn), tuple(specialization), str(options))
-        if key not in known:
-            kernel = original(fn, *args, grid=grid, warmup=warmup, **kwargs)
-            known.add(key)
-            return kernel
-        if callable(grid):
-            grid(bound)
-        return _Noted
-
-    JITFunction.run = run  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        JITFunction.run = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -179,10 +152,9 @@ def _addresses() -> Iterator[None]:
         if not tensor.is_meta:
             return original(tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in places:
-            places[key] = next(numbers) << 40, storage  # kept, so that no later one is taken for it
-        return places[key][0] + int(tensor.storage_offset()) * tensor.element_size()
+        # The storage is kept, so that no later one is taken for it.
+        place, _ = places.setdefault(storage._cdata, (next(numbers) << 40, storage))
+        return place + int(tensor.storage_offset()) * tensor.element_size()
 
     torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign,assignment]
     try:
