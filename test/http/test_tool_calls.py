@@ -101,6 +101,7 @@ def streamed(chunks: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("messages", "name", "arguments"), [(ADD, "add_numbers", {"a": 12, "b": 30}), (TIME, "get_time", {"city": "Paris"})]
 )
@@ -396,6 +397,7 @@ PERSON_FORM = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
 def test_a_thinking_budget(each_client: openai.OpenAI, constrained: bool, stream: bool) -> None:

@@ -1,7 +1,8 @@
 """Whatever computes decoding requests and prompts, in graphs and without, on one rank, two and two stages: the tokens
 are those of torch_native without graphs.
 
-`make test` has each pair of backends and graphs of a family on one rank, `make thorough` each case.
+`make test` has each pair of backends and graphs of a family on one rank, pairs of those that mix on several; `make
+thorough` has each case.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _rank(
         args = server_args(folder, **LAYOUTS[layout])
         runner = create_runner(args, rank, f"file://{out}/rendezvous{i}")
         tried = cases(args)
-        wrong += wrong_cases(family, runner, args, expected[family], tried if every else that_mix(tried))
+        wrong += wrong_cases(family, runner, args, expected[family], tried if every else in_pairs(that_mix(tried)))
         parallel_state.shutdown()
     (out / f"{rank}.json").write_text(json.dumps(wrong))
 
@@ -64,7 +65,7 @@ def _rank(
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["mixed", "every"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_backends_of_several_ranks(layout: str, every: bool, models: dict[str, Path], tmp_path: Path) -> None:
-    """Backends mixed: each family in one of the layouts. Every pair of backends: each in all."""
+    """Backends mixed, in pairs: each family in one of the layouts. Every pair of backends: each in all."""
     if not every:
         models = dict([*models.items()][[*LAYOUTS].index(layout) :: len(LAYOUTS)])
     expected = {}
