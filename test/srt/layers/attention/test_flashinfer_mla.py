@@ -71,7 +71,7 @@ def test_more_than_the_library_plans_is_refused(fake_backend: ModuleType) -> Non
     e = Problem([0], [9], 128, 1, DIM, RANK)
     fake_backend.MOST_WORKS = 2 * FakeArch().num_sms + 9
     attention = sites_of(plan_for(e), fake_backend.FlashInferMLABackend(plan_for(e), "cpu"))
-    with pytest.raises(UserError, match="cannot plan 9 new tokens of 128 heads in one step; use --chunked-prefill"):
+    with pytest.raises(UserError, match="cannot plan 9 new tokens of 128 heads in a step; use --chunked-prefill"):
         batch_of(e, Mode.EXTEND, attention)
 
 

@@ -82,7 +82,7 @@ class _Options:
         tokens, heads = int(lists.starts[-1]), self.shape[0]
         if len(lists.lens) + tokens * heads // WORK_ROWS > self.most_works:
             raise UserError(
-                f"FlashInfer cannot plan {tokens:,} new tokens of {heads} heads in one step; use --chunked-prefill-size "
+                f"FlashInfer cannot plan {tokens:,} new tokens of {heads} heads in a step; use --chunked-prefill-size "
                 f"{self.most_works * WORK_ROWS // heads // 2} or --attention-backend triton"
             )
         wrapper.plan(
