@@ -91,7 +91,12 @@ def test_a_client_that_reads_late_gets_all_of_it(protocol: type[HttpToolsProtoco
 
 @pytest.mark.parametrize("protocol", [HttpProtocol, HttpToolsProtocol])
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_leaves_ends_the_stream(protocol: type[HttpToolsProtocol], reads: bool) -> None:
+def test_a_client_that_leaves_ends_the_stream(
+    protocol: type[HttpToolsProtocol], reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that leaves while nothing is sent is noticed by what keeps the connection alive."""
+    monkeypatch.setenv("SGLANG_SSE_KEEP_ALIVE", "0.2")
+
     async def main() -> None:
         application = Application()
         async with connection(application, protocol) as (reader, writer):
