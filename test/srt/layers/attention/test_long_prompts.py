@@ -41,15 +41,16 @@ def prompts(new: list[int], prefix: list[int] | None = None, **changes: Any) -> 
     return ExtendRows(torch.arange(len(new)), lens, (), lens, lens, new, prefix, **known)
 
 
+LEAST = sites.LONG_PROMPTS
 LONG = {
-    "one prompt": prompts([512]),
-    "several": prompts([200, 312], [7, 4999]),
+    "one prompt": prompts([LEAST]),
+    "several": prompts([200, LEAST - 200], [7, 4999]),
 }
 SHORT = {
-    "too few tokens": prompts([200, 311]),
-    "a shared prefix": prompts([600], [5000]),
-    "in a graph": prompts([600], seq_lens_cpu=None),
-    "guesses": prompts([600], guesses=Guesses.__new__(Guesses)),
+    "too few tokens": prompts([200, LEAST - 201]),
+    "a shared prefix": prompts([LEAST], [5000]),
+    "in a graph": prompts([LEAST], seq_lens_cpu=None),
+    "guesses": prompts([LEAST], guesses=Guesses.__new__(Guesses)),
 }
 
 
