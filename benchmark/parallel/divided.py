@@ -62,8 +62,8 @@ PEER_GRAPHS = (1, 8, 64, 256)
 PEER = (*PEER, "--mem-fraction-static", "0.85", "--trust-remote-code", "--cuda-graph-bs", *map(str, PEER_GRAPHS))
 COMMAND = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
 PEER_CPU = ("--attention-backend", "torch_native", "--trust-remote-code")
-PEER_LIMIT_S, LEAST_S = 560.0, 45.0
-"""Seconds for a start, and that a part needs to begin."""
+START_LIMIT_S, LEAST_S = 560.0, 45.0
+"""Seconds for a start of the slice, which may have to compile kernels, and that a part needs to begin."""
 LONG = 65536
 LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
 TOKENS_HELD, FASTER, OF_TWO = 1.9, 1.0, 1.9
@@ -87,20 +87,20 @@ class Slices:
         flags = (*self.flags(bench), *(PEER_CPU if bench.cpu else PEER))
         return {
             f"upstream {name}": servers.start(
-                f"upstream_{name.replace(' ', '_')}", model, *flags, *OF_PEER[name], limit_s=PEER_LIMIT_S,
+                f"upstream_{name.replace(' ', '_')}", model, *flags, *OF_PEER[name], limit_s=START_LIMIT_S,
                 command=command, **environment,
             )
             for name in self.peer_layouts
         }  # fmt: skip
 
     def ours(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
-        limit = PEER_LIMIT_S if self.more else SERVER_LIMIT_S
         return {
             name: servers.start(
-                f"slice_{name.replace(' ', '_')}", model, *self.flags(bench), *LAYOUTS[name], *self.more, limit_s=limit
+                f"slice_{name.replace(' ', '_')}", model, *self.flags(bench), *LAYOUTS[name], *self.more,
+                limit_s=START_LIMIT_S,
             )
             for name in self.layouts
-        }
+        }  # fmt: skip
 
     @staticmethod
     def flags(bench: Bench) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Measured:
         ready: dict[str, Server] = {}
         for name, future in started.items():
             with bench.window.part(f"start, slice, {name}"):
-                ready[name] = future.result(bench.window.left(PEER_LIMIT_S))
+                ready[name] = future.result(bench.window.left(START_LIMIT_S))
                 bench.window.say(f"slice, {name} was up after {ready[name].start_seconds:.0f} s")
         for name, server in ready.items():
             with bench.window.part(f"slice, {name}"):
