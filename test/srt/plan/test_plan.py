@@ -278,7 +278,10 @@ BOTH = frozenset({"triton", "flashinfer"})
         (False, "sm_120", {}, {"prefill_attention_backend": "flashinfer"}),
         (False, "sm_120", {}, {"kv_cache_dtype": "fp4_e2m1"}),
         (False, "sm_120", {"head_dim": 64}, {}),
+        (True, "sm_120", {"head_dim": 256}, {}),
         (True, "h200", {}, {}),
+        (False, "h200", {"head_dim": 256}, {}),
+        (False, "h200", {}, {"kv_cache_dtype": "fp8_e4m3"}),
         (False, "a100-80gb", {}, {}),
     ],
 )

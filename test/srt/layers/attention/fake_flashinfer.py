@@ -22,6 +22,7 @@ class FakeWrapper:
     def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool = False, **buffers: Any) -> None:
         assert layout == "NHD"
         self.in_graphs = buffers.pop("use_cuda_graph", False)
+        self.backend = buffers.pop("backend", None)
         self.indptr = buffers.get("paged_kv_indptr_buffer")
         self.indices = buffers.get("paged_kv_indices_buffer")
         self.last_len = buffers.get("paged_kv_last_page_len_buffer")

@@ -22,6 +22,7 @@ from sglang.srt.model_executor import graph_runner
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.layer_spec import FULL, AttentionSite, Window, key_value_cache
 from srt.layers.attention.backend_harness import (
+    FakeArch,
     Mode,
     batch_of,
     layer_of,
@@ -212,6 +213,33 @@ def test_a_builder_of_long_prompts_is_checked(
     monkeypatch.setattr(fake_backend.PlannedWrapper, "run", run)
     with pytest.raises(RuntimeError, match="its attention is wrong by 0"):
         backend.long_prompt_builder(site)
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "kernels"),
+    [
+        ({"wgmma"}, torch.bfloat16, "fa3"),
+        ({"wgmma"}, torch.float8_e4m3fn, "fa2"),
+        ({"mma_sync_block_scale"}, torch.bfloat16, "fa2"),
+    ],
+)
+def test_prompts_take_the_kernels_of_the_planned_gpu(
+    fake_backend: ModuleType, features: set[str], dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would take those of the GPU that is there."""
+    p = Problem([0], [5], 8, 2, 128, 128, kv_dtype=dtype)
+    plan = plan_of(p, arch=FakeArch(features=frozenset(features)))
+    planned: list[str] = []
+    plan_next = fake_backend.FlashInferExtend._plan_next
+
+    def spy(self: Any, *args: Any) -> Any:
+        wrapper = plan_next(self, *args)
+        planned.append(wrapper._wrapper.backend)
+        return wrapper
+
+    monkeypatch.setattr(fake_backend.FlashInferExtend, "_plan_next", spy)
+    batch_of(p, Mode.EXTEND, sites_of(plan, fake_backend.FlashInferAttnBackend(plan, "cpu")))
+    assert planned == [kernels]
 
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FLASHINFER, reason="needs a GPU and FlashInfer")]
