@@ -1,10 +1,11 @@
-"""Holds sgl-kernel's all-reduce to fp32 sums on this machine's GPUs, and times it. Needs nvcc and a GPU; takes about
-three minutes.
+"""Holds sgl-kernel's all-reduce to fp32 sums on this machine's GPUs, its gathers and exchanges to what the ranks gave,
+and times them. Needs nvcc and a GPU; takes about three minutes.
 
     python scripts/all_reduce_on_gpu.py [--rounds 10000] [--ranks 2] [--no-times]
 
 Random calls (sizes from 1 KiB to 16 MiB, types, algorithms, with the norm or without, eager and in replayed graphs) are
-compared bit by bit with sums in fp32 in the order of the ranks. Then the same with workspaces in memory of the host, so
+compared bit by bit with sums in fp32 in the order of the ranks; every fifth is a gather or an exchange. Then the same
+with workspaces in memory of the host, so
 that everything goes over PCIe also where there is NVLink. Then a rank stays away, and the others must say which.
 Prints a line for each check and a table of times; exits with 1 if a check fails.
 
@@ -52,9 +53,14 @@ LIMIT_SECONDS = 420
 LARGEST = 16 * MIB
 HOST_LARGEST = 2 * MIB
 ALGORITHMS = ("packed", "one_shot", "two_shot")
+PARTS = ("packed", "one_shot")
+KINDS = ("gather", "exchange")
+LARGEST_PART = 2 * MIB
+"""Of a gather and of an exchange."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-6
 POOL_BYTES = 4 * LARGEST
+TIMED_PARTS = (1, 8, 32, 64, 128, 512, 1024, 2048)
 TIMED_SIZES = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 NORMED = tuple((tokens, hidden) for hidden in (2048, 5120) for tokens in (1, 8, 64, 256))
 CALLS, REPLAYS = 20, 10
@@ -99,9 +105,16 @@ class Call:
     shape: tuple[int, ...]
     offset: int  # bytes into the ranks' pools
     residual: bool
+    kind: str = "sum"  # or of what the parts have this shape: "gather", "exchange"
 
     @staticmethod
     def draw(rng: random.Random, largest: int) -> Call:
+        if rng.random() < 0.2:
+            nbytes = int(16 * 2 ** rng.uniform(0, (LARGEST_PART // 16).bit_length() - 1)) // 16 * 16
+            dtype = rng.choice(DTYPES)
+            algorithm = rng.choice(PARTS if nbytes <= Collectives.PACKED_BYTES else PARTS[1:])
+            offset = rng.randrange(0, POOL_BYTES - 8 * LARGEST_PART, 16)
+            return Call(algorithm, dtype, (nbytes // dtype.itemsize,), offset, False, rng.choice(KINDS))
         nbytes = int(KIB * 2 ** rng.uniform(0, (largest // KIB).bit_length() - 1)) // 16 * 16
         dtype = rng.choice(DTYPES)
         algorithm = rng.choice(ALGORITHMS if nbytes <= Collectives.PACKED_BYTES else ALGORITHMS[1:])
@@ -117,6 +130,10 @@ class Call:
 
     def values(self, pool: torch.Tensor) -> torch.Tensor:
         return pool[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+    def parts(self, pool: torch.Tensor, ranks: int) -> torch.Tensor:
+        """[ranks, ...] of an exchange."""
+        return pool[self.offset : self.offset + ranks * self.nbytes].view(self.dtype).view(ranks, *self.shape)
 
     @property
     def normed(self) -> bool:
@@ -148,17 +165,20 @@ class Rank:
 
     def all_reduce_over(self, workspaces: Workspaces, deadline: float = 20.0) -> CustomAllReduce:
         bands = [Band(frozenset(), frozenset(), "two_shot", LARGEST, "")]
-        return CustomAllReduce(self.library, workspaces, bands, deadline)
+        return CustomAllReduce(self.library, workspaces, bands, deadline, part_bytes=LARGEST_PART)
 
     def data_vectors(self, largest: int) -> int:
         bands = [Band(frozenset(), frozenset(), algorithm, largest, "") for algorithm in ("one_shot", "two_shot")]
-        return data_vectors_for(bands, self.ranks, self.library.ROW_VECTORS)
+        return data_vectors_for(bands, self.ranks, self.library.ROW_VECTORS, LARGEST_PART)
 
     # --- right or wrong ---
 
     def inputs(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """This rank's x, the residual of all ranks, the norm's weight."""
         pools = self.pools[call.dtype]
+        if call.kind == "exchange":
+            x = call.parts(pools[self.rank], self.ranks).clone()
+            return x, None, x
         x = call.values(pools[self.rank]).clone()
         if not call.normed:
             return x, None, x
@@ -167,12 +187,20 @@ class Rank:
 
     def run(self, reduce: CustomAllReduce, call: Call, inputs: tuple) -> tuple[torch.Tensor, ...]:
         x, residual, weight = inputs
+        if call.kind != "sum":
+            return ((reduce.gather if call.kind == "gather" else reduce.exchange)(x, call.algorithm),)
         if not call.normed:
             return (reduce.all_reduce(x, call.algorithm),)
         return reduce.all_reduce_add_rms_norm(x, residual, weight, EPS, call.algorithm)
 
     def compare(self, call: Call, actual: tuple[torch.Tensor, ...]) -> None:
         pools = self.pools[call.dtype]
+        if call.kind != "sum":
+            sent = [call.parts(pool, self.ranks)[self.rank] for pool in pools]
+            if call.kind == "gather":
+                sent = [call.values(pool) for pool in pools]
+            self.wrong += (torch.stack(sent) != actual[0]).any()
+            return
         total = torch.zeros(call.shape, dtype=torch.float32, device=actual[0].device)
         for pool in pools:
             total += call.values(pool).float()
@@ -295,6 +323,22 @@ class Rank:
             columns = "".join(f"{cell:>10}" for cell in cells)
             yield f"{kib:>7}{copy:>9.1f}{columns}  {min(found, key=lambda name: found[name])}"
 
+    def part_times(self, reduce: CustomAllReduce) -> Iterator[str]:
+        """A line for each size of a part: microseconds of gathers and exchanges."""
+        columns = [f"{kind} {name}" for kind in KINDS for name in (*PARTS, "nccl")]
+        yield f"{'KiB':>7}" + "".join(f"{column:>19}" for column in columns)
+        for kib in TIMED_PARTS:
+            x = torch.zeros((self.ranks, kib * KIB // 2), dtype=torch.bfloat16, device="cuda")
+            to = torch.empty_like(x)
+            runs = {f"gather {name}": partial(reduce.gather, x[0], name) for name in PARTS}
+            runs |= {f"exchange {name}": partial(reduce.exchange, x, name) for name in PARTS}
+            runs["gather nccl"] = partial(dist.all_gather_into_tensor, to.view(-1), x[0], group=self.nccl)
+            runs["exchange nccl"] = partial(dist.all_to_all_single, to, x, group=self.nccl)
+            if x[0].nbytes > Collectives.PACKED_BYTES:
+                runs = {column: run for column, run in runs.items() if "packed" not in column}
+            cells = [f"{self.microseconds(runs[column]):.1f}" if column in runs else "-" for column in columns]
+            yield f"{kib:>7}" + "".join(f"{cell:>19}" for cell in cells)
+
     def norm_times(self, reduce: CustomAllReduce) -> Iterator[str]:
         yield f"{'T x H':>12}{'fused':>10}{'2 kernels':>11}{'nccl, norm':>12}   (the fastest algorithm each)"
         for tokens, hidden in NORMED:
@@ -345,6 +389,8 @@ def worker(args: argparse.Namespace, rank_number: int) -> int:
         check(f"{kind}, graphs", lambda: rank.graphs(reduce, rounds, largest, 2), rounds)
         if rank.nccl is not None and not args.no_times:
             for line in rank.times(reduce, workspaces, largest):
+                say(line)
+            for line in rank.part_times(reduce):
                 say(line)
             if kind == "device memory":
                 for line in rank.norm_times(reduce):

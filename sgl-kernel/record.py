@@ -70,13 +70,18 @@ def _product_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
         yield f"multiplies with {', '.join(others)} as well"
 
 
-def _reduce_name(kernel: re.Match[str]) -> str:
-    dtype, fused, algorithm = (int(number) for number in kernel.groups())
-    names = ("packed", "one_shot", "two_shot", "two_shot_e4m3")[algorithm], ("bfloat16", "float16", "float32")[dtype]
-    return f"all_reduce {' '.join(names)}{' norm' * fused}"
+ALGORITHMS = ("packed", "one_shot", "two_shot", "two_shot_e4m3")
 
 
-def _reduce_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
+def _collective_name(kernel: re.Match[str]) -> str:
+    *of_sum, exchanged = kernel.groups()
+    if exchanged is not None:
+        return f"exchange {ALGORITHMS[int(exchanged)]}"
+    dtype, fused, algorithm = (int(number) for number in of_sum)
+    return f"all_reduce {ALGORITHMS[algorithm]} {('bfloat16', 'float16', 'float32')[dtype]}{' norm' * fused}"
+
+
+def _collective_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
     """What the memory model asks for is there, and what PCIe does not have is not."""
     packed = name.split()[1] == "packed"
     wanted = (WORDS_READ, WORDS_WRITTEN) if packed else (FENCE, FLUSH, FLAG_READ, FLAG_WRITTEN)
@@ -105,8 +110,8 @@ SOURCE_FILES = (
     Source(
         "all_reduce.cu",
         TARGETS,
-        re.compile(r"all_reduce_kernelILi(\d)ELb(\d)ELi(\d)E"),
-        _reduce_name,
+        re.compile(r"(?:all_reduce_kernelILi(\d)ELb(\d)ELi(\d)|exchange_kernelILi(\d))E"),
+        _collective_name,
         re.compile(
             r"(?<![\w.])(ACQBULK|PREEXIT|F2FP\.[\w.]*E4M3[\w.]*|MEMBAR\.[\w.]*SYS|CCTL\.IVALL|(?:LDG|STG)\.[\w.]*SYS|(?:ATOMG?|REDG?|LDGMC|MULTIMEM)\.[\w.]+)"
         ),
@@ -191,10 +196,10 @@ def broken_rules(rows: dict[str, Row]) -> list[str]:
         assert isinstance(instructions, dict)
         if row["spills"] or row["stack"]:
             broken.append(f"{name}: {row['spills']} B spilled, a stack of {row['stack']} B")
-        collective = name.startswith("all_reduce ")
+        collective = name.startswith(("all_reduce ", "exchange "))
         if not (collective or 0 < int(str(row["shared"]))) or int(str(row["shared"])) > SHARED_LIMIT:
             broken.append(f"{name}: {row['shared']} B of shared memory, at most {SHARED_LIMIT}")
-        rules = _reduce_rules if collective else _product_rules
+        rules = _collective_rules if collective else _product_rules
         broken += [f"{name}: {text}" for text in rules(name, instructions)]
     return broken
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Two GPUs that hold different tokens: replicas, groups with requests of their own (DP attention), shared-out latents
 (DCP), beside two ranks that hold the same ones (TP2), and beside upstream's same layouts. Planned for nine minutes.
+--layouts "TP4,DCP4" has the same of four ranks, on four GPUs.
 
     python benchmark/parallel/divided.py --out DIR --dense DIR [--limit 535] [--skip slice,replicas,answers]
         [--peer-site DIR | --peer-command COMMAND] [--layouts NAMES] [--peer-layouts NAMES] [--flags="FLAGS"]
@@ -47,15 +48,19 @@ from parts import Bench, table  # noqa: E402
 from served import first_gpu  # noqa: E402
 from two_gpus import EMBEDDED, SERVER_LIMIT_S, Server, Servers, Window, load  # noqa: E402
 
-TP2, DCP2 = ("--tp", "2"), ("--tp", "2", "--dcp-size", "2")
-GROUPS = ("--tp", "2", "--enable-dp-attention", "--attn-dp-size", "2")
+TP2, TP4 = ("--tp", "2"), ("--tp", "4")
+DCP2, DCP4 = (*TP2, "--dcp-size", "2"), (*TP4, "--dcp-size", "4")
+GROUPS = (*TP2, "--enable-dp-attention", "--attn-dp-size", "2")
 SMALL = ("--max-total-tokens", "32768", "--max-running-requests", "32", "--cuda-graph-max-bs", "16")
 SMALL_CPU = ("--device", "cpu", "--max-total-tokens", "8192", "--max-running-requests", "8")
 SLICE = ("--load-format", "dummy", "--max-total-tokens", "600000", "--chunked-prefill-size")
 SLICE = (*SLICE, "8192", "--max-running-requests", "512", "--cuda-graph-max-bs", "256")
-LAYOUTS = {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2}
-OF_PEER = {"TP2": TP2, "DP attention 2": ("--tp", "2", "--dp", "2", "--enable-dp-attention"), "DCP2": DCP2}
+LAYOUTS = {"TP2": TP2, "DP attention 2": GROUPS, "DCP2": DCP2, "TP4": TP4, "DCP4": DCP4}
+OF_PEER = {**LAYOUTS, "DP attention 2": (*TP2, "--dp", "2", "--enable-dp-attention")}
 """The same layouts, as upstream's flags have them."""
+BESIDE = {"DP attention 2": "TP2", "DCP2": "TP2", "DCP4": "TP4"}
+"""What a layout stands beside: as many ranks, all of which hold the same tokens."""
+OF_TWO_GPUS = ("TP2", "DP attention 2", "DCP2")
 PEER = ("--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 PEER_GRAPHS = (1, 8, 64, 256)
 """The loads' sizes, of upstream's 36: each takes it up to ten seconds to capture. Batches between are padded."""
@@ -66,8 +71,8 @@ START_LIMIT_S, LEAST_S = 560.0, 45.0
 """Seconds for a start of the slice, which may have to compile kernels, and that a part needs to begin."""
 LONG = 65536
 LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
-TOKENS_HELD, FASTER, OF_TWO = 1.9, 1.0, 1.9
-"""Wanted: tokens that DCP2 holds beside TP2, decode steps behind long contexts, and replicas beside one."""
+TOKENS_HELD, FASTER, OF_TWO = {"DCP2": 1.9, "DCP4": 3.8}, 1.0, 1.9
+"""Wanted: tokens that DCP holds beside TP, decode steps behind long contexts, and replicas beside one."""
 
 
 @dataclass(frozen=True)
@@ -174,20 +179,20 @@ class Measured:
 
 
 def compare(bench: Bench, measured: Measured) -> None:
-    """Rows of each layout beside TP2."""
+    """Rows of each layout beside that whose ranks hold the same tokens."""
     held, long, served = measured.held, measured.long, measured.served
-    for name in [name for name in held if name != "TP2" and "TP2" in held]:
-        ratio = held["TP2"] / held[name]
-        least = TOKENS_HELD if name == "DCP2" else 1.0
-        bench.row(f"{name} beside TP2: tokens held", f"{ratio:.2f}x", f"{least}x", ratio >= least)
-    for name in [name for name in long if name in LAYOUTS and name != "TP2" and "TP2" in long]:
-        for at_once, ours, theirs in zip(LONG_AT_ONCE, long[name], long["TP2"], strict=False):
-            what = f"{name} beside TP2: steps of {at_once} behind {LONG:,} tokens, speed"
-            right = None if bench.cpu or name != "DCP2" else theirs / ours >= FASTER
-            bench.row(what, f"{theirs / ours:.2f}x", f"{FASTER}x" if name == "DCP2" else "", right)
-    for name in [name for name in served if name in LAYOUTS and name != "TP2" and "TP2" in served]:
-        for (at_once, _), ours, theirs in zip(bench.loads(), served[name], served["TP2"], strict=False):
-            bench.row(f"{name} beside TP2: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
+    for name, other in BESIDE.items():
+        beside = f"{name} beside {other}"
+        if name in held and other in held:
+            ratio, least = held[other] / held[name], TOKENS_HELD.get(name, 1.0)
+            bench.row(f"{beside}: tokens held", f"{ratio:.2f}x", f"{least}x", ratio >= least)
+        for at_once, ours, theirs in zip(LONG_AT_ONCE, long.get(name, ()), long.get(other, ()), strict=False):
+            what = f"{beside}: steps of {at_once} behind {LONG:,} tokens, speed"
+            wanted = name in TOKENS_HELD
+            right = None if bench.cpu or not wanted else theirs / ours >= FASTER
+            bench.row(what, f"{theirs / ours:.2f}x", f"{FASTER}x" if wanted else "", right)
+        for (at_once, _), ours, theirs in zip(bench.loads(), served.get(name, ()), served.get(other, ()), strict=False):
+            bench.row(f"{beside}: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
 
 
 def compare_with_peer(bench: Bench, measured: Measured) -> None:
@@ -283,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit", type=float, default=535.0, help="seconds")
     parser.add_argument("--skip", default="", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--layouts", type=names_of, default=tuple(LAYOUTS), help=f"of the slice: {', '.join(LAYOUTS)}")
+    parser.add_argument("--layouts", type=names_of, default=OF_TWO_GPUS, help=f"of the slice: {', '.join(LAYOUTS)}")
     parser.add_argument("--peer-site", help="folder with upstream and its dependencies")
     parser.add_argument("--peer-command", help="as `sglang serve`: starts a server when flags are put behind it")
     parser.add_argument("--peer-layouts", type=names_of, default=("TP2", "DP attention 2"))

@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--peer-backends", default="triton,flashinfer")
     parser.add_argument("--peer-server-backend", default="flashinfer")
     parser.add_argument("--peer-flags", default="", help="More flags of the peer, in one argument.")
+    parser.add_argument("--our-flags", default="", help="More flags of this server, in one argument.")
     parser.add_argument("--context-length", help="Of both sides, in place of the model's own.")
     parser.add_argument("--concurrency", default="64,256")
     parser.add_argument("--port", type=int, default=PORT, help="One for each GPU that compares at the same time.")
@@ -236,7 +237,7 @@ def main() -> None:
     concurrencies = [int(c) for c in args.concurrency.split(",")]
     our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     context = ["--context-length", args.context_length] if args.context_length else []
-    ours = Side("ours", our_path, {}, context, log_dir)
+    ours = Side("ours", our_path, {}, [*context, *shlex.split(args.our_flags)], log_dir)
     sides = [ours]
     if args.peer_site:
         flags = [*context, "--sampling-backend", "pytorch", *shlex.split(args.peer_flags)]

@@ -1,4 +1,5 @@
-// Launches of the collectives of all_reduce.cuh and the memory that peers share, with a C interface: no Python, no torch.
+// Launches of the collectives of all_reduce.cuh and exchange.cuh, and the memory that peers share, with a C interface: no Python, no torch.
+#include "exchange.cuh"
 #include "quantized_sum.cuh"
 
 #include <cuda_runtime.h>
@@ -11,17 +12,28 @@ namespace {
 constexpr int THREADS = 512;
 constexpr int64_t MAX_VECTORS = int64_t(1) << 31;
 
-template <int DTYPE, bool FUSED, int ALGORITHM>
-__global__ void __launch_bounds__(THREADS, 1) all_reduce_kernel(const __grid_constant__ AllReduceArguments args) {
-  // Launched while the kernel ahead ends; the one behind may be launched while this one waits for its peers. It waits
-  // itself before it reads what is summed here.
+// Launched while the kernel ahead ends; the one behind may be launched while this one waits for its peers. It waits
+// itself before it reads what is made here.
+__device__ __forceinline__ void begin() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+template <int DTYPE, bool FUSED, int ALGORITHM>
+__global__ void __launch_bounds__(THREADS, 1) all_reduce_kernel(const __grid_constant__ AllReduceArguments args) {
+  begin();
   if constexpr (ALGORITHM == TWO_SHOT_E4M3) {
     two_shot_e4m3<DTYPE>(args);
   } else {
     all_reduce<DTYPE, FUSED, ALGORITHM>(args);
   }
+}
+
+template <int ALGORITHM>
+__global__ void __launch_bounds__(THREADS, 1)
+    exchange_kernel(const __grid_constant__ AllReduceArguments args, const int64_t stride) {
+  begin();
+  exchange<ALGORITHM>(args, stride);
 }
 
 template <int DTYPE, bool FUSED>
@@ -39,11 +51,20 @@ auto* kernel_of(int algorithm, bool fused) {
   return fused ? kernel_of<DTYPE, true>(algorithm) : kernel_of<DTYPE, false>(algorithm);
 }
 
-bool valid(const AllReduceArguments& args, int algorithm, bool fused) {
-  if (args.ranks < 2 || args.ranks > MAX_RANKS || args.rank < 0 || args.rank >= args.ranks) return false;
+bool valid(const AllReduceArguments& args) {
+  return args.ranks >= 2 && args.ranks <= MAX_RANKS && args.rank >= 0 && args.rank < args.ranks && args.vectors >= 1 &&
+         args.vectors <= MAX_VECTORS && args.blocks >= 1 && args.blocks <= MAX_BLOCKS;
+}
+
+bool valid_exchange(const AllReduceArguments& args, int algorithm) {
+  if (!valid(args) || args.output == args.input || args.ranks * args.vectors > MAX_VECTORS) return false;
+  if (algorithm == PACKED) return args.vectors <= PACKED_VECTORS;
+  return algorithm == ONE_SHOT && data_vectors(args, algorithm) <= args.data_vectors;
+}
+
+bool valid_sum(const AllReduceArguments& args, int algorithm, bool fused) {
+  if (!valid(args) || args.row_vectors < 1) return false;
   if (algorithm < PACKED || algorithm > TWO_SHOT_E4M3 || args.dtype < BFLOAT16 || args.dtype > FLOAT32) return false;
-  if (args.vectors < 1 || args.vectors > MAX_VECTORS || args.row_vectors < 1) return false;
-  if (args.blocks < 1 || args.blocks > MAX_BLOCKS) return false;
   if (fused && (args.row_vectors > ROW_VECTORS || args.vectors % args.row_vectors)) return false;
   // Rows of another width than a block are sent by other threads than finish them.
   const bool in_place = args.output == args.input || (fused && args.total == args.input);
@@ -53,6 +74,21 @@ bool valid(const AllReduceArguments& args, int algorithm, bool fused) {
   const bool groups = args.vectors % 4 == 0 && args.row_vectors % 2 == 0 && args.dtype != FLOAT32;
   if (algorithm == TWO_SHOT_E4M3 && (fused || !groups)) return false;
   return data_vectors(args, algorithm) <= args.data_vectors;
+}
+
+template <class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), int blocks, void* stream, const Arguments&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(THREADS);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  return error != cudaSuccess ? error : cudaGetLastError();
 }
 
 }  // namespace
@@ -66,21 +102,21 @@ extern "C" {
 // same sizes, algorithm and blocks, in the same order. Returns a cudaError_t.
 int sgl_all_reduce(const AllReduceArguments* args, int algorithm, int fused, void* stream) {
   using namespace sgl_kernel;
-  if (!valid(*args, algorithm, fused)) return cudaErrorInvalidValue;
+  if (!valid_sum(*args, algorithm, fused)) return cudaErrorInvalidValue;
   auto* kernel = args->dtype == BFLOAT16  ? kernel_of<BFLOAT16>(algorithm, fused)
                  : args->dtype == FLOAT16 ? kernel_of<FLOAT16>(algorithm, fused)
                                           : kernel_of<FLOAT32>(algorithm, fused);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(args->blocks);
-  launch.blockDim = dim3(THREADS);
-  launch.stream = static_cast<cudaStream_t>(stream);
-  launch.attrs = &early;
-  launch.numAttrs = 1;
-  const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, *args);
-  return error != cudaSuccess ? error : cudaGetLastError();
+  return launch(kernel, args->blocks, stream, *args);
+}
+
+// output [ranks, vectors] = part `rank` of every rank's input; `stride`: vectors between the parts of this one's, 0 if all
+// ranks get the same. Every rank calls it with the same sizes, algorithm and blocks, in the same order. Returns a
+// cudaError_t.
+int sgl_exchange(const AllReduceArguments* args, int algorithm, int64_t stride, void* stream) {
+  using namespace sgl_kernel;
+  if (!valid_exchange(*args, algorithm)) return cudaErrorInvalidValue;
+  auto* kernel = algorithm == PACKED ? exchange_kernel<PACKED> : exchange_kernel<ONE_SHOT>;
+  return launch(kernel, args->blocks, stream, *args, stride);
 }
 
 // Of a workspace with halves of data of so many vectors of 16 bytes.

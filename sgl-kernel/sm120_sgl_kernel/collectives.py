@@ -61,6 +61,14 @@ class Collectives:
         number = ALGORITHMS.index(algorithm)
         self._check(self._library.sgl_all_reduce, ctypes.byref(args), number, int(fused), ctypes.c_void_p(stream))
 
+    def exchange(self, args: AllReduceArguments, algorithm: str, stride: int, stream: int) -> None:
+        """output [ranks, vectors] = what each rank's input has for this one. `stride`: vectors from one rank's part to
+        the next one's in the input; 0: all get the same. Raises RuntimeError."""
+        number = ALGORITHMS.index(algorithm)
+        self._check(
+            self._library.sgl_exchange, ctypes.byref(args), number, ctypes.c_int64(stride), ctypes.c_void_p(stream)
+        )
+
     def workspace_bytes(self, data_vectors: int) -> int:
         """Of a workspace with halves of so many vectors of 16 bytes."""
         return int(self._library.sgl_all_reduce_workspace_bytes(ctypes.c_int64(data_vectors)))

@@ -1,5 +1,5 @@
-"""The protocol of csrc/all_reduce.cuh with real threads for the GPUs' threads: random calls by ranks that drift, under
-the thread sanitizer; and the same with one thing broken, which must be noticed."""
+"""The protocol of csrc/all_reduce.cuh and exchange.cuh with real threads for the GPUs' threads: random calls by ranks
+that drift, under the thread sanitizer; and the same with one thing broken, which must be noticed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,15 @@ BROKEN_SUMS = {
     "scales of other rows": ("scale_of(args, to, i), static_cast", "scale_of(args, to, 0), static_cast"),
     "half of a group": ("largest[0] > largest[1] ? largest[0] : largest[1]", "largest[0]"),
 }
-"""Of csrc/quantized_sum.cuh; the others are of csrc/all_reduce.cuh."""
+BROKEN_EXCHANGES = {
+    "parts of the wrong rank": ("int peer = args.rank - steps;", "int peer = args.rank + steps - args.ranks;"),
+    "half of a packed vector": ("of_epoch(low, call.epoch) && of_epoch(high, call.epoch)", "of_epoch(low, call.epoch)"),
+    "parts that nobody waits for": ("valid = wait(call, 0, ONE_SHOT)", "valid = block_all(true)"),
+    "what one block sends for another": (
+        "block_index()) * block_threads() + thread_index(); j",
+        "0) + thread_index(); j",
+    ),
+}
 BROKEN = {
     "one half for all calls": ("places{arguments, epoch & 1}", "places{arguments, epoch & 0}"),
     "a flag before the data": ("  block_barrier();\n  const int peer", "  const int peer"),
@@ -72,15 +80,16 @@ BROKEN = {
 }
 
 
+FILES = {"all_reduce.cuh": BROKEN, "quantized_sum.cuh": BROKEN_SUMS, "exchange.cuh": BROKEN_EXCHANGES}
 QUICK = ("a flag before the data", "words that are not looked at", "half of a group")
 """What `make test` breaks: order, what is read, and what is encoded. Each takes a build; `make thorough` breaks all."""
 
 
-@pytest.mark.parametrize("change", some((*BROKEN, *BROKEN_SUMS), QUICK))
+@pytest.mark.parametrize("change", some([change for changes in FILES.values() for change in changes], QUICK))
 def test_a_broken_protocol_is_noticed(change: str, tmp_path: Path) -> None:
-    before, after = (BROKEN | BROKEN_SUMS)[change]
-    name = "quantized_sum.cuh" if change in BROKEN_SUMS else "all_reduce.cuh"
-    for file in ("all_reduce.cuh", "peer_memory.cuh", "quantized_sum.cuh"):
+    name = next(name for name, changes in FILES.items() if change in changes)
+    before, after = FILES[name][change]
+    for file in ("peer_memory.cuh", *FILES):
         shutil.copy(CSRC / file, tmp_path)
     source = (CSRC / name).read_text()
     assert source.count(before) == 1 or (name == "quantized_sum.cuh" and before in source)

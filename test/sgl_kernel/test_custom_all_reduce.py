@@ -98,6 +98,38 @@ def test_sums_and_norms(ranks: int, tmp_path: Path, cpu_collectives: Path) -> No
     assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before
 
 
+def serve_exchanges(rank: int, ranks: int, folder: str, library: str) -> None:
+    """Between sums, of every type, packed and by flags, from memory that lies anywhere."""
+    group = joined(rank, ranks, folder)
+    loaded, most = collectives(library), 16 * KIB
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS, most))
+    peers = CustomAllReduce(loaded, workspaces, BANDS, deadline=60, part_bytes=most)
+    rng = random.Random(5)
+    for number in range(24):
+        dtype, seed = rng.choice((*DTYPES, torch.int32, torch.uint8)), 100 * number
+        shape = (rng.randrange(1, 5), 16 * rng.randrange(1, 60))
+        every = [(100 * values(seed + r, (ranks, *shape), torch.float32)).to(dtype) for r in range(ranks)]
+        assert peers.can_exchange(every[0][0]) and torch.equal(
+            peers.exchange(every[rank].clone()), torch.stack([each[rank] for each in every])
+        )
+        moved = torch.empty(ranks * shape[0] * shape[1] + 3, dtype=dtype)[3:].view(ranks, *shape).copy_(every[rank])
+        assert torch.equal(peers.gather(moved[0].T), torch.stack([each[0].T for each in every]))
+        x = values(seed + rank, (2, 16), torch.bfloat16)
+        assert torch.equal(peers.all_reduce(x), summed(seed, ranks, (2, 16), torch.bfloat16))
+    largest = torch.full((most,), rank, dtype=torch.uint8)
+    assert torch.equal(peers.gather(largest), torch.arange(ranks, dtype=torch.uint8)[:, None].expand(-1, most))
+    refused = (largest[:17], torch.zeros(0), torch.zeros(most + 16, dtype=torch.uint8))
+    assert not any(peers.can_exchange(each) for each in refused)
+    peers.raise_if_stalled()
+    peers.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_arrive_as_they_are(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None:
+    run_ranks(serve_exchanges, (ranks, str(tmp_path), str(cpu_collectives)), ranks)
+
+
 def serve_in_e4m3(rank: int, ranks: int, folder: str, library: str) -> None:
     """The kernel's bits are those of the reference, in place, in one piece and in several."""
     group = joined(rank, ranks, folder)
@@ -137,22 +169,23 @@ def test_sums_in_e4m3(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None
     run_ranks(serve_in_e4m3, (ranks, str(tmp_path), str(cpu_collectives)), ranks)
 
 
-def stay_away(rank: int, ranks: int, folder: str, library: str) -> None:
+def stay_away(rank: int, ranks: int, folder: str, library: str, gathers: bool) -> None:
     group = joined(rank, ranks, folder)
     loaded = collectives(library)
     workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS))
-    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=0.2)
+    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=0.2, part_bytes=KIB)
     if rank != 1:
-        x = reduce.all_reduce(torch.ones(64))
-        assert x.isnan().all()
-        with pytest.raises(StalledPeer, match=f"rank {rank} waited for rank 1 in an all-reduce"):
+        x = reduce.gather(torch.ones(64)) if gathers else reduce.all_reduce(torch.ones(64))
+        assert x[1 if gathers else slice(None)].isnan().all()
+        with pytest.raises(StalledPeer, match=f"rank {rank} waited for rank 1 in a collective"):
             reduce.raise_if_stalled()
     dist.barrier()
     reduce.close()
 
 
-def test_a_rank_that_stays_away_is_named(tmp_path: Path, cpu_collectives: Path) -> None:
-    run_ranks(stay_away, (3, str(tmp_path), str(cpu_collectives)), 3)
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_rank_that_stays_away_is_named(tmp_path: Path, cpu_collectives: Path, gathers: bool) -> None:
+    run_ranks(stay_away, (3, str(tmp_path), str(cpu_collectives), gathers), 3)
 
 
 def refuse(rank: int, ranks: int, folder: str, library: str, what: str) -> None:

@@ -15,7 +15,7 @@ def test_rules_hold_of_the_record(record: ModuleType) -> None:
     for target, rows in recorded["rows"].items():
         sizes = Counter(name.split()[0] for name in rows)
         products = {} if target == "90a" else {"gate_up": 2, "down": 2}
-        assert sizes == {"all_reduce": 3 * 3 * 2 + 2, **products}
+        assert sizes == {"all_reduce": 3 * 3 * 2 + 2, "exchange": 2, **products}
         assert record.broken_rules(rows) == []
 
 
@@ -49,6 +49,8 @@ def test_broken_rules_are_named(record: ModuleType, change: dict, says: str) -> 
         ("all_reduce two_shot bfloat16 norm", "CCTL.IVALL", {}, "lacks CCTL.IVALL"),
         ("all_reduce packed bfloat16", "STG.E.128.STRONG.SYS", {}, "lacks STG.E.128.STRONG.SYS"),
         ("all_reduce packed float16 norm", "ACQBULK", {}, "lacks ACQBULK"),
+        ("exchange packed", "LDG.E.128.STRONG.SYS", {}, "lacks LDG.E.128.STRONG.SYS"),
+        ("exchange one_shot", "CCTL.IVALL", {}, "lacks CCTL.IVALL"),
         ("all_reduce two_shot_e4m3 bfloat16", "MEMBAR.ALL.SYS", {}, "lacks MEMBAR.ALL.SYS"),
         ("all_reduce packed float32", "", {"ATOMG.E.ADD.STRONG.SYS": 1}, "has ATOMG.E.ADD.STRONG.SYS, which no PCIe"),
         ("all_reduce one_shot float16", "", {"LDGMC.E.ADD": 1}, "has LDGMC.E.ADD"),

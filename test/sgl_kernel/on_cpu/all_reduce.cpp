@@ -1,10 +1,12 @@
-// The protocol of sgl-kernel/csrc/all_reduce.cuh among threads: random calls, one after the other, against sums in fp32.
+// The protocol of sgl-kernel/csrc/all_reduce.cuh and exchange.cuh among threads: random calls, one after the other, against
+// sums in fp32 and what the others gave.
 //
 //     all_reduce RANKS ROUNDS SEED [absent]
 //
 // Ranks drift: only calls of one rank wait for one another, as launches in a stream do. With `absent` the last rank never
 // calls. Prints what is wrong, and exits with 1; the thread sanitizer exits with 66.
 #define SGL_KERNEL_ON_CPU
+#include "exchange.cuh"
 #include "quantized_sum.cuh"
 
 #include <array>
@@ -19,6 +21,7 @@ namespace {
 
 constexpr int THREADS = 8, BLOCKS = 3;  // as many threads as ranks: each waits for one
 constexpr int MOST_VECTORS = 96;
+constexpr int MOST_PART = MOST_VECTORS / MAX_RANKS;
 constexpr int64_t DATA_VECTORS = 8 * 2 * MOST_VECTORS;
 constexpr int64_t DEADLINE = 10'000'000'000, SHORT_DEADLINE = 1'000'000'000;
 constexpr float EPS = 1e-5f;
@@ -32,21 +35,30 @@ uint32_t mixed(uint32_t a, uint32_t b, uint32_t c) {
 // What all ranks call in a round.
 struct Round {
   int algorithm, dtype, blocks, row_vectors, vectors;
-  bool fused, in_place, residual;
+  bool exchanges, gathers, fused, in_place, residual;
 
   Round(uint32_t seed, uint32_t number) {
     auto draw = [&, i = 0](int below) mutable { return static_cast<int>(mixed(seed, number, i++) % below); };
-    algorithm = draw(4);
+    exchanges = draw(3) == 0;
+    gathers = draw(2);
+    algorithm = draw(exchanges ? 2 : 4);
     const bool e4m3 = algorithm == TWO_SHOT_E4M3;
     dtype = draw(e4m3 ? 2 : 3);
     blocks = 1 + draw(BLOCKS);
-    fused = draw(2) && !e4m3;
+    fused = draw(2) && !e4m3 && !exchanges;
     residual = draw(4);
-    in_place = !fused && draw(2);
+    in_place = !fused && !exchanges && draw(2);
     row_vectors = fused ? 1 + draw(12) : THREADS;
     vectors = fused ? row_vectors * (1 + draw(MOST_VECTORS / row_vectors)) : 1 + draw(MOST_VECTORS);
     if (e4m3) vectors = (vectors + 3) / 4 * 4;
+    if (exchanges) vectors = 1 + draw(MOST_PART);
   }
+
+  int stride() const { return gathers ? 0 : vectors; }
+
+  // Vectors of the input, and of the output.
+  int given(int ranks) const { return exchanges && !gathers ? ranks * vectors : vectors; }
+  int taken(int ranks) const { return exchanges ? ranks * vectors : vectors; }
 };
 
 template <int DTYPE>
@@ -123,6 +135,9 @@ struct Test {
 
   template <int DTYPE>
   void run(const AllReduceArguments& args, const Round& round) {
+    if (round.exchanges) {
+      return round.algorithm == PACKED ? exchange<PACKED>(args, round.stride()) : exchange<ONE_SHOT>(args, round.stride());
+    }
     if constexpr (DTYPE != FLOAT32) {
       if (round.algorithm == TWO_SHOT_E4M3) return two_shot_e4m3<DTYPE>(args);
     }
@@ -139,8 +154,8 @@ struct Test {
   template <int DTYPE>
   void fill(int rank, int number, const Round& round) {
     Rank& mine = *all[rank];
+    for (int i = 0; i < round.given(ranks); ++i) mine.input[i] = value_of<DTYPE>(seed, number, rank, i);
     for (int i = 0; i < round.vectors; ++i) {
-      mine.input[i] = value_of<DTYPE>(seed, number, rank, i);
       mine.residual[i] = value_of<DTYPE>(seed, number, 100, i);
       mine.weight[i % round.row_vectors] = value_of<DTYPE>(seed, number, 101, i % round.row_vectors);
     }
@@ -151,6 +166,15 @@ struct Test {
     constexpr int COUNT = Values<DTYPE>::COUNT;
     Rank& mine = *all[rank];
     int wrong = 0;
+    if (round.exchanges) {
+      for (int from = 0; from < ranks; ++from) {
+        for (int i = 0; i < round.vectors; ++i) {
+          const Vector wanted = value_of<DTYPE>(seed, number, from, rank * round.stride() + i);
+          wrong += memcmp(&wanted, &mine.output[from * round.vectors + i], 16) != 0;
+        }
+      }
+      return wrong;
+    }
     if constexpr (DTYPE != FLOAT32) {
       if (round.algorithm == TWO_SHOT_E4M3) {
         for (int i = 0; i < round.vectors; i += 4) {
@@ -194,11 +218,11 @@ struct Test {
     return wrong;
   }
 
-  // Whether nothing in the results is a number.
+  // How much in the results is a number, of an exchange in what the rank that is not there should have sent.
   template <int DTYPE>
   int numbers(int rank, const Round& round) {
     int numbers = 0;
-    for (int i = 0; i < round.vectors; ++i) {
+    for (int i = round.exchanges ? (ranks - 1) * round.vectors : 0; i < round.taken(ranks); ++i) {
       const Vector& actual = round.in_place ? all[rank]->input[i] : all[rank]->output[i];
       for (int j = 0; j < Values<DTYPE>::COUNT; ++j) numbers += !std::isnan(Values<DTYPE>::get(actual, j));
     }

@@ -1,6 +1,7 @@
 // The C interface of sgl-kernel/csrc/all_reduce.cu where a rank is a process and a GPU thread a thread of it. Memory that
 // peers open is a file in /dev/shm, whose name is the handle.
 #define SGL_KERNEL_ON_CPU
+#include "exchange.cuh"
 #include "quantized_sum.cuh"
 
 #include <fcntl.h>
@@ -42,6 +43,22 @@ int unmap(void* memory) {
   return 0;
 }
 
+// Calls `kernel` as each thread of the launch.
+template <class Kernel>
+void launch(AllReduceArguments& args, Kernel kernel) {
+  args.blocks = std::min(args.blocks, 3);
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::thread> threads;
+  for (int block = 0; block < args.blocks; ++block) blocks.push_back(std::make_unique<Block>(THREADS));
+  for (int i = 0; i < args.blocks * THREADS; ++i) {
+    threads.emplace_back([&, i] {
+      here = {i % THREADS, THREADS, i / THREADS, args.blocks, blocks[i / THREADS].get(), uint64_t(i + 1) * 77 + args.rank};
+      kernel();
+    });
+  }
+  for (std::thread& each : threads) each.join();
+}
+
 template <int DTYPE, bool FUSED>
 void run(const AllReduceArguments& args, int algorithm) {
   if (algorithm == PACKED) all_reduce<DTYPE, FUSED, PACKED>(args);
@@ -66,19 +83,19 @@ int sgl_all_reduce(const AllReduceArguments* given, int algorithm, int fused, vo
   if (!fused) args.row_vectors = THREADS;  // as wide as a block here
   if (data_vectors(args, algorithm) > args.data_vectors) return 5;
   if (args.blocks < 1 || args.blocks > MAX_BLOCKS) return 6;
-  args.blocks = std::min(args.blocks, 3);
-  std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<std::thread> threads;
-  for (int block = 0; block < args.blocks; ++block) blocks.push_back(std::make_unique<Block>(THREADS));
-  for (int i = 0; i < args.blocks * THREADS; ++i) {
-    threads.emplace_back([&, i] {
-      here = {i % THREADS, THREADS, i / THREADS, args.blocks, blocks[i / THREADS].get(), uint64_t(i + 1) * 77 + args.rank};
-      if (args.dtype == BFLOAT16) run<BFLOAT16>(args, algorithm, fused);
-      if (args.dtype == FLOAT16) run<FLOAT16>(args, algorithm, fused);
-      if (args.dtype == FLOAT32) run<FLOAT32>(args, algorithm, fused);
-    });
-  }
-  for (std::thread& each : threads) each.join();
+  launch(args, [&] {
+    if (args.dtype == BFLOAT16) run<BFLOAT16>(args, algorithm, fused);
+    if (args.dtype == FLOAT16) run<FLOAT16>(args, algorithm, fused);
+    if (args.dtype == FLOAT32) run<FLOAT32>(args, algorithm, fused);
+  });
+  return 0;
+}
+
+int sgl_exchange(const AllReduceArguments* given, int algorithm, int64_t stride, void*) {
+  AllReduceArguments args = *given;
+  if (algorithm == ONE_SHOT ? data_vectors(args, ONE_SHOT) > args.data_vectors : args.vectors > PACKED_VECTORS) return 5;
+  if (args.blocks < 1 || args.blocks > MAX_BLOCKS || args.output == args.input) return 6;
+  launch(args, [&] { algorithm == PACKED ? exchange<PACKED>(args, stride) : exchange<ONE_SHOT>(args, stride); });
   return 0;
 }
 

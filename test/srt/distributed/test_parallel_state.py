@@ -17,18 +17,23 @@ from sglang.srt.plan.ranks import RankLayout, even_slice
 PAYLOADS = [b"", b"x", *((bytes(range(256)) * 4)[: 1015 + i] for i in range(3)), bytes(range(256)) * 1000]
 
 
-class _Recorded:
-    """Adds up by the library, and says so."""
+class _Exchanges:
+    """By the library, of floats of 16 bytes a part and more, and says so."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.sums = group, 0
+        self.group, self.count = group, 0
 
-    def can_serve_tensor(self, x: torch.Tensor) -> bool:
-        return x.is_contiguous()
+    def can_exchange(self, part: torch.Tensor) -> bool:
+        return part.nbytes % 16 == 0 and part.nbytes <= 64
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.sums += 1
-        return self.group.library_all_reduce(x)
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.exchange(x.expand(self.group.size, *x.shape))
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self.group.communicator())
+        return received
 
 
 class _OfVectors:
@@ -67,19 +72,21 @@ def _rank(rank: int, size: int, folder: str) -> None:
     expected_share = torch.arange(4.0 * size).view(size, 2, 2)[rank] * size + 100 * sum(range(size))
     assert torch.equal(groups.tp.reduce_scatter(for_each), expected_share)
 
-    recorded = _Recorded(groups.tp)
-    groups.tp.reduce_with(recorded, adds_up_to=size * 32)
-    values = torch.arange(8.0).view(2, 4) - 10 * rank  # with a sign, and of a multiple of 16 bytes
+    peers = _Exchanges(groups.tp)
+    groups.tp.exchange_with(peers)
+    values = torch.arange(8.0).view(2, 4) - 10 * rank
     everyones = [torch.arange(8.0).view(2, 4) - 10 * r for r in range(size)]
     for dim in (0, 1, -1):
-        assert torch.equal(groups.tp.gather_values(values.clone(), dim), torch.cat(everyones, dim))
-        assert torch.equal(groups.tp.gather_values(values.T, dim), torch.cat([t.T for t in everyones], dim))
-        assert torch.equal(groups.tp.all_gather_rows(values.long()), torch.cat(everyones).long()), "never numbers alone"
-    assert recorded.sums == 6
-    scattered = groups.tp.reduce_scatter(for_each.clone())
-    assert recorded.sums == 7 and torch.equal(scattered, expected_share)
-    assert torch.equal(groups.tp.gather_values(values.repeat(4, 1), 0), torch.cat([t.repeat(4, 1) for t in everyones]))
-    assert recorded.sums == 7, "many bytes are the library's"
+        assert torch.equal(groups.tp.all_gather(values.clone(), dim), torch.cat(everyones, dim))
+        assert torch.equal(groups.tp.all_gather(values.T, dim), torch.cat([t.T for t in everyones], dim))
+        assert torch.equal(groups.tp.all_gather_rows(values.long()), torch.cat(everyones).long())
+    assert peers.count == 9
+    assert torch.equal(groups.tp.reduce_scatter(for_each.clone()), expected_share) and peers.count == 10
+    for_me = torch.stack([values[rank % 2] - 10 * (r - rank) for r in range(size)])
+    assert torch.equal(groups.tp.exchange(values[:size].clone()), for_me) and peers.count == 11
+    assert torch.equal(groups.tp.all_gather(values.repeat(4, 1), 0), torch.cat([t.repeat(4, 1) for t in everyones]))
+    assert torch.equal(groups.tp.all_gather(values[0, :3], 0), torch.cat([t[0, :3] for t in everyones]))
+    assert peers.count == 11, "many bytes, and what is no vector, are the library's"
 
     groups.experts.reduce_with(_OfVectors())
     assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"

@@ -519,11 +519,10 @@ def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
 
 
 def _parts_of_ranks(heads: int, v_head_dim: int, ranks: int) -> None:
-    """What ranks that share out tokens exchange, in messages and as sums, merged with sinks and without."""
-    for tokens, own in itertools.product((1, 100), (None, 0) if ranks > 1 else ()):
+    """What ranks that share out tokens exchange, merged with sinks and without."""
+    for tokens in (1, 100) if ranks > 1 else ():
         parts = empty(tokens, ranks * heads, v_head_dim)
-        packed = part_rows.pack_parts(parts, empty(tokens, ranks * heads, dtype=torch.float32), ranks, own)
-        received = packed if own is None else packed[:, own]
+        received = part_rows.pack_parts(parts, empty(tokens, ranks * heads, dtype=torch.float32), ranks)
         for sinks in (None, empty(heads, dtype=torch.float32)):
             part_rows.merge_parts(received, sinks, empty(tokens, heads, v_head_dim))
 

@@ -11,14 +11,14 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels import tables
 from sglang.srt.kernels.all_reduce_table import (
     BANDS,
-    GATHERS,
+    EXCHANGES,
     KIB,
     LARGEST,
     NORMED_ROW_BYTES,
     NORMED_ROWS,
     algorithms,
     bands_for,
-    gathers_up_to,
+    exchanges_up_to,
 )
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
@@ -113,8 +113,13 @@ def test_flashinfer_adds_up_only_where_it_was_asked_for(name: str) -> None:
 
 @pytest.mark.parametrize("topology", Topology)
 @pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
-def test_what_sums_gather_is_what_they_serve(topology: Topology, ranks: int) -> None:
-    most = gathers_up_to(topology, ranks)
-    assert most <= max((band.most for band in bands_for(topology, ranks)), default=0)
-    assert (most > 0) == any(topology in band.topologies and ranks in band.ranks for band in GATHERS)
-    assert all(band.reason for band in GATHERS)
+def test_parts_are_exchanged_wherever_sums_are_taken(topology: Topology, ranks: int) -> None:
+    """In vectors of 16 bytes, and up to a size for which a packed part is not too large."""
+    most = exchanges_up_to(topology, ranks)
+    assert most > 0 and most % 16 == 0 and bands_for(topology, ranks)
+    assert sum(topology in band.topologies and ranks in band.ranks for band in EXCHANGES) == 1
+
+
+def test_exchanges_say_why() -> None:
+    assert all(band.reason for band in EXCHANGES)
+    assert exchanges_up_to(Topology.NVLINK, tables.MOST_RANKS + 1) == 0

@@ -188,6 +188,8 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         disable_radix_cache=False,
         disable_overlap_schedule=False,
         pp_size=1,
+        prefill_decode_interval=0,
+        prefill_decode_interval_min_bs=1,
         schedule_policy="fcfs",
         schedule_conservativeness=1.0,
         stream_interval=1,

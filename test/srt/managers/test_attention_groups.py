@@ -159,6 +159,7 @@ def check(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
     folders, groups = save_models(names, ranks, tmp_path), ranks.attn_dp_size
     alone = {name: outcome(folder, ONE_RANK, 0, None) for name, folder in folders.items()}
     flags: dict[str, Any] = {"chunked_prefill_size": CHUNK * groups, "max_running_requests": 4 * groups}
+    flags["prefill_decode_interval"] = 1
     if ranks.dcp_size > 1:  # not pages of 16, as with states, of which so small a pool has too few for a request
         flags["page_size"] = ranks.dcp_size
     run_ranks(_rank, (ranks, folders, tmp_path, flags), ranks.world_size)

@@ -19,6 +19,7 @@ from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.schedule_policy import DecodeInterval
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
@@ -121,6 +122,7 @@ class Schedule:
         args, runner = world.runner(page, guesses, world.ranks)
         self.scheduler = Scheduler(args, runner, StopChecker(None))
         self.scheduler.steps_ahead = max(self.random.randrange(4), world.ranks.pp_size - 1)
+        self.scheduler.interval = DecodeInterval(*random.Random(seed).choice(((0, 1), (1, 1), (3, 2))))
         for cache in runner.model.caches:
             for tensor in cache._tensors.values():
                 narrow = tensor.element_size() == 1  # codes, and float8, which has no such number

@@ -142,6 +142,35 @@ def test_mixed_chunk_decodes_while_it_prefills() -> None:
     assert_clean(scheduler)
 
 
+@pytest.mark.parametrize(
+    ("interval", "least", "steps"),
+    [(0, 1, "pppppppp"), (2, 1, "pddpddpddpddpddpddpddp"), (2, 2, "pppppppp"), (9, 1, "p" + "d" * 9 + "p" + "d" * 9)],
+)
+def test_steps_without_prompts_between_those_with_prompts(interval: int, least: int, steps: str) -> None:
+    """While enough requests decode: here one does, until its 20 tokens are there."""
+    scheduler = make_scheduler(
+        FakeRunner(1024, 1, 512, 4, 32), prefill_decode_interval=interval, prefill_decode_interval_min_bs=least
+    )
+    collector = Collector()
+    add(scheduler, request("a", prompt(10), 21, stream=True, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, request("b", prompt(200, 2), 2))
+    run_to_end(scheduler, collector)
+    assert "".join("d" if step == "decode" else "p" for step in scheduler.runner.steps).startswith(steps)
+    assert collector.tokens["a"] == expected_output(prompt(10), 21, ignore_eos=True)
+    assert collector.tokens["b"] == expected_output(prompt(200, 2), 2)
+
+
+def test_the_interval_ends_with_the_requests_that_decode() -> None:
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), prefill_decode_interval=100)
+    collector = Collector()
+    add(scheduler, request("a", prompt(10), 3, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, request("b", prompt(20, 2), 3, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    assert scheduler.runner.steps == ["extend", "decode", "decode", "extend", "decode", "decode"]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page", [1, 16])
 def test_logits_that_are_not_numbers_end_that_request_only(page: int, overlap: bool) -> None:
@@ -655,10 +684,12 @@ def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -
     windows=st.lists(st.sampled_from([1, 2, 7, 16, 40]), max_size=2, unique=True),
     window_share=st.sampled_from([0.0, 0.5, 1.0]),
     checkpoints=st.sampled_from([None, 0, 1, 3, 20]),
+    interval=st.sampled_from([(0, 1), (1, 1), (3, 2)]),
 )
 def test_any_workload(
     events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
     steps_ahead: int, conservativeness: float, windows: list[int], window_share: float, checkpoints: int | None,
+    interval: tuple[int, int],
 ) -> None:  # fmt: skip
     pool = pool_pages * page if page > 1 else pool_pages * 4
     sizes = tuple(WindowSize(window, window_tokens(pool, page, window, chunk, window_share)) for window in windows)
@@ -666,6 +697,7 @@ def test_any_workload(
     scheduler = make_scheduler(
         runner, schedule_policy=policy, disable_radix_cache=not radix, disable_overlap_schedule=not steps_ahead,
         pp_size=max(1, steps_ahead), schedule_conservativeness=conservativeness,
+        prefill_decode_interval=interval[0], prefill_decode_interval_min_bs=interval[1],
     )  # fmt: skip
     collector = Collector()
     wanted: dict[str, tuple[list[int], int, bool]] = {}

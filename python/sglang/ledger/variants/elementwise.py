@@ -122,7 +122,7 @@ FORM_RULES = {
         counts=frozenset({"num_absorbed"}),
     ),
     "part_rows.pack_parts_kernel": FormRule(
-        counts=frozenset({"num_tokens", "num_heads", "num_ranks", "num_sources", "rank", "source_rows"}),
+        counts=frozenset({"num_tokens", "num_heads", "num_ranks"}),
     ),
     "part_rows.merge_parts_kernel": FormRule(
         at_most=frozenset({"HAS_SINKS"}),
@@ -347,7 +347,7 @@ def _latent_store() -> Iterator[Variant]:
 
 
 def _pack_parts() -> Iterator[Variant]:
-    counts = ("num_tokens", "num_heads", "num_ranks", "num_sources", "rank", "source_rows")
+    counts = ("num_tokens", "num_heads", "num_ranks")
     types = {"parts": "*bf16", "lse": "*fp32", "packed": "*bf16"} | dict.fromkeys(counts, "i32")
     for dims in PART_DIMS:
         launch = part_rows.launch_constants(dims, torch.bfloat16)

@@ -1,4 +1,5 @@
-"""All-reduce by writes into peers' memory, with sgl-kernel's collectives (sgl-kernel/csrc/all_reduce.cuh).
+"""All-reduce and exchange by writes into peers' memory, with sgl-kernel's collectives (sgl-kernel/csrc/all_reduce.cuh,
+exchange.cuh).
 
 A rank has one workspace that all peers of its group can write. It is allocated and opened once, before graphs are
 captured; inputs and outputs are any tensors. The number of a call is counted on the device, so that eager calls and
@@ -24,7 +25,7 @@ TWO_SHOT_E4M3 = "two_shot_e4m3"
 
 
 class StalledPeer(RuntimeError):
-    """A rank did not come to an all-reduce in time. `missing` says which."""
+    """A rank did not come to a collective in time. `missing` says which."""
 
     def __init__(self, message: str, missing: int) -> None:
         super().__init__(message)
@@ -48,16 +49,17 @@ class Workspaces(Protocol):
         """Collective: no rank may use them any more."""
 
 
-def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int) -> int:
-    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `bands` say. `row_vectors`:
-    most of a row."""
+def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int, part_bytes: int = 0) -> int:
+    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `bands` say, and for exchanges
+    of parts of so many bytes. `row_vectors`: most of a row."""
     needs = {
         "packed": lambda vectors: 0,
         "one_shot": lambda vectors: vectors * ranks,
         "two_shot": lambda vectors: 2 * (vectors + ranks * row_vectors),  # whole rows for every rank, twice
         TWO_SHOT_E4M3: lambda vectors: 2 * (vectors * 9 // 16 + ranks * row_vectors),  # at most a scale for eight bytes
     }
-    return max((needs[band.algorithm](-(-band.most // VECTOR_BYTES)) for band in bands), default=0)
+    of_sums = max((needs[band.algorithm](-(-band.most // VECTOR_BYTES)) for band in bands), default=0)
+    return max(of_sums, ranks * (part_bytes // VECTOR_BYTES))
 
 
 def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
@@ -127,7 +129,8 @@ class CustomAllReduce:
 
     `bands` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
     for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank.
-    `e4m3_bytes`: of a piece of a sum whose values travel as e4m3, which the workspaces suffice for; 0: none do."""
+    `e4m3_bytes`: of a piece of a sum whose values travel as e4m3, which the workspaces suffice for; 0: none do.
+    `part_bytes`: of parts that ranks exchange, at most."""
 
     def __init__(
         self,
@@ -137,9 +140,10 @@ class CustomAllReduce:
         deadline: float,
         max_blocks: int = 64,
         e4m3_bytes: int = 0,
+        part_bytes: int = 0,
     ) -> None:
         self._library, self._workspaces, self._bands = library, workspaces, tuple(bands)
-        self._e4m3_bytes = e4m3_bytes
+        self._e4m3_bytes, self._part_bytes = e4m3_bytes, part_bytes
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
         assert 2 <= self.ranks <= library.MAX_RANKS
         self._max_blocks = min(max_blocks, library.MAX_BLOCKS)
@@ -222,6 +226,32 @@ class CustomAllReduce:
         self._launch(x, out, algorithm, x.shape[-1] * x.element_size() // VECTOR_BYTES, fused=True)
         return out, total
 
+    def can_exchange(self, part: torch.Tensor) -> bool:
+        """Returns whether ranks may exchange parts like `part`; alike on every rank for the same shape and type."""
+        return 0 < part.nbytes <= self._part_bytes and part.nbytes % VECTOR_BYTES == 0
+
+    def gather(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
+        """x [...] -> [ranks, ...], those of all ranks."""
+        return self._exchange(x, x.new_empty((self.ranks, *x.shape)), 0, algorithm)
+
+    def exchange(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
+        """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
+        return self._exchange(x, x.new_empty(x.shape), 1, algorithm)
+
+    def _exchange(self, x: torch.Tensor, out: torch.Tensor, parts: int, algorithm: str | None) -> torch.Tensor:
+        """parts: vectors from one rank's part of `x` to the next one's, in parts."""
+        x = x.contiguous()
+        if x.data_ptr() % VECTOR_BYTES:
+            x = x.clone()
+        part_bytes = out.nbytes // self.ranks
+        # What serves a sum of a part's size: as many bytes travel over each link then.
+        algorithm = algorithm or ("packed" if self.algorithm_for(part_bytes) == "packed" else "one_shot")
+        args, vectors = self._args, part_bytes // VECTOR_BYTES
+        args.input, args.output, args.vectors = x.data_ptr(), out.data_ptr(), vectors
+        args.blocks = min(-(-(self.ranks - 1) * vectors // self._library.THREADS), self._max_blocks)
+        self._library.exchange(args, algorithm, parts * vectors, _stream(x))
+        return out
+
     def _launch(
         self, x: torch.Tensor, out: torch.Tensor, algorithm: str, row_vectors: int, fused: bool = False
     ) -> None:
@@ -252,7 +282,7 @@ class CustomAllReduce:
         stall = self._stall
         if stall.missing:
             raise StalledPeer(
-                f"rank {self.rank} waited for rank {stall.missing - 1} in an all-reduce (call {stall.epoch}, block "
+                f"rank {self.rank} waited for rank {stall.missing - 1} in a collective (call {stall.epoch}, block "
                 f"{stall.block}) for {self._args.deadline / 1e9:.0f} s: that rank's process has died, is stuck, or its "
                 "writes no longer arrive; its own log comes first",
                 stall.missing - 1,

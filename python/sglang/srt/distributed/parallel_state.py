@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sglang.srt.distributed.quantized_sums import DTYPES, PeerSums, QuantizedSums
+from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
 from sglang.srt.distributed.summands import Summands, SumOnItsWay
 from sglang.srt.distributed.turns import Turns
 from sglang.srt.environ import envs
@@ -49,6 +49,19 @@ class Reducer(Protocol):
         """Raises where a rank has not come to a sum in time."""
 
 
+class Exchanger(Protocol):
+    """Gathers and exchanges some of the tensors: alike on all ranks."""
+
+    def can_exchange(self, part: torch.Tensor) -> bool:
+        """Returns whether parts like this one may be gathered and exchanged."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [...] -> [ranks, ...]."""
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group.exchange`."""
+
+
 DEFAULT_TIMEOUT_S = 300.0
 """The limit of a collective whose ranks have work: as --watchdog-timeout."""
 JOIN_TIMEOUT_S = 120.0
@@ -68,7 +81,7 @@ class Group:
         self.rank, self.size = rank, size
         self._process_group = process_group
         self._reducer: Reducer | None = None
-        self._adds_up_to = 0
+        self._exchanger: Exchanger | None = None
         self._quantized: QuantizedSums | None = None
         self.peers: PeerSums | None = None
         """What can add up quantized values in peers' memory."""
@@ -79,16 +92,19 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.rank} of {self.size})"
 
-    def reduce_with(self, reducer: Reducer, adds_up_to: int = 0) -> None:
-        """Use this before the library's all-reduce from now on; before the first graph is captured. adds_up_to: the
-        bytes of all ranks' parts up to which it also gathers, as a sum in which other ranks' parts are zeros."""
-        self._reducer, self._adds_up_to = reducer, adds_up_to
+    def reduce_with(self, reducer: Reducer) -> None:
+        """Use this before the library's all-reduce from now on; before the first graph is captured."""
+        self._reducer = reducer
 
-    def adds_up(self, nbytes: int, dtype: torch.dtype) -> bool:
-        """Returns whether parts of all ranks of so many bytes are exchanged as a sum, which keeps numbers, but not the
-        sign of zeros; alike on all ranks."""
+    def exchange_with(self, exchanger: Exchanger) -> None:
+        """Use this before the library's all-gather and all-to-all from now on; before the first graph is captured."""
+        self._exchanger = exchanger
+
+    def _exchanger_for(self, part: torch.Tensor) -> Exchanger | None:
+        """None where the library gathers and exchanges such parts: also while another half of the step computes."""
         travels = self._turns is not None and self._turns.under_way
-        return nbytes <= self._adds_up_to and not travels and nbytes % 16 == 0 and dtype in DTYPES
+        exchanger = self._exchanger
+        return exchanger if exchanger is not None and not travels and exchanger.can_exchange(part) else None
 
     def quantize_with(self, sums: QuantizedSums) -> None:
         """Use this before anything else for what it covers, from now on; before the first graph is captured."""
@@ -162,28 +178,19 @@ class Group:
         return x if self.size == 1 else self._travel("gather", x, lambda: self._gathered(x, dim % x.dim()))
 
     def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.communicator())
-        if dim == 0:
-            return gathered
-        by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
-        return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
-
-    def gather_values(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """As `all_gather`, of numbers alone: zeros may lose their sign."""
-        if not self.adds_up(self.size * x.nbytes, x.dtype):
-            return self.all_gather(x, dim)
-        dim %= x.dim()
-        whole = x.new_zeros((*x.shape[:dim], self.size, *x.shape[dim:]))
-        whole.select(dim, self.rank).copy_(x)
-        return self.all_reduce(whole, exact=True).flatten(dim, dim + 1)
+        if (exchanger := self._exchanger_for(x)) is not None:
+            by_rank = exchanger.gather(x)
+        else:
+            by_rank = x.new_empty((self.size, *x.shape))
+            dist.all_gather_into_tensor(by_rank.flatten(0, 1), x.contiguous(), group=self.communicator())
+        return by_rank.movedim(0, dim).flatten(dim, dim + 1)
 
     def all_gather_rows(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Rows [T, ...] of each rank -> [ranks * T, ...], as `all_gather` along dim 0; unless `exact` quantized where a
         sum of as many is: then also this rank's own."""
         quantized = self._quantized_for(x, exact)
         if quantized is None or self.size == 1:
-            return self.gather_values(x, dim=0)
+            return self.all_gather(x, dim=0)
         return self._travel("gather", x, lambda: quantized.all_gather(x))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,6 +198,8 @@ class Group:
         return x if self.size == 1 else self._travel("exchange", x, lambda: self._exchanged(x))
 
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
+        if (exchanger := self._exchanger_for(x[0])) is not None:
+            return exchanger.exchange(x)
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, x.contiguous(), group=self.communicator())
         return received
@@ -203,8 +212,8 @@ class Group:
     def _scattered(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
         if (quantized := self._quantized_for(x[0], exact)) is not None:
             return quantized.reduce_scatter(x)
-        if self.adds_up(x.nbytes, x.dtype):
-            return self._summed(x.contiguous(), exact=True)[self.rank]
+        if (exchanger := self._exchanger_for(x[0])) is not None:
+            return exchanger.exchange(x).sum(0, dtype=x.dtype)
         total = torch.empty_like(x[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(total, x.contiguous().flatten(0, 1), group=self.communicator())
         return total

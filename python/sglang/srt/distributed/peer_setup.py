@@ -21,7 +21,7 @@ from sglang.srt.distributed.flashinfer_fusion import create_fusion
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.distributed.peer_probe import LINKS, probe
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.all_reduce_table import Band, bands_for
+from sglang.srt.kernels.all_reduce_table import Band, bands_for, exchanges_up_to
 from sglang.srt.kernels.spec import PeerLinks
 
 if TYPE_CHECKING:
@@ -54,16 +54,14 @@ def connect(
     if not problem:
         problem = probe(group, device, links) or ""
     if not problem:
-        library, bands, ranks = (
-            load_library(),
-            bands_for(topology, dist.get_world_size(group)),
-            dist.get_world_size(group),
-        )
+        library, ranks = load_library(), dist.get_world_size(group)
+        bands, part_bytes = bands_for(topology, ranks), exchanges_up_to(topology, ranks)
         try:
             e4m3 = [Band(frozenset(), frozenset(), TWO_SHOT_E4M3, e4m3_bytes, "")] if e4m3_bytes else []
-            needed = data_vectors_for((*bands, *e4m3), ranks, library.ROW_VECTORS)
+            needed = data_vectors_for((*bands, *e4m3), ranks, library.ROW_VECTORS, part_bytes)
             workspaces = IpcWorkspaces(library, group, device, needed)
-            reducer = CustomAllReduce(library, workspaces, bands, deadline_s, e4m3_bytes=e4m3_bytes)
+            sizes = {"e4m3_bytes": e4m3_bytes, "part_bytes": part_bytes}
+            reducer = CustomAllReduce(library, workspaces, bands, deadline_s, **sizes)
         except PeerMemoryError as error:
             problem = f"the GPUs' memory cannot be shared: {error}"
     if problem and dist.get_rank(group) == 0:

@@ -108,8 +108,8 @@ def quantized_from(topology: Topology | None, ranks: int, by_library: bool = Fal
 
 
 @dataclass(frozen=True, slots=True)
-class GatherBand:
-    """Up to `most` bytes of all ranks' parts are gathered and exchanged as a sum, whose other parts are zeros."""
+class ExchangeBand:
+    """Parts of up to `most` bytes are gathered and exchanged in peers' memory, larger ones by NCCL."""
 
     topologies: frozenset[Topology]
     ranks: frozenset[int]
@@ -117,17 +117,19 @@ class GatherBand:
     reason: str
 
 
-GATHERS: tuple[GatherBand, ...] = (
-    GatherBand(_NVLINK, _ranks(2, 2), 1 * MIB, "predicted: one shot up to 8 us, where NCCL has 11.7 for anything"),
-    GatherBand(_NVLINK, _ranks(3, 8), 256 * KIB, "predicted: one shot up to 7 us, where NCCL has 14.6 for anything"),
-    GatherBand(PCIE, _ranks(2, 2), 128 * KIB, "predicted: half of NCCL's latency, for twice the bytes"),
-    GatherBand(PCIE, _ranks(3, 8), 16 * KIB, "predicted: packed sums, 7.5 us where NCCL has 24"),
-)  # fmt: skip
+_SAME_BYTES = "predicted: NCCL's bytes, and a fraction of its latency"
+EXCHANGES: tuple[ExchangeBand, ...] = (
+    ExchangeBand(_NVLINK, _ranks(2, 2), 2 * MIB, _SAME_BYTES),
+    ExchangeBand(_NVLINK, _ranks(3, 4), 1 * MIB, _SAME_BYTES),
+    ExchangeBand(_NVLINK, _ranks(5, 8), 512 * KIB, _SAME_BYTES),
+    ExchangeBand(PCIE, _ranks(2, 2), 1 * MIB, _SAME_BYTES),
+    ExchangeBand(PCIE, _ranks(3, 8), 128 * KIB, f"{_SAME_BYTES}; all pairs write at once, and share the links"),
+)
 
 
-def gathers_up_to(topology: Topology, ranks: int) -> int:
-    """Bytes of all ranks' parts up to which a sum gathers them."""
-    return next((band.most for band in GATHERS if topology in band.topologies and ranks in band.ranks), 0)
+def exchanges_up_to(topology: Topology, ranks: int) -> int:
+    """Bytes of a part up to which peers' memory serves gathers and exchanges."""
+    return next((band.most for band in EXCHANGES if topology in band.topologies and ranks in band.ranks), 0)
 
 
 LARGEST = max(band.most for band in BANDS)

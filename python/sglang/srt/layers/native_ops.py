@@ -224,12 +224,11 @@ def latent_norm_rope_store(
     return entries
 
 
-def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | None) -> torch.Tensor:
+def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tensor:
     """parts [T, ranks * H, D] of this rank's tokens, for the heads of each rank, and lse [T, ranks * H] fp32, the
     natural logarithms of the sums of their exponentials -> [ranks, T, H, D + extra], a message for each rank: behind
     the columns of a part, 16 bytes with the logarithm, as the sum of three numbers of the parts' type. A part whose
-    logarithm is -inf counts as zeros, whatever it is. With `rank`, this one's number: [ranks, ranks, T, H, D + extra],
-    by source and target, with zeros from other sources."""
+    logarithm is -inf counts as zeros, whatever it is."""
     parts = parts.masked_fill((lse == float("-inf"))[..., None], 0)
     num_tokens, heads_of_all, dims = parts.shape
     shape = (num_tokens, ranks, heads_of_all // ranks)
@@ -240,11 +239,7 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | N
         rounded = rest.to(parts.dtype)
         message[..., column] = rounded.view(shape).transpose(0, 1)
         rest = torch.where(rounded == float("-inf"), 0.0, rest - rounded.float())
-    if rank is None:
-        return message
-    of_sources = message.new_zeros((ranks, *message.shape))
-    of_sources[rank] = message
-    return of_sources
+    return message
 
 
 def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:

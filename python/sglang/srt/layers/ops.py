@@ -169,7 +169,7 @@ class LatentStoreOp(Protocol):
 
 
 class PackPartsOp(Protocol):
-    def __call__(self, parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | None) -> torch.Tensor: ...
+    def __call__(self, parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tensor: ...
 
 
 class MergePartsOp(Protocol):

@@ -1,4 +1,4 @@
-"""The ways in which ranks exchange parts of a softmax, over gloo: messages, a sum of messages, and weighted parts."""
+"""The ways in which ranks exchange parts of a softmax, over gloo: messages, and weighted parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import run_ranks
 
 from sglang.srt.configs.merge_methods import MERGE_METHODS
@@ -17,20 +18,27 @@ from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.plan.ranks import RankLayout
 
 TOKENS, HEADS, DIMS = 3, 4, 16
+COUNTS = {"a2a": 4, "ag_rs": 7}
+"""Exchanges of two steps, one of them with sinks: queries and parts; or queries, sums, parts, and once sinks."""
 
 
-class LibrarySums:
-    """A reducer that counts what comes to it."""
+class LibraryExchanges:
+    """An exchanger that counts what comes to it."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.sums = group, 0
+    def __init__(self, group: Group, most: int) -> None:
+        self.group, self.most, self.count = group, most, 0
 
-    def can_serve_tensor(self, x: torch.Tensor) -> bool:
-        return x.is_contiguous()
+    def can_exchange(self, part: torch.Tensor) -> bool:
+        return part.nbytes <= self.most
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.sums += 1
-        return self.group.library_all_reduce(x)
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.exchange(x.expand(self.group.size, *x.shape))
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self.group.communicator())
+        return received
 
 
 def _rank(rank: int, size: int, folder: str) -> None:
@@ -53,8 +61,8 @@ def _rank(rank: int, size: int, folder: str) -> None:
     scores[1, :, :5] = float("-inf")
     for method in MERGE_METHODS:
         for most in (0, 1 << 20):
-            sums = LibrarySums(group)
-            group.reduce_with(sums, most)
+            peers = LibraryExchanges(group, most)
+            group.exchange_with(peers)
             merge = PartMerge(SimpleNamespace(merge_method=method, entry=lambda op: getattr(native_ops, op)))
             for extra in (None, sinks[rank]):
                 out = torch.full((TOKENS, HEADS, DIMS), float("nan"))
@@ -62,7 +70,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
                 logits = scores if extra is None else torch.cat((scores, extra.expand(TOKENS, -1)[..., None]), -1)
                 wanted = logits.softmax(-1)[..., : everything.shape[1]] @ everything
                 torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
-            assert sums.sums == (4 if most else 0), f"{method}: queries and parts as sums where they are small"
+            assert peers.count == (COUNTS[method] if most else 0), f"{method}: what is small goes by peers' memory"
     parallel_state.shutdown()
 
 

@@ -59,15 +59,14 @@ def test_parts_of_the_reference_are_one_softmax(latent: bool) -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(
     ("size", "heads", "dims", "dtype"),
     [(2, 3, 512, torch.bfloat16), (3, 1, 80, torch.float16), (8, 2, 64, torch.float32)],
     ids=str,
 )
-def test_messages_of_parts(size: int, heads: int, dims: int, dtype: torch.dtype, added: bool) -> None:
-    """What each rank packs, exchanged as messages or as a sum, and merged: in both forms of the kernels, beside the
-    softmax over the tokens of all. Of the first token one rank has nothing, of the second nobody has."""
+def test_messages_of_parts(size: int, heads: int, dims: int, dtype: torch.dtype) -> None:
+    """What each rank packs, exchanged and merged: in both forms of the kernels, beside the softmax over the tokens of
+    all. Of the first token one rank has nothing, of the second nobody has."""
     torch.manual_seed(size)
     parts = torch.randn((size, 3, size * heads, dims), device=interpreter.DEVICE).to(dtype)
     lse = torch.randn((size, 3, size * heads), device=interpreter.DEVICE) * 9
@@ -76,11 +75,9 @@ def test_messages_of_parts(size: int, heads: int, dims: int, dtype: torch.dtype,
     sinks = torch.randn(heads, device=interpreter.DEVICE)
     weights = _weighted(parts.float(), _weights(lse, None)[..., None])
     for ops in (native_ops, part_rows):
-        sent = [ops.pack_parts(parts[rank], lse[rank], size, rank if added else None) for rank in range(size)]
-        assert not added or all(not message[1 - rank].any() for rank, message in enumerate(sent[:2]))
-        total = sum(sent[1:], sent[0]) if added else None
+        sent = [ops.pack_parts(parts[rank], lse[rank], size) for rank in range(size)]
         for rank in range(size):
-            received = torch.stack([message[rank] for message in sent]) if total is None else total[:, rank]
+            received = torch.stack([message[rank] for message in sent])
             own = slice(rank * heads, (rank + 1) * heads)
             for more in (None, sinks):
                 out = torch.full((3, 2 * heads, dims), float("nan"), device=interpreter.DEVICE, dtype=dtype)[:, :heads]
@@ -101,7 +98,7 @@ def test_logarithms_arrive_as_they_were_sent() -> None:
     for ops in (native_ops, part_rows):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             parts = torch.zeros((1, 4, 16), dtype=dtype, device=interpreter.DEVICE)
-            arrived = ops.pack_parts(parts, lse, 1, None)[0, 0, :, 16:19].float().sum(-1)
+            arrived = ops.pack_parts(parts, lse, 1)[0, 0, :, 16:19].float().sum(-1)
             torch.testing.assert_close(arrived, lse[0], rtol=1e-6, atol=1e-7, equal_nan=True)
 
 

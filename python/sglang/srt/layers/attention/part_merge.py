@@ -4,11 +4,8 @@ Every rank attends with all heads to its own tokens: parts, and the logarithms o
 part of a head that has no tokens on a rank has the logarithm -inf, and may be no number. Then each rank gets the parts
 of its own heads:
 
-    a2a      parts and sums in one exchange (`pack_parts`), added up where they arrive (`merge_parts`)
+    a2a      parts and sums in one exchange (`pack_parts`), merged where they arrive (`merge_parts`)
     ag_rs    sums to all ranks, each of which weights its parts; a reduce-scatter adds them up
-
-Few bytes are exchanged as a sum of messages that are zeros but for what a rank sends: the reducer of small sums has a
-fraction of the library's latency (`Group.adds_up`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import torch
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers.ops import LSE_BYTES
 
 if TYPE_CHECKING:
     from sglang.srt.layers.ops import MergePartsOp, PackPartsOp
@@ -43,7 +39,7 @@ class PartMerge:
 
     def all_heads(self, q: torch.Tensor) -> torch.Tensor:
         """Queries of this rank's heads [T, H, D] -> those of all ranks [T, size * H, D]."""
-        return self.context.gather_values(q, dim=1)
+        return self.context.all_gather(q, dim=1)
 
     def attend(
         self, q: torch.Tensor, attend_part: AttendPart, out: torch.Tensor, sinks: torch.Tensor | None = None
@@ -61,20 +57,12 @@ class PartMerge:
         """parts [T, size * H, Dv] and lse [T, size * H] fp32, natural logarithms -> out [T, H, Dv]. sinks [H]: one more
         logit a head, without a value."""
         if self.method == ALL_TO_ALL:
-            self.merge_received(self._exchanged(parts, lse), sinks, out)
+            self.merge_received(self.context.exchange(self.pack(parts, lse, self.context.size)), sinks, out)
         else:
             by_rank = (out.shape[0], self.context.size, out.shape[1])
             out.copy_(
                 self._gather_scatter(parts.view(*by_rank, -1).transpose(0, 1), lse.view(by_rank).transpose(0, 1), sinks)
             )
-
-    def _exchanged(self, parts: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """-> [size, T, H, Dv + extra], what the ranks send to this one."""
-        rank, size = self.context.rank, self.context.size
-        row_bytes = parts.shape[2] * parts.element_size() + LSE_BYTES
-        if self.context.adds_up(size * parts.shape[0] * parts.shape[1] * row_bytes, parts.dtype):
-            return self.context.all_reduce(self.pack(parts, lse, size, rank), exact=True)[:, rank]
-        return self.context.exchange(self.pack(parts, lse, size, None))
 
     def _gather_scatter(self, parts: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """parts [size, T, H, Dv], lse [size, T, H] -> [T, H, Dv]."""

@@ -1,8 +1,7 @@
 """Parts of a softmax on their way between ranks, and what is made of those that have arrived.
 
 A row of a message is a head's part of one token, and behind its columns the logarithm of the sum of its exponentials as
-three numbers of the message's type, the first of them nearest to it: added up they have the 24 bits of fp32, and they
-stay numbers, so that a message may also be added up with zeros.
+three numbers of the message's type, the first of them nearest to it: added up they have the 24 bits of fp32.
 
 Reference: `native_ops.pack_parts` and `native_ops.merge_parts`.
 """
@@ -17,23 +16,20 @@ from sglang.srt.layers.ops import LSE_BYTES
 from sglang.srt.layers.triton_ops import pdl
 
 
-@triton.jit(do_not_specialize=["source_rows"])
+@triton.jit
 def pack_parts_kernel(
     parts,  # [T, ranks * H, DIMS]
     lse,  # [T, ranks * H] fp32
-    packed,  # [sources, ranks, T, H, DIMS + EXTRA]
+    packed,  # [ranks, T, H, DIMS + EXTRA]
     num_tokens,
     num_heads,
     num_ranks,
-    num_sources,
-    rank,
-    source_rows,
     DIMS: tl.constexpr,
     EXTRA: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, head of all): its row from source `rank`, and zeros from the others."""
+    """Program (token, head of all)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -54,11 +50,8 @@ def pack_parts_kernel(
     values = tl.load(parts + row * DIMS + cols, mask=cols < DIMS, other=0.0)
     values = tl.where(total == float("-inf"), 0.0, values)
     at = packed + ((target.to(tl.int64) * num_tokens + token) * num_heads + head) * (DIMS + EXTRA)
-    for source in range(num_sources):
-        keep = source == rank
-        tl.store(at + cols, tl.where(keep, values, 0.0).to(dtype), mask=cols < DIMS)
-        tl.store(at + DIMS + behind, tl.where(keep, logarithm, 0.0).to(dtype))
-        at += source_rows.to(tl.int64) * (DIMS + EXTRA)
+    tl.store(at + cols, values.to(dtype), mask=cols < DIMS)
+    tl.store(at + DIMS + behind, logarithm.to(dtype))
 
 
 @triton.jit
@@ -121,20 +114,18 @@ def launch_constants(dims: int, dtype: torch.dtype) -> dict[str, int]:
     return {"DIMS": dims, "EXTRA": LSE_BYTES // dtype.itemsize, "BLOCK": block, "num_warps": 1 if block <= 128 else 2}
 
 
-def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int, rank: int | None) -> torch.Tensor:
+def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tensor:
     """parts [T, ranks * H, D] and lse [T, ranks * H] fp32, contiguous, of this rank's tokens for the heads of each rank
-    -> [ranks, T, H, D + extra], a message for each; or with `rank`, this one's number, [ranks, ranks, T, H, D + extra],
-    by source and target, with zeros from other sources. Parts whose logarithm is -inf count as zeros."""
+    -> [ranks, T, H, D + extra], a message for each. Parts whose logarithm is -inf count as zeros."""
     num_tokens, heads_of_all, dims = parts.shape
     launch = launch_constants(dims, parts.dtype)
-    heads, sources = heads_of_all // ranks, 1 if rank is None else ranks
-    packed = parts.new_empty((sources, ranks, num_tokens, heads, dims + launch["EXTRA"]))
+    heads = heads_of_all // ranks
+    packed = parts.new_empty((ranks, num_tokens, heads, dims + launch["EXTRA"]))
     if packed.numel():
-        source_rows = ranks * num_tokens * heads
         pack_parts_kernel[(num_tokens, heads_of_all)](
-            parts, lse, packed, num_tokens, heads, ranks, sources, rank or 0, source_rows, **launch, **pdl.options()
+            parts, lse, packed, num_tokens, heads, ranks, **launch, **pdl.options()
         )  # fmt: skip
-    return packed[0] if rank is None else packed
+    return packed
 
 
 def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:

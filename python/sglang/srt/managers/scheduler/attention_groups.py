@@ -143,8 +143,9 @@ class AttentionGroups:
         self.stats = StatsLogger(
             args.decode_log_interval, self.load, args.speculative_algorithm, self.host_tiers, runner.launches
         )
+        self.interval = self.schedulers[0].interval
         for scheduler in self.schedulers:
-            scheduler.stats = self.stats
+            scheduler.stats, scheduler.interval = self.stats, self.interval
         self._launched: deque[list[bool]] = deque(maxlen=args.steps_ahead)
         """Which groups had a batch in each of the last steps, whose results are not read back yet."""
 
@@ -156,6 +157,7 @@ class AttentionGroups:
             self.depth.choose(max(len(scheduler.running.now) for scheduler in self.schedulers))
         for scheduler in self.schedulers:
             scheduler.settle_copies()
+        self.interval.begin(max(len(scheduler.running) for scheduler in self.schedulers))
         batches = [None if scheduler.paused else scheduler.pick() for scheduler in self.schedulers]
         if any(batch is not None for batch in batches):
             self.launch(batches)

@@ -110,6 +110,30 @@ def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
     return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
 
 
+class DecodeInterval:
+    """Steps without prompts behind one with prompts (--prefill-decode-interval), while enough requests run: tokens that
+    decode wait for the prompts of their step, of which fewer and larger steps make fewer of them wait.
+
+    Attention groups, whose steps are one, share it."""
+
+    def __init__(self, steps: int, least_running: int) -> None:
+        """Applies from `least_running` requests on, in the group that has most."""
+        self._steps, self._least = steps, max(1, least_running)
+        self._left = 0
+        self.prompts_wait = False
+        """True for a step that is to have no prompts."""
+
+    def begin(self, num_running: int) -> None:
+        """Before each step, of so many running requests."""
+        if num_running < self._least:
+            self._left = 0
+        self.prompts_wait = self._left > 0
+        self._left = max(0, self._left - 1)
+
+    def launched_prompts(self) -> None:
+        self._left = self._steps
+
+
 class PrefillBudget:
     """Budget of one prefill step: the cache slots, new tokens, and chunk that it may still take."""
 

@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler.output import StopChecker, output_message, re
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
     POLICIES,
+    DecodeInterval,
     NewTokenRatio,
     PrefillBudget,
     Priorities,
@@ -111,6 +112,9 @@ class Scheduler:
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
+        self.interval = DecodeInterval(
+            args.prefill_decode_interval * max(1, self.steps_ahead), args.prefill_decode_interval_min_bs
+        )
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
@@ -123,6 +127,7 @@ class Scheduler:
     def step(self) -> None:
         """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
         self.settle_copies()
+        self.interval.begin(len(self.running))
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
@@ -171,7 +176,7 @@ class Scheduler:
     def pick(self) -> ScheduleBatch | None:
         """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
         and decode steps are best when full."""
-        batch = self.pick_prefill()
+        batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
             self.running.pass_turn()
@@ -222,6 +227,7 @@ class Scheduler:
         if not num_decodes or not self._can_grow(widths, sum(n + self.running.tokens_ahead for _, n in chosen)):
             widths = np.zeros_like(widths)
         batch = build_step(self.kv, self.running, widths, chosen)
+        self.interval.launched_prompts()
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)

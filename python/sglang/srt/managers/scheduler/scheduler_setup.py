@@ -23,7 +23,7 @@ from sglang.srt.hardware.arch import (
 )
 from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
 from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
-from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for, gathers_up_to
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
@@ -135,7 +135,7 @@ def _connect_gpus(
         topology = Topology.NVLINK
     else:
         topology = pci_topology([pci_address(device) for device in node.devices])
-    if args.pp_size > 1 or node.count > 1 or args.attn_dp_size > 1:
+    if args.pp_size > 1 or node.count > 1 or args.attn_dp_size not in (1, args.tp_size):
         reason = "--pp-size: the ranks of a stage" if args.pp_size > 1 else "--attn-dp-size: groups of ranks"
         reason = "--nnodes: machines" if node.count > 1 else reason
         return PeerLinks(topology, f"{reason} add up through NCCL", f"{reason} add up through NCCL")
@@ -160,7 +160,8 @@ def _connect_gpus(
     if reducer is not None:
         for alike in (group, groups.context, groups.dp):  # those of as many ranks have the same ones, in their order
             if alike.size == group.size:
-                alike.reduce_with(reducer, gathers_up_to(topology, group.size))
+                alike.reduce_with(reducer)
+                alike.exchange_with(reducer)
     if fuse:
         problem = fused_by_flashinfer(group, parallel_state.host_group(), hidden_size, model.dtype, reducer)
         links = replace(links, fusion_problem=problem)
