@@ -23,13 +23,14 @@ from sglang.srt.distributed.custom_all_reduce import (
     exchange,
 )
 from sglang.srt.distributed.quantized_sums import QuantizedSums, TorchCodec
-from sglang.srt.kernels.all_reduce_table import KIB, Band
+from sglang.srt.kernels.all_reduce_table import KIB, Band, ExchangeBand
 from sglang.srt.layers import native_ops
 
 BANDS = tuple(
     Band(frozenset(), frozenset(), algorithm, most, "")
     for algorithm, most in (("packed", 2 * KIB), ("one_shot", 8 * KIB), ("two_shot", 64 * KIB))
 )
+PARTS = ExchangeBand(frozenset(), frozenset(), KIB, KIB, "")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -102,8 +103,9 @@ def serve_exchanges(rank: int, ranks: int, folder: str, library: str) -> None:
     """Between sums, of every type, packed and by flags, from memory that lies anywhere."""
     group = joined(rank, ranks, folder)
     loaded, most = collectives(library), 16 * KIB
-    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS, most))
-    peers = CustomAllReduce(loaded, workspaces, BANDS, deadline=60, part_bytes=most)
+    parts = ExchangeBand(frozenset(), frozenset(), 2 * KIB, most, "")
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS, parts))
+    peers = CustomAllReduce(loaded, workspaces, BANDS, deadline=60, parts=parts)
     rng = random.Random(5)
     for number in range(24):
         dtype, seed = rng.choice((*DTYPES, torch.int32, torch.uint8)), 100 * number
@@ -173,7 +175,7 @@ def stay_away(rank: int, ranks: int, folder: str, library: str, gathers: bool) -
     group = joined(rank, ranks, folder)
     loaded = collectives(library)
     workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS))
-    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=0.2, part_bytes=KIB)
+    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=0.2, parts=PARTS)
     if rank != 1:
         x = reduce.gather(torch.ones(64)) if gathers else reduce.all_reduce(torch.ones(64))
         assert x[1 if gathers else slice(None)].isnan().all()

@@ -155,11 +155,15 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     )
     page_size: int | None = option(None, MEMORY, f"Tokens in a KV cache page. {EFFECTIVE_IF_NONE}", minimum=1)
     max_prefill_tokens: int = option(16384, MEMORY, "Prompt tokens of all requests in one step.", minimum=1, size=True)
-    prefill_decode_interval: int = option(
-        0, MEMORY, "Steps without prompts that follow each step with prompts, while requests decode.", minimum=0
+    prefill_decode_interval: int | None = option(
+        None,
+        MEMORY,
+        "Steps without prompts that follow each step with prompts, while requests decode; 0: prompts never wait. "
+        "If not given, 3 while 128 requests and more run.",
+        minimum=0,
     )
     prefill_decode_interval_min_bs: int = option(
-        1, MEMORY, "Running requests from which on --prefill-decode-interval applies.", minimum=1
+        1, MEMORY, "Running requests from which on a given --prefill-decode-interval applies.", minimum=1
     )
     schedule_policy: str = option(
         "fcfs", MEMORY, "Order of waiting requests.", choices=("fcfs", "lpm", "random", "dfs-weight", "lof")

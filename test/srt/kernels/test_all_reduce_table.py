@@ -18,7 +18,7 @@ from sglang.srt.kernels.all_reduce_table import (
     NORMED_ROWS,
     algorithms,
     bands_for,
-    exchanges_up_to,
+    exchanges_for,
 )
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
@@ -114,12 +114,11 @@ def test_flashinfer_adds_up_only_where_it_was_asked_for(name: str) -> None:
 @pytest.mark.parametrize("topology", Topology)
 @pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
 def test_parts_are_exchanged_wherever_sums_are_taken(topology: Topology, ranks: int) -> None:
-    """In vectors of 16 bytes, and up to a size for which a packed part is not too large."""
-    most = exchanges_up_to(topology, ranks)
-    assert most > 0 and most % 16 == 0 and bands_for(topology, ranks)
+    band = exchanges_for(topology, ranks)
+    assert band is not None and bands_for(topology, ranks)
+    assert band.reason and 0 < band.packed <= min(band.most, 128 * KIB) and band.packed % 16 == band.most % 16 == 0
     assert sum(topology in band.topologies and ranks in band.ranks for band in EXCHANGES) == 1
 
 
-def test_exchanges_say_why() -> None:
-    assert all(band.reason for band in EXCHANGES)
-    assert exchanges_up_to(Topology.NVLINK, tables.MOST_RANKS + 1) == 0
+def test_more_ranks_exchange_through_nccl() -> None:
+    assert exchanges_for(Topology.NVLINK, tables.MOST_RANKS + 1) is None

@@ -188,7 +188,7 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         disable_radix_cache=False,
         disable_overlap_schedule=False,
         pp_size=1,
-        prefill_decode_interval=0,
+        prefill_decode_interval=None,
         prefill_decode_interval_min_bs=1,
         schedule_policy="fcfs",
         schedule_conservativeness=1.0,

@@ -161,6 +161,21 @@ def test_steps_without_prompts_between_those_with_prompts(interval: int, least: 
     assert collector.tokens["b"] == expected_output(prompt(200, 2), 2)
 
 
+def test_prompts_come_together_where_many_requests_run() -> None:
+    """Without a flag: a request's prompt waits for three steps while 128 run, and for none while 127 do."""
+    for count, waits in ((127, False), (128, True)):
+        scheduler = make_scheduler(FakeRunner(8192, 1, 64, 200, -1))
+        for i in range(count):
+            add(scheduler, request(f"r{i}", prompt(3, i), 40, ignore_eos=True))
+        scheduler.step()
+        add(scheduler, request("late", prompt(5, 300), 2))
+        for _ in range(4):
+            scheduler.step()
+        assert scheduler.runner.steps == (
+            ["extend", *["decode"] * 3, "mixed"] if waits else ["extend", "mixed", *["decode"] * 3]
+        )
+
+
 def test_the_interval_ends_with_the_requests_that_decode() -> None:
     scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), prefill_decode_interval=100)
     collector = Collector()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS, Band
+from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS, Band, ExchangeBand
 
 if TYPE_CHECKING:
     from sm120_sgl_kernel import Collectives
@@ -49,9 +49,9 @@ class Workspaces(Protocol):
         """Collective: no rank may use them any more."""
 
 
-def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int, part_bytes: int = 0) -> int:
+def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int, parts: ExchangeBand | None = None) -> int:
     """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `bands` say, and for exchanges
-    of parts of so many bytes. `row_vectors`: most of a row."""
+    of such parts. `row_vectors`: most of a row."""
     needs = {
         "packed": lambda vectors: 0,
         "one_shot": lambda vectors: vectors * ranks,
@@ -59,7 +59,7 @@ def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int, part_b
         TWO_SHOT_E4M3: lambda vectors: 2 * (vectors * 9 // 16 + ranks * row_vectors),  # at most a scale for eight bytes
     }
     of_sums = max((needs[band.algorithm](-(-band.most // VECTOR_BYTES)) for band in bands), default=0)
-    return max(of_sums, ranks * (part_bytes // VECTOR_BYTES))
+    return max(of_sums, ranks * (parts.most // VECTOR_BYTES) if parts is not None else 0)
 
 
 def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
@@ -130,7 +130,7 @@ class CustomAllReduce:
     `bands` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
     for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank.
     `e4m3_bytes`: of a piece of a sum whose values travel as e4m3, which the workspaces suffice for; 0: none do.
-    `part_bytes`: of parts that ranks exchange, at most."""
+    `parts`: those that ranks exchange; None: none."""
 
     def __init__(
         self,
@@ -140,10 +140,10 @@ class CustomAllReduce:
         deadline: float,
         max_blocks: int = 64,
         e4m3_bytes: int = 0,
-        part_bytes: int = 0,
+        parts: ExchangeBand | None = None,
     ) -> None:
         self._library, self._workspaces, self._bands = library, workspaces, tuple(bands)
-        self._e4m3_bytes, self._part_bytes = e4m3_bytes, part_bytes
+        self._e4m3_bytes, self._parts = e4m3_bytes, parts
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
         assert 2 <= self.ranks <= library.MAX_RANKS
         self._max_blocks = min(max_blocks, library.MAX_BLOCKS)
@@ -228,7 +228,7 @@ class CustomAllReduce:
 
     def can_exchange(self, part: torch.Tensor) -> bool:
         """Returns whether ranks may exchange parts like `part`; alike on every rank for the same shape and type."""
-        return 0 < part.nbytes <= self._part_bytes and part.nbytes % VECTOR_BYTES == 0
+        return self._parts is not None and 0 < part.nbytes <= self._parts.most and part.nbytes % VECTOR_BYTES == 0
 
     def gather(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
         """x [...] -> [ranks, ...], those of all ranks."""
@@ -238,18 +238,19 @@ class CustomAllReduce:
         """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
         return self._exchange(x, x.new_empty(x.shape), 1, algorithm)
 
-    def _exchange(self, x: torch.Tensor, out: torch.Tensor, parts: int, algorithm: str | None) -> torch.Tensor:
-        """parts: vectors from one rank's part of `x` to the next one's, in parts."""
+    def _exchange(self, x: torch.Tensor, out: torch.Tensor, step: int, algorithm: str | None) -> torch.Tensor:
+        """step: parts from one rank's part of `x` to the next one's."""
         x = x.contiguous()
         if x.data_ptr() % VECTOR_BYTES:
             x = x.clone()
         part_bytes = out.nbytes // self.ranks
-        # What serves a sum of a part's size: as many bytes travel over each link then.
-        algorithm = algorithm or ("packed" if self.algorithm_for(part_bytes) == "packed" else "one_shot")
+        if algorithm is None:
+            assert self._parts is not None
+            algorithm = "packed" if part_bytes <= self._parts.packed else "one_shot"
         args, vectors = self._args, part_bytes // VECTOR_BYTES
         args.input, args.output, args.vectors = x.data_ptr(), out.data_ptr(), vectors
         args.blocks = min(-(-(self.ranks - 1) * vectors // self._library.THREADS), self._max_blocks)
-        self._library.exchange(args, algorithm, parts * vectors, _stream(x))
+        self._library.exchange(args, algorithm, step * vectors, _stream(x))
         return out
 
     def _launch(

@@ -110,9 +110,14 @@ def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
     return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
 
 
+DEFAULT_INTERVAL = 3, 128
+"""Steps without prompts, and running requests from which on they follow one with prompts. Where many requests run, some
+end in every step, and the prompts in their places would make every step one with prompts."""
+
+
 class DecodeInterval:
     """Steps without prompts behind one with prompts (--prefill-decode-interval), while enough requests run: tokens that
-    decode wait for the prompts of their step, of which fewer and larger steps make fewer of them wait.
+    decode wait for the prompts of their step, and fewer of them wait where these come together.
 
     Attention groups, whose steps are one, share it."""
 
@@ -122,6 +127,13 @@ class DecodeInterval:
         self._left = 0
         self.prompts_wait = False
         """True for a step that is to have no prompts."""
+
+    @classmethod
+    def from_args(cls, args: ServerArgs) -> DecodeInterval:
+        steps, least = DEFAULT_INTERVAL
+        if args.prefill_decode_interval is not None:
+            steps, least = args.prefill_decode_interval, args.prefill_decode_interval_min_bs
+        return cls(steps * max(1, args.steps_ahead), least)  # as many steps have tokens of each stage's requests
 
     def begin(self, num_running: int) -> None:
         """Before each step, of so many running requests."""
