@@ -159,7 +159,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         None,
         MEMORY,
         "Steps without prompts that follow each step with prompts, while requests decode; 0: prompts never wait. "
-        "If not given, 3 while 128 requests and more run.",
+        "If not given, 3 while 128 requests and more run, of models without experts.",
         minimum=0,
     )
     prefill_decode_interval_min_bs: int = option(

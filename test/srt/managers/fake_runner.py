@@ -18,6 +18,7 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.model_executor.step import PromptLaunches, StepInput
+from sglang.srt.plan.decode_interval import NEVER, IntervalRule
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 
@@ -182,14 +183,13 @@ class FakeRunner:
                 assert len(np.unique(slots)) == len(slots), "one slot of a window for two tokens"
 
 
-def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
+def make_scheduler(runner: FakeRunner, interval: IntervalRule = NEVER, **options: object) -> Scheduler:
+    runner.plan.decode_interval = interval
     args = SimpleNamespace(
         attn_dp_size=1,
         disable_radix_cache=False,
         disable_overlap_schedule=False,
         pp_size=1,
-        prefill_decode_interval=None,
-        prefill_decode_interval_min_bs=1,
         schedule_policy="fcfs",
         schedule_conservativeness=1.0,
         stream_interval=1,

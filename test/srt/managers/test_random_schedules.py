@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.mem_cache import kv_table
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.decode_interval import NEVER, IntervalRule
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
@@ -43,6 +44,8 @@ REQUESTS, POOL = 4, 176
 GARBAGE, GARBAGE_BYTE = 1e3, 0x7E
 """The byte is the largest e4m3 scale, and large codes, of four-bit keys and values."""
 MANY, PARTS = 1008, 12
+
+INTERVALS = (NEVER, IntervalRule(1, 1), IntervalRule(3, 2))
 
 
 @dataclass
@@ -122,7 +125,7 @@ class Schedule:
         args, runner = world.runner(page, guesses, world.ranks)
         self.scheduler = Scheduler(args, runner, StopChecker(None))
         self.scheduler.steps_ahead = max(self.random.randrange(4), world.ranks.pp_size - 1)
-        self.scheduler.interval = DecodeInterval(*random.Random(seed).choice(((0, 1), (1, 1), (3, 2))))
+        self.scheduler.interval = DecodeInterval(random.Random(seed).choice(INTERVALS), world.ranks.pp_size)
         for cache in runner.model.caches:
             for tensor in cache._tensors.values():
                 narrow = tensor.element_size() == 1  # codes, and float8, which has no such number

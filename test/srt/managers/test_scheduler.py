@@ -17,6 +17,7 @@ from sglang.srt.managers.scheduler.schedule_policy import POLICIES
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.model_executor.step import StepInput
+from sglang.srt.plan.decode_interval import MANY_REQUESTS, NEVER, IntervalRule
 from sglang.srt.plan.pool_sizes import WindowSize
 from srt.managers.fake_runner import (
     EOS,
@@ -148,9 +149,7 @@ def test_mixed_chunk_decodes_while_it_prefills() -> None:
 )
 def test_steps_without_prompts_between_those_with_prompts(interval: int, least: int, steps: str) -> None:
     """While enough requests decode: here one does, until its 20 tokens are there."""
-    scheduler = make_scheduler(
-        FakeRunner(1024, 1, 512, 4, 32), prefill_decode_interval=interval, prefill_decode_interval_min_bs=least
-    )
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), IntervalRule(interval, least))
     collector = Collector()
     add(scheduler, request("a", prompt(10), 21, stream=True, ignore_eos=True))
     scheduler.step()
@@ -162,9 +161,9 @@ def test_steps_without_prompts_between_those_with_prompts(interval: int, least: 
 
 
 def test_prompts_come_together_where_many_requests_run() -> None:
-    """Without a flag: a request's prompt waits for three steps while 128 run, and for none while 127 do."""
+    """A request's prompt waits for three steps while 128 run, and for none while 127 do."""
     for count, waits in ((127, False), (128, True)):
-        scheduler = make_scheduler(FakeRunner(8192, 1, 64, 200, -1))
+        scheduler = make_scheduler(FakeRunner(8192, 1, 64, 200, -1), MANY_REQUESTS)
         for i in range(count):
             add(scheduler, request(f"r{i}", prompt(3, i), 40, ignore_eos=True))
         scheduler.step()
@@ -177,7 +176,7 @@ def test_prompts_come_together_where_many_requests_run() -> None:
 
 
 def test_the_interval_ends_with_the_requests_that_decode() -> None:
-    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), prefill_decode_interval=100)
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), IntervalRule(100, 1))
     collector = Collector()
     add(scheduler, request("a", prompt(10), 3, ignore_eos=True))
     scheduler.step()
@@ -699,12 +698,12 @@ def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -
     windows=st.lists(st.sampled_from([1, 2, 7, 16, 40]), max_size=2, unique=True),
     window_share=st.sampled_from([0.0, 0.5, 1.0]),
     checkpoints=st.sampled_from([None, 0, 1, 3, 20]),
-    interval=st.sampled_from([(0, 1), (1, 1), (3, 2)]),
+    interval=st.sampled_from([NEVER, IntervalRule(1, 1), IntervalRule(3, 2)]),
 )
 def test_any_workload(
     events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
     steps_ahead: int, conservativeness: float, windows: list[int], window_share: float, checkpoints: int | None,
-    interval: tuple[int, int],
+    interval: IntervalRule,
 ) -> None:  # fmt: skip
     pool = pool_pages * page if page > 1 else pool_pages * 4
     sizes = tuple(WindowSize(window, window_tokens(pool, page, window, chunk, window_share)) for window in windows)
@@ -712,7 +711,7 @@ def test_any_workload(
     scheduler = make_scheduler(
         runner, schedule_policy=policy, disable_radix_cache=not radix, disable_overlap_schedule=not steps_ahead,
         pp_size=max(1, steps_ahead), schedule_conservativeness=conservativeness,
-        prefill_decode_interval=interval[0], prefill_decode_interval_min_bs=interval[1],
+        interval=interval,
     )  # fmt: skip
     collector = Collector()
     wanted: dict[str, tuple[list[int], int, bool]] = {}

@@ -24,6 +24,7 @@ from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
+from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.halves import HalvesRule, halves_rule
@@ -99,6 +100,7 @@ class Plan:
     host_cache: HostCachePlan | None = None  # prefixes in main memory
     quantized_sums: QuantizedSumRule | None = None  # over ranks
     halves: HalvesRule | None = None  # which steps run as two
+    decode_interval: IntervalRule = NEVER  # which steps have no prompts
     shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
@@ -356,6 +358,7 @@ def make_plan(
             sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
         ),
         halves=halves_rule(args, None if links is None else links.of_library, trial.description, trial.chosen.by_key()),
+        decode_interval=interval_rule(args, trial.description),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),

@@ -12,6 +12,7 @@ import numpy as np
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.plan.decode_interval import IntervalRule
 from sglang.srt.server_args import ServerArgs
 
 MAX_LPM_QUEUE = 128
@@ -110,34 +111,23 @@ def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
     return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
 
 
-DEFAULT_INTERVAL = 3, 128
-"""Steps without prompts, and running requests from which on they follow one with prompts. Where many requests run, some
-end in every step, and the prompts in their places would make every step one with prompts."""
-
-
 class DecodeInterval:
     """Steps without prompts behind one with prompts (--prefill-decode-interval), while enough requests run: tokens that
     decode wait for the prompts of their step, and fewer of them wait where these come together.
 
     Attention groups, whose steps are one, share it."""
 
-    def __init__(self, steps: int, least_running: int) -> None:
-        """Applies from `least_running` requests on, in the group that has most."""
-        self._steps, self._least = steps, max(1, least_running)
+    def __init__(self, rule: IntervalRule, num_turns: int = 1) -> None:
+        """The rule counts requests of the group that has most. num_turns: as of a `RunningBatch`; each has the rule's
+        steps."""
+        self._rule, self._steps = rule, rule.steps * num_turns
         self._left = 0
         self.prompts_wait = False
         """True for a step that is to have no prompts."""
 
-    @classmethod
-    def from_args(cls, args: ServerArgs) -> DecodeInterval:
-        steps, least = DEFAULT_INTERVAL
-        if args.prefill_decode_interval is not None:
-            steps, least = args.prefill_decode_interval, args.prefill_decode_interval_min_bs
-        return cls(steps * max(1, args.steps_ahead), least)  # as many steps have tokens of each stage's requests
-
     def begin(self, num_running: int) -> None:
         """Before each step, of so many running requests."""
-        if num_running < self._least:
+        if num_running < max(1, self._rule.least_running):
             self._left = 0
         self.prompts_wait = self._left > 0
         self._left = max(0, self._left - 1)

@@ -112,7 +112,7 @@ class Scheduler:
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        self.interval = DecodeInterval.from_args(args)
+        self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_ahead))
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""

@@ -1,0 +1,32 @@
+"""Which steps with prompts have steps without any behind them (--prefill-decode-interval)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.plan.halves import has_experts
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalRule:
+    """So many `steps` without prompts follow one with prompts while at least `least_running` requests run."""
+
+    steps: int
+    least_running: int
+
+
+NEVER = IntervalRule(0, 1)
+MANY_REQUESTS = IntervalRule(3, 128)
+"""Where many requests run, some end in every step, and the prompts in their places make every step one with prompts,
+for which all tokens wait. Of Qwen3-8B with 256 requests on an H100 tokens follow one another after 14 ms (median)
+instead of 41, and 41 to 32 on average, for a first token after 347 ms instead of 267. Qwen3-30B-A3B, whose prompts
+compute an eighth of that, gained nothing on average."""
+
+
+def interval_rule(args: ServerArgs, model: ModelDescription) -> IntervalRule:
+    """model: all stages, so that their ranks have the same rule."""
+    if args.prefill_decode_interval is not None:
+        return IntervalRule(args.prefill_decode_interval, args.prefill_decode_interval_min_bs)
+    return NEVER if has_experts(model) else MANY_REQUESTS
