@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.constrained.grammar import MAX_WHITESPACE
 from sglang.srt.function_call.harmony import CHANNEL, CONSTRAIN, MESSAGE
+from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.tagged_arguments import NAME, tagged_arguments
 
 Format = dict[str, Any]
 """A part of a structural tag."""
+ESCAPED = "ESCAPED"
+"""Stands for a function's name within a JSON string, as NAME does elsewhere."""
+_PLACE = re.compile(f"{NAME}|{ESCAPED}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForcedCalls:
-    """`begin` and `end` stand around a call's arguments, `begin` with NAME for the function's name; `number`: a number
-    and this text follow it. `style`: how the arguments are written. `section` stands around a row of calls, `between`
-    between them. `single`: nothing follows a call. `header`: stands before `begin` where nothing but calls is allowed;
-    elsewhere it is part of the text. `values`: what stands around an argument, NAME for its name, where each is tagged.
+    """`begin` and `end` stand around a call's arguments, `begin` with NAME for the function's name, or with ESCAPED in
+    a JSON string; `number`: a number and this text follow it. `style`: how the arguments are written. `section` stands
+    around a row of calls, `between` between them. `single`: nothing follows a call. `header`: stands before `begin`
+    where nothing but calls is allowed; elsewhere it is part of the text. `values`: what stands around an argument, NAME
+    for its name, where each is tagged.
     """
 
     begin: str
@@ -47,14 +53,21 @@ class ForcedCalls:
 
     def among_text(self, tools: Mapping[str, Format], one: bool) -> Format:
         """Any text; a call that begins in it is a call of one of the tools."""
-        tags, trigger = self._tags(tools), self.begin.partition(NAME)[0]
+        tags, trigger = self._tags(tools), _PLACE.split(self.begin)[0]
         if self.section is not None:
             tags, trigger = [self.at_least_one(tools, one)], self.section[0]
         return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": one or self.single}
 
     def _tags(self, tools: Mapping[str, Format], header: str = "") -> list[Format]:
         begin = header + self.begin
-        return [_tag(begin.replace(NAME, name), self._content(schema), self.end) for name, schema in tools.items()]
+        return [_tag(_with_name(begin, name), self._content(schema), self.end) for name, schema in tools.items()]
+
+    def without_arguments(self, name: str) -> str:
+        """Returns the text of a call that has none."""
+        arguments = "{}" if self.style == "json" and self.values is None else ""
+        number = f"0{self.number}" if self.number else ""
+        before, after = self.section or ("", "")
+        return before + _with_name(self.header + self.begin, name) + number + arguments + self.end + after
 
     def _content(self, schema: Format) -> Format:
         if self.values is not None:
@@ -67,6 +80,11 @@ class ForcedCalls:
     def _section(self, row: Format) -> Format:
         assert self.section is not None
         return _tag(self.section[0], row, self.section[1])
+
+
+def _with_name(text: str, name: str) -> str:
+    """In one pass, as a name may have the words in it that stand for names."""
+    return _PLACE.sub(lambda place: escaped(name) if place[0] == ESCAPED else name, text)
 
 
 def _json(schema: Any) -> Format:
@@ -85,7 +103,7 @@ def _constant(text: str) -> Format:
     return {"type": "const_string", "value": text}
 
 
-_HERMES = ForcedCalls(begin='<tool_call>\n{"name": "NAME", "arguments": ', end="}\n</tool_call>", between="\n")
+_HERMES = ForcedCalls(begin='<tool_call>\n{"name": "ESCAPED", "arguments": ', end="}\n</tool_call>", between="\n")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
@@ -110,7 +128,7 @@ def _invoke(section: str, tag: str = "", style: str = "minimax_xml") -> ForcedCa
 
 FORCED_CALLS: Mapping[str, ForcedCalls] = {
     "apertus2509": ForcedCalls(
-        begin='{"NAME": ', end="}", section=("<|tools_prefix|>[", "]<|tools_suffix|>"), between=", "
+        begin='{"ESCAPED": ', end="}", section=("<|tools_prefix|>[", "]<|tools_suffix|>"), between=", "
     ),
     "deepseekv3": ForcedCalls(
         begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
@@ -125,7 +143,7 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     "deepseekv4": _dsml("tool_calls"),
     "deepseekv41": _dsml("calls", "｜DSML｜ ", "deepseek_v4_1_xml"),
     "dots": _invoke("dots_function_call"),
-    "gigachat3": ForcedCalls(begin='<|function_call|>{"name": "NAME", "arguments": ', end="}"),
+    "gigachat3": ForcedCalls(begin='<|function_call|>{"name": "ESCAPED", "arguments": ', end="}"),
     "glm45": ForcedCalls(begin="<tool_call>NAME\n", style="glm_xml", end="</tool_call>", between="\n"),
     "glm47": ForcedCalls(begin="<tool_call>NAME", style="glm_xml", end="</tool_call>"),
     "gpt-oss": ForcedCalls(
@@ -140,12 +158,12 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     ),
     "inkling": ForcedCalls(
         header="NAME",
-        begin='<|content_invoke_tool_json|>{"name":"NAME","args":',
+        begin='<|content_invoke_tool_json|>{"name":"ESCAPED","args":',
         end="}<|end_message|>",
         between="<|message_model|>",
     ),
     "interns1": ForcedCalls(
-        begin='<|action_start|> <|plugin|>\n{"name": "NAME", "parameters": ', end="}<|action_end|>"
+        begin='<|action_start|> <|plugin|>\n{"name": "ESCAPED", "parameters": ', end="}<|action_end|>"
     ),
     "iquest_q1": ForcedCalls(begin="<iquest_tool_call>NAME", style="glm_xml", end="</iquest_tool_call>"),
     "kimi_k2": ForcedCalls(
@@ -154,7 +172,7 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         end="<|tool_call_end|>",
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    "llama3": ForcedCalls(begin='{"name": "NAME", "parameters": ', end="}", between="; "),
+    "llama3": ForcedCalls(begin='{"name": "ESCAPED", "parameters": ', end="}", between="; "),
     "minimax-m2": _invoke("minimax:tool_call"),
     "minimax-m3": _invoke("tool_call", "]<]minimax[>[", "minimax_m3_xml"),
     "mistral": ForcedCalls(begin="[TOOL_CALLS]NAME[ARGS]", end=""),

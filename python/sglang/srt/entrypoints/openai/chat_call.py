@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from sglang.srt.constrained.schema_form import check_form
@@ -13,6 +14,7 @@ from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.function_call.names import unwritable
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
 
@@ -35,7 +37,7 @@ async def chat_call(
         prompt = await rendered_prompt(service, body, num_bytes)
     else:
         prompt = None
-        await _in_thread_if_long(service, num_bytes, check_tools, body)
+        await _in_thread_if_long(service, num_bytes, partial(check_tools, service.formats.calls_name), body)
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
     call = _generate_request(body, rid, prompt, formats)
     call.media = [media] if media else None
@@ -67,7 +69,7 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
     _ = service.tokenizer
 
     def render(body: ChatCompletionRequest) -> str:
-        check_tools(body)
+        check_tools(service.formats.calls_name, body)
         return service.chat_template.render(body)
 
     return await _in_thread_if_long(service, num_bytes, render, body)
@@ -91,8 +93,9 @@ async def _in_thread_if_long(
     return work(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(work, body)
 
 
-def check_tools(body: ChatCompletionRequest) -> None:
-    """Raises ApiError 400 for parameters that are no JSON schema, whether or not a grammar would be made of them."""
+def check_tools(calls_name: str | None, body: ChatCompletionRequest) -> None:
+    """Raises ApiError 400 for parameters that are no JSON schema, whether or not a grammar would be made of them, and
+    for functions that a model with calls in the format `calls_name` could not call."""
     for tool in body.tools or ():
         function = tool["function"]
         try:
@@ -100,6 +103,15 @@ def check_tools(body: ChatCompletionRequest) -> None:
         except ValueError as error:
             name = function["name"][:64]
             raise bad_request(f"the parameters of {name!r} are not a JSON schema: {error}", param="tools") from None
+    if calls_name is None or body.tool_choice == "none":
+        return
+    unusable = unwritable(calls_name, (tool["function"]["name"] for tool in body.tools or ()))
+    if unusable is not None:
+        raise bad_request(
+            f"the function name {unusable[:64]!r} cannot be written in calls like {calls_name}'s:"
+            " it would be read as another name, or as no call; rename the function.",
+            param="tools",
+        )
 
 
 def _prompt_end(service: OpenAIService, body: ChatCompletionRequest) -> str:
