@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,18 @@ Format = dict[str, Any]
 ESCAPED = "ESCAPED"
 """Stands for a function's name within a JSON string, as NAME does elsewhere."""
 _PLACE = re.compile(f"{NAME}|{ESCAPED}")
+
+_ARGUMENTS: Mapping[str, tuple[str, str]] = {
+    "deepseek_v4_1_xml": ('<｜DSML｜ parameter name="NAME" string="true">', "</｜DSML｜ parameter>\n"),
+    "deepseek_xml": ('<｜DSML｜parameter name="NAME" string="true">', "</｜DSML｜parameter>\n"),
+    "glm_xml": ("<arg_key>NAME</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "minimax_m3_xml": ("]<]minimax[>[<NAME>", "]<]minimax[>[</NAME>"),
+    "minimax_xml": ('<parameter name="NAME">', "</parameter>\n"),
+    "qwen_xml": ("<parameter=NAME>\n", "\n</parameter>\n"),
+}
+"""Style of arguments -> what stands around one, as xgrammar defines it."""
+_NESTED = frozenset(("minimax_m3_xml",))
+"""Styles in which the entries of objects and arrays are tags, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +74,32 @@ class ForcedCalls:
         begin = header + self.begin
         return [_tag(_with_name(begin, name), self._content(schema), self.end) for name, schema in tools.items()]
 
-    def without_arguments(self, name: str) -> str:
-        """Returns the text of a call that has none."""
-        arguments = "{}" if self.style == "json" and self.values is None else ""
+    @property
+    def has_tags(self) -> bool:
+        """Returns whether arguments have their names in tags, and not in JSON."""
+        return self.values is not None or self.style in _ARGUMENTS
+
+    @property
+    def has_nested_tags(self) -> bool:
+        """Returns whether the entries of objects and arrays are tags, too."""
+        return self.style in _NESTED
+
+    @property
+    def escapes_names(self) -> bool:
+        """Returns whether functions' names are parts of JSON and stand nowhere else."""
+        return NAME not in self.header + self.begin
+
+    def written(self, name: str, arguments: Sequence[str]) -> str:
+        """Returns a call as a grammar has it. arguments: their names, for any word as values; none for JSON."""
         number = f"0{self.number}" if self.number else ""
         before, after = self.section or ("", "")
-        return before + _with_name(self.header + self.begin, name) + number + arguments + self.end + after
+        return before + _with_name(self.header + self.begin, name) + number + self._words(arguments) + self.end + after
+
+    def _words(self, names: Sequence[str]) -> str:
+        tags = self.values or _ARGUMENTS.get(self.style)
+        if tags is None:
+            return "{}"
+        return "".join(f"{_with_name(tags[0], name)}word{_with_name(tags[1], name)}" for name in names)
 
     def _content(self, schema: Format) -> Format:
         if self.values is not None:
