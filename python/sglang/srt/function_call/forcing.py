@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.constrained.grammar import MAX_WHITESPACE
 from sglang.srt.function_call.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from sglang.srt.function_call.json_text import escaped
-from sglang.srt.function_call.messages import MessageFormat
+from sglang.srt.function_call.messages import MessageFormat, Start
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.tagged_arguments import NAME, tagged_arguments
 
@@ -104,6 +104,8 @@ class ForcedCalls:
     def _content(self, schema: Format) -> Format:
         if self.values is not None:
             return tagged_arguments(schema, *self.values)
+        if self.has_nested_tags and _is_any_object(schema):
+            return {"type": "any_text"}
         arguments = {**_json(schema), "style": self.style}
         if not self.number:
             return arguments
@@ -117,6 +119,11 @@ class ForcedCalls:
 def _with_name(text: str, name: str) -> str:
     """In one pass, as a name may have the words in it that stand for names."""
     return _PLACE.sub(lambda place: escaped(name) if place[0] == ESCAPED else name, text)
+
+
+def _is_any_object(schema: Format) -> bool:
+    """Returns whether a schema names nothing, for which nested tags have no grammar."""
+    return not schema.get("properties") and schema.get("additionalProperties") not in (None, False)
 
 
 def _json(schema: Any) -> Format:
@@ -230,21 +237,25 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
 lfm2, minicpm5 and pythonic."""
 
 
-def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> bool:
-    """Returns whether an output that follows `prompt` may begin with thoughts."""
+def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str, start: Start = Start.HEADER) -> bool:
+    """Returns whether an output that follows `prompt` may begin with thoughts. start: in a format of messages."""
     if isinstance(reasoning, ReasoningFormat):
         return reasoning.starts_inside(prompt) or not prompt.rstrip().endswith(reasoning.end)
-    return reasoning is not None
+    return reasoning is not None and start is not Start.TEXT
 
 
-def after_thoughts(answer: Format, reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> Format:
-    """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end."""
-    if reasoning is None or not may_think(reasoning, prompt):
+def after_thoughts(
+    answer: Format, reasoning: ReasoningFormat | MessageFormat | None, prompt: str, start: Start = Start.HEADER
+) -> Format:
+    """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end. start: in a format of
+    messages."""
+    if reasoning is None or not may_think(reasoning, prompt, start):
         return answer
     any_text = {"type": "any_text"}
     if isinstance(reasoning, MessageFormat):
-        begin, end = reasoning.around_thoughts
-        thoughts = _tag(begin, any_text, end + reasoning.next_message)
+        if start is Start.THOUGHTS:
+            return _sequence(_tag("", any_text, reasoning.after_body), answer)
+        thoughts = _tag(reasoning.around_thoughts[0], any_text, reasoning.after_body)
         return _sequence({"type": "optional", "content": thoughts}, answer)
     if reasoning.starts_inside(prompt):
         return _sequence(_tag("", any_text, reasoning.end), _SPACE, answer)
@@ -258,6 +269,11 @@ _SPACE = {"type": "regex", "pattern": "\\n{0,2}"}
 def as_message(answer: Format, messages: MessageFormat) -> Format:
     """A constrained answer as a message of such a format."""
     return _sequence(_constant(messages.answer_header), answer)
+
+
+def as_next_message(message: Format, messages: MessageFormat) -> Format:
+    """A message behind a body that it ends first."""
+    return _sequence(_constant(messages.after_body), message)
 
 
 def answer_format(kind: str, source: Any) -> Format | None:
