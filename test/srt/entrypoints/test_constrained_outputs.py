@@ -184,6 +184,9 @@ def check(case: Case) -> None:
     if grammar is not None and (case.forces or case.constraint in ANSWERS):
         for wrong in (thoughts + "Hello", thoughts + BEGUN + call, thoughts):
             assert not is_text_of(grammar, wrong), wrong
+        if thoughts and case.calls in MESSAGE_FORMATS:
+            begun = thoughts.removesuffix(PROMPTS[case.calls][0])
+            assert not is_text_of(grammar, f"{begun}Hello{thoughts}{answer}"), "text between messages"
         if case.calls in MESSAGE_FORMATS and case.start == "text":
             assert not is_text_of(grammar, PROMPTS[case.calls][1] + answer), "a header within a text"
             assert not formats.thinks_first

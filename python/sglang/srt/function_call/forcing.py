@@ -253,9 +253,11 @@ def after_thoughts(
         return answer
     any_text = {"type": "any_text"}
     if isinstance(reasoning, MessageFormat):
+        begin, end = reasoning.around_thoughts
+        header = _constant(reasoning.next_message)
         if start is Start.THOUGHTS:
-            return _sequence(_tag("", any_text, reasoning.after_body), answer)
-        thoughts = _tag(reasoning.around_thoughts[0], any_text, reasoning.after_body)
+            return _sequence(_tag("", any_text, end), header, answer)
+        thoughts = _sequence(_tag(begin, any_text, end), header)
         return _sequence({"type": "optional", "content": thoughts}, answer)
     if reasoning.starts_inside(prompt):
         return _sequence(_tag("", any_text, reasoning.end), _SPACE, answer)
