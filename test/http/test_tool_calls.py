@@ -490,6 +490,23 @@ def test_marks_of_several_tokens_end_thoughts_too(kimi_server: LiveServer) -> No
 def test_so_do_marks_of_gpt_oss() -> None:
     with live_server("--served-model-name", MODEL, "--reasoning-parser", "gpt-oss") as server:
         ends_thoughts(server, "<|channel|>analysis<|message|>")
+        continues_the_text(server)
+
+
+def continues_the_text(server: LiveServer) -> None:
+    """A constraint applies to the new text alone, which begins without a header, in both APIs."""
+    lead = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is"}]
+    with connect(server) as client:
+        fields = {"continue_final_message": True}
+        answer = ask(client, lead, max_tokens=60, response_format=PERSON_FORM, extra_body=fields)
+        assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
+        assert answer.usage.reasoning_tokens == 0
+    form = {"format": {"type": "json_schema", "schema": {**PERSON, "additionalProperties": False}}}
+    body = {"model": MODEL, "max_tokens": 60, "messages": lead, "output_config": form}
+    reply = httpx.post(f"{server.url}/v1/messages", json=body)
+    assert reply.status_code == 200
+    (block,) = reply.json()["content"]
+    assert set(json.loads(block["text"])) == {"name", "age"}
 
 
 @pytest.mark.parametrize("name", ["max_thinking_tokens", "thinking_token_budget"])

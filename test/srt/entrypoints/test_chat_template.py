@@ -109,6 +109,15 @@ def test_continue_final_message_same_as_transformers() -> None:
     assert render(CHATML, messages, continue_final_message=True) == expected
 
 
+@pytest.mark.parametrize("text", ["<", "e", "end", "im_end", "|", "assistant", "<|im_end|>"])
+def test_a_continued_text_that_the_end_of_a_message_has_in_it(text: str) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    prompt = render(CHATML, messages, continue_final_message=True)
+    assert prompt.endswith(f"<|im_start|>assistant\n{text}") and prompt.count("<|im_end|>") == 1 + text.count(
+        "<|im_end|>"
+    )
+
+
 def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
     messages = [

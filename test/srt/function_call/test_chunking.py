@@ -9,11 +9,13 @@ import itertools
 import random
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, Event, ReasoningDelta, TextDelta
+from sglang.srt.function_call.messages import Start
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.reader import Markers
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
@@ -30,7 +32,7 @@ SHARES = pytest.mark.parametrize(
 _DELTAS = (TextDelta, ReasoningDelta, ArgumentsDelta)
 
 
-def new_parser(calls: str, reasoning: str | None = None, **options: bool) -> OutputParser:
+def new_parser(calls: str, reasoning: str | None = None, **options: Any) -> OutputParser:
     if calls in MESSAGE_FORMATS:
         reasoning = calls
     return OutputParser(
@@ -77,6 +79,18 @@ def test_random_outputs_in_random_pieces(name: str, share: float) -> None:
         whole = run(new_parser(name), [text])
         for pieces in (list(text), random_cuts(rng, text)):
             assert run(new_parser(name), pieces) == whole, pieces
+
+
+@SHARES
+@pytest.mark.parametrize("start", [Start.TEXT, Start.THOUGHTS])
+@pytest.mark.parametrize("name", MESSAGE_FORMATS)
+def test_bodies_that_the_prompt_has_begun(name: str, start: Start, share: float) -> None:
+    rng = random.Random(name)
+    for _ in range(round(share * OUTPUTS_PER_FORMAT)):
+        text = random_text(rng) + random_output(rng, name)
+        whole = run(new_parser(name, start=start), [text])
+        for pieces in (list(text), random_cuts(rng, text)):
+            assert run(new_parser(name, start=start), pieces) == whole, pieces
 
 
 @SHARES

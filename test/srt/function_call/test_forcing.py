@@ -31,9 +31,16 @@ BYTES = xgrammar.TokenizerInfo(
 
 def accepts(form: dict[str, Any], text: str) -> bool:
     """Whether the whole of `text` is a text of the structural tag."""
+    return is_text_of(compiled(form), text)
+
+
+def compiled(form: dict[str, Any]) -> xgrammar.CompiledGrammar:
     tag = form if form["type"] == "structural_tag" else {"type": "structural_tag", "format": form}
-    compiled = xgrammar.GrammarCompiler(BYTES, max_threads=1).compile_structural_tag(json.dumps(tag))
-    matcher = xgrammar.GrammarMatcher(compiled)
+    return xgrammar.GrammarCompiler(BYTES, max_threads=1).compile_structural_tag(json.dumps(tag))
+
+
+def is_text_of(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(grammar)
     return all(map(matcher.accept_token, text.encode())) and matcher.accept_token(END_ID)
 
 

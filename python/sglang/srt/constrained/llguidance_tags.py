@@ -112,7 +112,10 @@ class TagWriter:
         return " ".join([*filter(None, written), self._part(elements[-1], last, in_call, behind)])
 
     def _or(self, form: Format, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
-        return _alternatives([self._part(part, last, in_call, behind) for part in _parts(form, "elements")])
+        parts = _parts(form, "elements")
+        if any(map(_begins_as_an_object, parts)) and any(map(_is_grammar, parts)):
+            raise ValueError(f"calls that begin like an answer in JSON beside one are what {_OTHER_LIBRARY}")
+        return _alternatives([self._part(part, last, in_call, behind) for part in parts])
 
     def _optional(self, form: Format, last: bool, in_call: bool) -> str:
         return f"({self._part(form['content'], last, in_call)})?"
@@ -233,6 +236,17 @@ def _begin_of_optional(form: Any) -> str | None:
         part = part["elements"][0] if isinstance(part["elements"], list) else None
     begin = part.get("begin") if isinstance(part, dict) and part.get("type") == "tag" else None
     return begin if isinstance(begin, str) and begin else None
+
+
+def _begins_as_an_object(form: Any) -> bool:
+    """Returns whether a row of tags begins with more of a JSON object than its brace: the library's lexer takes the
+    longest match, and would leave no other object."""
+    tags = form.get("tags") if isinstance(form, dict) else None
+    return isinstance(tags, list) and any(isinstance(tag, dict) and _begins(tag, "{") for tag in tags)
+
+
+def _is_grammar(form: Any) -> bool:
+    return isinstance(form, dict) and form.get("type") in ("json_schema", "grammar")
 
 
 def _alternatives(bodies: list[str]) -> str:

@@ -53,7 +53,7 @@ def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Any]:
     if not isinstance(schema, dict):
         return []
     if isinstance(schema.get("$ref"), str):
-        return [_referenced(schema["$ref"], root)]
+        return [referenced(schema["$ref"], root)]
     return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
 
 
@@ -70,7 +70,8 @@ def _named_types(schema: Any) -> Types:
     return frozenset(name for value in values for name in _JSON_TYPES.get(type(value), ()))
 
 
-def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+def referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    """Returns what the reference within `root` leads to; None if that is nothing."""
     value: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
         value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None

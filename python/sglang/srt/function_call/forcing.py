@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.constrained.grammar import MAX_WHITESPACE
 from sglang.srt.function_call.harmony import CHANNEL, CONSTRAIN, MESSAGE
-from sglang.srt.function_call.messages import MessageFormat
+from sglang.srt.function_call.json_text import escaped
+from sglang.srt.function_call.messages import MessageFormat, Start
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.tagged_arguments import NAME, tagged_arguments
 
 Format = dict[str, Any]
 """A part of a structural tag."""
+ESCAPED = "ESCAPED"
+"""Stands for a function's name within a JSON string, as NAME does elsewhere."""
+_PLACE = re.compile(f"{NAME}|{ESCAPED}")
+
+_ARGUMENTS: Mapping[str, tuple[str, str]] = {
+    "deepseek_v4_1_xml": ('<｜DSML｜ parameter name="NAME" string="true">', "</｜DSML｜ parameter>\n"),
+    "deepseek_xml": ('<｜DSML｜parameter name="NAME" string="true">', "</｜DSML｜parameter>\n"),
+    "glm_xml": ("<arg_key>NAME</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "minimax_m3_xml": ("]<]minimax[>[<NAME>", "]<]minimax[>[</NAME>"),
+    "minimax_xml": ('<parameter name="NAME">', "</parameter>\n"),
+    "qwen_xml": ("<parameter=NAME>\n", "\n</parameter>\n"),
+}
+"""Style of arguments -> what stands around one, as xgrammar defines it."""
+_NESTED = frozenset(("minimax_m3_xml",))
+"""Styles in which the entries of objects and arrays are tags, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForcedCalls:
-    """`begin` and `end` stand around a call's arguments, `begin` with NAME for the function's name; `number`: a number
-    and this text follow it. `style`: how the arguments are written. `section` stands around a row of calls, `between`
-    between them. `single`: nothing follows a call. `header`: stands before `begin` where nothing but calls is allowed;
-    elsewhere it is part of the text. `values`: what stands around an argument, NAME for its name, where each is tagged.
+    """`begin` and `end` stand around a call's arguments, `begin` with NAME for the function's name, or with ESCAPED in
+    a JSON string; `number`: a number and this text follow it. `style`: how the arguments are written. `section` stands
+    around a row of calls, `between` between them. `single`: nothing follows a call. `header`: stands before `begin`
+    where nothing but calls is allowed; elsewhere it is part of the text. `values`: what stands around an argument, NAME
+    for its name, where each is tagged.
     """
 
     begin: str
@@ -47,18 +65,47 @@ class ForcedCalls:
 
     def among_text(self, tools: Mapping[str, Format], one: bool) -> Format:
         """Any text; a call that begins in it is a call of one of the tools."""
-        tags, trigger = self._tags(tools), self.begin.partition(NAME)[0]
+        tags, trigger = self._tags(tools), _PLACE.split(self.begin)[0]
         if self.section is not None:
             tags, trigger = [self.at_least_one(tools, one)], self.section[0]
         return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": one or self.single}
 
     def _tags(self, tools: Mapping[str, Format], header: str = "") -> list[Format]:
         begin = header + self.begin
-        return [_tag(begin.replace(NAME, name), self._content(schema), self.end) for name, schema in tools.items()]
+        return [_tag(_with_name(begin, name), self._content(schema), self.end) for name, schema in tools.items()]
+
+    @property
+    def has_tags(self) -> bool:
+        """Returns whether arguments have their names in tags, and not in JSON."""
+        return self.values is not None or self.style in _ARGUMENTS
+
+    @property
+    def has_nested_tags(self) -> bool:
+        """Returns whether the entries of objects and arrays are tags, too."""
+        return self.style in _NESTED
+
+    @property
+    def escapes_names(self) -> bool:
+        """Returns whether functions' names are parts of JSON and stand nowhere else."""
+        return NAME not in self.header + self.begin
+
+    def written(self, name: str, arguments: Sequence[str]) -> str:
+        """Returns a call as a grammar has it. arguments: their names, for any word as values; none for JSON."""
+        number = f"0{self.number}" if self.number else ""
+        before, after = self.section or ("", "")
+        return before + _with_name(self.header + self.begin, name) + number + self._words(arguments) + self.end + after
+
+    def _words(self, names: Sequence[str]) -> str:
+        tags = self.values or _ARGUMENTS.get(self.style)
+        if tags is None:
+            return "{}"
+        return "".join(f"{_with_name(tags[0], name)}word{_with_name(tags[1], name)}" for name in names)
 
     def _content(self, schema: Format) -> Format:
         if self.values is not None:
             return tagged_arguments(schema, *self.values)
+        if self.has_nested_tags and _is_any_object(schema):
+            return {"type": "any_text"}
         arguments = {**_json(schema), "style": self.style}
         if not self.number:
             return arguments
@@ -67,6 +114,16 @@ class ForcedCalls:
     def _section(self, row: Format) -> Format:
         assert self.section is not None
         return _tag(self.section[0], row, self.section[1])
+
+
+def _with_name(text: str, name: str) -> str:
+    """In one pass, as a name may have the words in it that stand for names."""
+    return _PLACE.sub(lambda place: escaped(name) if place[0] == ESCAPED else name, text)
+
+
+def _is_any_object(schema: Format) -> bool:
+    """Returns whether a schema names nothing, for which nested tags have no grammar."""
+    return not schema.get("properties") and schema.get("additionalProperties") not in (None, False)
 
 
 def _json(schema: Any) -> Format:
@@ -85,7 +142,7 @@ def _constant(text: str) -> Format:
     return {"type": "const_string", "value": text}
 
 
-_HERMES = ForcedCalls(begin='<tool_call>\n{"name": "NAME", "arguments": ', end="}\n</tool_call>", between="\n")
+_HERMES = ForcedCalls(begin='<tool_call>\n{"name": "ESCAPED", "arguments": ', end="}\n</tool_call>", between="\n")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
@@ -110,7 +167,7 @@ def _invoke(section: str, tag: str = "", style: str = "minimax_xml") -> ForcedCa
 
 FORCED_CALLS: Mapping[str, ForcedCalls] = {
     "apertus2509": ForcedCalls(
-        begin='{"NAME": ', end="}", section=("<|tools_prefix|>[", "]<|tools_suffix|>"), between=", "
+        begin='{"ESCAPED": ', end="}", section=("<|tools_prefix|>[", "]<|tools_suffix|>"), between=", "
     ),
     "deepseekv3": ForcedCalls(
         begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
@@ -125,7 +182,7 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     "deepseekv4": _dsml("tool_calls"),
     "deepseekv41": _dsml("calls", "｜DSML｜ ", "deepseek_v4_1_xml"),
     "dots": _invoke("dots_function_call"),
-    "gigachat3": ForcedCalls(begin='<|function_call|>{"name": "NAME", "arguments": ', end="}"),
+    "gigachat3": ForcedCalls(begin='<|function_call|>{"name": "ESCAPED", "arguments": ', end="}"),
     "glm45": ForcedCalls(begin="<tool_call>NAME\n", style="glm_xml", end="</tool_call>", between="\n"),
     "glm47": ForcedCalls(begin="<tool_call>NAME", style="glm_xml", end="</tool_call>"),
     "gpt-oss": ForcedCalls(
@@ -140,12 +197,12 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     ),
     "inkling": ForcedCalls(
         header="NAME",
-        begin='<|content_invoke_tool_json|>{"name":"NAME","args":',
+        begin='<|content_invoke_tool_json|>{"name":"ESCAPED","args":',
         end="}<|end_message|>",
         between="<|message_model|>",
     ),
     "interns1": ForcedCalls(
-        begin='<|action_start|> <|plugin|>\n{"name": "NAME", "parameters": ', end="}<|action_end|>"
+        begin='<|action_start|> <|plugin|>\n{"name": "ESCAPED", "parameters": ', end="}<|action_end|>"
     ),
     "iquest_q1": ForcedCalls(begin="<iquest_tool_call>NAME", style="glm_xml", end="</iquest_tool_call>"),
     "kimi_k2": ForcedCalls(
@@ -154,7 +211,7 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         end="<|tool_call_end|>",
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    "llama3": ForcedCalls(begin='{"name": "NAME", "parameters": ', end="}", between="; "),
+    "llama3": ForcedCalls(begin='{"name": "ESCAPED", "parameters": ', end="}", between="; "),
     "minimax-m2": _invoke("minimax:tool_call"),
     "minimax-m3": _invoke("tool_call", "]<]minimax[>[", "minimax_m3_xml"),
     "mistral": ForcedCalls(begin="[TOOL_CALLS]NAME[ARGS]", end=""),
@@ -180,21 +237,27 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
 lfm2, minicpm5 and pythonic."""
 
 
-def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> bool:
-    """Returns whether an output that follows `prompt` may begin with thoughts."""
+def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str, start: Start = Start.HEADER) -> bool:
+    """Returns whether an output that follows `prompt` may begin with thoughts. start: in a format of messages."""
     if isinstance(reasoning, ReasoningFormat):
         return reasoning.starts_inside(prompt) or not prompt.rstrip().endswith(reasoning.end)
-    return reasoning is not None
+    return reasoning is not None and start is not Start.TEXT
 
 
-def after_thoughts(answer: Format, reasoning: ReasoningFormat | MessageFormat | None, prompt: str) -> Format:
-    """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end."""
-    if reasoning is None or not may_think(reasoning, prompt):
+def after_thoughts(
+    answer: Format, reasoning: ReasoningFormat | MessageFormat | None, prompt: str, start: Start = Start.HEADER
+) -> Format:
+    """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end. start: in a format of
+    messages."""
+    if reasoning is None or not may_think(reasoning, prompt, start):
         return answer
     any_text = {"type": "any_text"}
     if isinstance(reasoning, MessageFormat):
         begin, end = reasoning.around_thoughts
-        thoughts = _tag(begin, any_text, end + reasoning.next_message)
+        header = _constant(reasoning.next_message)
+        if start is Start.THOUGHTS:
+            return _sequence(_tag("", any_text, end), header, answer)
+        thoughts = _sequence(_tag(begin, any_text, end), header)
         return _sequence({"type": "optional", "content": thoughts}, answer)
     if reasoning.starts_inside(prompt):
         return _sequence(_tag("", any_text, reasoning.end), _SPACE, answer)
@@ -208,6 +271,11 @@ _SPACE = {"type": "regex", "pattern": "\\n{0,2}"}
 def as_message(answer: Format, messages: MessageFormat) -> Format:
     """A constrained answer as a message of such a format."""
     return _sequence(_constant(messages.answer_header), answer)
+
+
+def as_next_message(message: Format, messages: MessageFormat) -> Format:
+    """A message behind a body that it ends first."""
+    return _sequence(_constant(messages.after_body), message)
 
 
 def answer_format(kind: str, source: Any) -> Format | None:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from sglang.srt.function_call.json_text import read_value
-from sglang.srt.function_call.messages import Bodies, MessageFormat
+from sglang.srt.function_call.messages import Bodies, MessageFormat, Start
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Steps
 
@@ -43,13 +43,16 @@ class Harmony(MessageFormat):
     next_message = f"{START}assistant"
     answer_header = f"{CHANNEL}{FINAL}{MESSAGE}"
 
-    def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
+    def read(self, reader: Reader, output: Output, separate: bool, start: Start) -> Steps[None]:
         messages = _Messages(reader, output, separate)
-        reader.mark()
-        if (yield from reader.one_of(_RECIPIENT_FIRST)) is None:
-            reader.unmark()
+        if start is Start.HEADER:
+            reader.mark()
+            if (yield from reader.one_of(_RECIPIENT_FIRST)) is None:
+                reader.unmark()
+            else:
+                yield from messages.read(_TO)
         else:
-            yield from messages.read(_TO)
+            yield from messages.bodies.read(start is Start.THOUGHTS)
         while (marker := (yield from reader.until(_ANY, output.text))) is not None:
             reader.mark()
             reader.skip(len(marker))
@@ -63,7 +66,7 @@ class _Messages:
     def __init__(self, reader: Reader, output: Output, separate: bool) -> None:
         self._reader = reader
         self._output = output
-        self._bodies = Bodies(reader, output, separate, _END, _ANY)
+        self.bodies = Bodies(reader, output, separate, _END, _ANY)
 
     def read(self, marker: str) -> Steps[None]:
         """A message from behind `marker` on, at which the mark is."""
@@ -77,7 +80,7 @@ class _Messages:
             return
         output.succeed()
         if header.recipient is None:
-            yield from self._bodies.read(header.channel == ANALYSIS)
+            yield from self.bodies.read(header.channel == ANALYSIS)
 
 
 def _header(reader: Reader, marker: str) -> Steps[_Header]:

@@ -13,7 +13,7 @@ Source: the published tokenizer's tokens, as vLLM and SGLang read and write them
 from __future__ import annotations
 
 from sglang.srt.function_call.json_calls import read_call_object
-from sglang.srt.function_call.messages import Bodies, MessageFormat
+from sglang.srt.function_call.messages import Bodies, MessageFormat, Start
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Steps
 
@@ -33,9 +33,12 @@ class Inkling(MessageFormat):
     next_message = MESSAGE
     answer_header = TEXT
 
-    def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
+    def read(self, reader: Reader, output: Output, separate: bool, start: Start) -> Steps[None]:
         bodies = Bodies(reader, output, separate, _ENDS, _ANY)
-        yield from _begun_call(reader, output, bodies)
+        if start is Start.HEADER:
+            yield from _begun_call(reader, output, bodies)
+        else:
+            yield from bodies.read(start is Start.THOUGHTS)
         while (marker := (yield from reader.until(_ANY, output.text))) is not None:
             reader.mark()
             reader.skip(len(marker))

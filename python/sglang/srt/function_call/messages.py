@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import Enum, auto
 
 from sglang.srt.function_call.output import Output
 from sglang.srt.function_call.reader import Markers, Reader, Steps
 
 _BETWEEN_THOUGHTS = "\n"
+
+
+class Start(Enum):
+    """Where an output begins: with a message's header, or in the body of one that the prompt has begun."""
+
+    HEADER = auto()
+    TEXT = auto()
+    THOUGHTS = auto()
 
 
 class MessageFormat(ABC):
@@ -20,8 +29,21 @@ class MessageFormat(ABC):
     next_message: str
     answer_header: str
 
+    @property
+    def after_body(self) -> str:
+        """Returns what stands between a body and the header of the next message."""
+        return self.around_thoughts[1] + self.next_message
+
+    def start_behind(self, prompt: str) -> Start:
+        """Returns where an output begins that continues the last message of `prompt`."""
+        begin, end = self.around_thoughts
+        if prompt.rstrip().endswith((end, self.next_message)):
+            return Start.HEADER
+        last = max(prompt.rfind(mark) for mark in (end, self.next_message, self.answer_header))
+        return Start.THOUGHTS if prompt.rfind(begin) > last else Start.TEXT
+
     @abstractmethod
-    def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
+    def read(self, reader: Reader, output: Output, separate: bool, start: Start) -> Steps[None]:
         """Reads a whole output. separate: whether thoughts are kept apart from the text."""
 
 

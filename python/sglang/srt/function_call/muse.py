@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from sglang.srt.function_call.messages import Bodies, MessageFormat
+from sglang.srt.function_call.messages import Bodies, MessageFormat, Start
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Steps
 from sglang.srt.function_call.tagged_calls import TaggedCalls
@@ -45,13 +45,16 @@ class Muse(MessageFormat):
     next_message = f"{START}assistant"
     answer_header = f"{_TO}{_USER}{MESSAGE}"
 
-    def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
+    def read(self, reader: Reader, output: Output, separate: bool, start: Start) -> Steps[None]:
         bodies = Bodies(reader, output, separate, _ENDS, _EDGES)
-        reader.mark()
-        if (yield from reader.one_of(_FIRST)) is None:
-            reader.unmark()
+        if start is Start.HEADER:
+            reader.mark()
+            if (yield from reader.one_of(_FIRST)) is None:
+                reader.unmark()
+            else:
+                yield from _message(reader, output, bodies, _TO)
         else:
-            yield from _message(reader, output, bodies, _TO)
+            yield from bodies.read(start is Start.THOUGHTS)
         while (marker := (yield from reader.until(_EDGES, output.text))) is not None:
             reader.mark()
             reader.skip(len(marker))

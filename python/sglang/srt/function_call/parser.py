@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.events import Event, ParsedOutput, collect
-from sglang.srt.function_call.messages import MessageFormat
+from sglang.srt.function_call.messages import MessageFormat, Start
 from sglang.srt.function_call.output import Output
 from sglang.srt.function_call.reader import Reader, Steps
 from sglang.srt.function_call.reasoning import ReasoningFormat
@@ -26,6 +26,7 @@ class OutputParser:
     tools: name -> JSON schema of the parameters.
     reasoning: how it writes thoughts; None: it has none.
     inside: whether the prompt ends within thoughts.
+    start: where in a message the output begins, for formats of messages.
     separate: thoughts are events of their own; else they stay in the text as they are.
     whole_thoughts: thoughts are one event when they have ended.
     """
@@ -37,12 +38,14 @@ class OutputParser:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         reasoning: ReasoningFormat | MessageFormat | None = None,
         inside: bool = False,
+        start: Start = Start.HEADER,
         separate: bool = True,
         whole_thoughts: bool = False,
     ) -> None:
         self._calls = calls
         self._reasoning = reasoning
         self._inside = inside
+        self._start = start
         self._separate = separate
         self._reader = Reader()
         self._output = Output(self._reader, tools or {}, whole_thoughts)
@@ -76,7 +79,8 @@ class OutputParser:
         yield
         messages = next((form for form in (self._calls, self._reasoning) if isinstance(form, MessageFormat)), None)
         if messages is not None:
-            yield from messages.read(reader, output, self._separate and isinstance(self._reasoning, MessageFormat))
+            separate = self._separate and isinstance(self._reasoning, MessageFormat)
+            yield from messages.read(reader, output, separate, self._start)
         else:
             calls = self._calls if output.tools and isinstance(self._calls, CallFormat) else None
             reasoning = self._reasoning if isinstance(self._reasoning, ReasoningFormat) else None

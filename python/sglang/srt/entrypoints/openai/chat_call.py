@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.media_parts import media_of
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.function_call.names import check_argument_names, check_function_names, tagged_names
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
 
@@ -35,7 +37,7 @@ async def chat_call(
         prompt = await rendered_prompt(service, body, num_bytes)
     else:
         prompt = None
-        await _in_thread_if_long(service, num_bytes, check_tools, body)
+        await _in_thread_if_long(service, num_bytes, partial(check_tools, service.formats.calls_name), body)
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
     call = _generate_request(body, rid, prompt, formats)
     call.media = [media] if media else None
@@ -67,7 +69,7 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
     _ = service.tokenizer
 
     def render(body: ChatCompletionRequest) -> str:
-        check_tools(body)
+        check_tools(service.formats.calls_name, body)
         return service.chat_template.render(body)
 
     return await _in_thread_if_long(service, num_bytes, render, body)
@@ -91,8 +93,9 @@ async def _in_thread_if_long(
     return work(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(work, body)
 
 
-def check_tools(body: ChatCompletionRequest) -> None:
-    """Raises ApiError 400 for parameters that are no JSON schema, whether or not a grammar would be made of them."""
+def check_tools(calls_name: str | None, body: ChatCompletionRequest) -> None:
+    """Raises ApiError 400 for parameters that are no JSON schema, whether or not a grammar would be made of them, and
+    for names that calls in the format `calls_name` cannot have."""
     for tool in body.tools or ():
         function = tool["function"]
         try:
@@ -100,6 +103,23 @@ def check_tools(body: ChatCompletionRequest) -> None:
         except ValueError as error:
             name = function["name"][:64]
             raise bad_request(f"the parameters of {name!r} are not a JSON schema: {error}", param="tools") from None
+    if calls_name is not None and body.tool_choice != "none":
+        try:
+            _check_names(calls_name, body)
+        except ValueError as error:
+            raise bad_request(str(error), param="tools") from None
+
+
+def _check_names(calls_name: str, body: ChatCompletionRequest) -> None:
+    """Arguments count where a grammar has their names: a model that writes freely may have other ways."""
+    functions = [tool["function"] for tool in body.tools or ()]
+    check_function_names(calls_name, (function["name"] for function in functions))
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    bound = (f for f in functions if f.get("strict") or choice == "required" or f["name"] == named)
+    check_argument_names(
+        calls_name, (name for f in bound for name in tagged_names(calls_name, f.get("parameters") or {}))
+    )
 
 
 def _prompt_end(service: OpenAIService, body: ChatCompletionRequest) -> str:

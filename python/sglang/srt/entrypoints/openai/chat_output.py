@@ -18,9 +18,10 @@ from sglang.srt.function_call.forcing import (
     after_thoughts,
     answer_format,
     as_message,
+    as_next_message,
     may_think,
 )
-from sglang.srt.function_call.messages import MessageFormat
+from sglang.srt.function_call.messages import MessageFormat, Start
 from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.reasoning import ReasoningFormat
@@ -44,13 +45,21 @@ class ChatFormats:
     def __init__(self, formats: ModelFormats, body: ChatCompletionRequest, prompt: str) -> None:
         self._formats = formats
         self._body = body
-        reasoning = formats.reasoning
-        if body.continue_final_message and body.input_ids is None and isinstance(reasoning, ReasoningFormat):
-            prompt = reasoning.last_mark(str(body.messages[-1].get("content")))
+        reasoning, messages = formats.reasoning, formats.messages
+        self._start = Start.HEADER
+        if body.continue_final_message and body.input_ids is None:
+            if messages is not None:
+                self._start = _start_behind(prompt, messages, reasoning)
+            if isinstance(reasoning, ReasoningFormat):
+                prompt = reasoning.last_mark(str(body.messages[-1].get("content")))
         self._prompt = prompt
         self.tools = tool_schemas(body.tools) if formats.calls is not None and body.tool_choice != "none" else {}
         self._calls_before = _num_calls(body.messages)
-        self._inside = isinstance(reasoning, ReasoningFormat) and reasoning.starts_inside(prompt)
+        if isinstance(reasoning, ReasoningFormat):
+            self._inside = reasoning.starts_inside(prompt)
+        else:
+            self._inside = self._start is Start.THOUGHTS
+        self._is_constrained = False
         self.thinks_first = False
         """True if thoughts may come before an answer that a grammar asks for; set by `constrain`."""
 
@@ -67,7 +76,7 @@ class ChatFormats:
         """A limit for the thoughts of an output. None for a model without any, and for one that writes messages unless
         the answer is constrained: a free one may think again."""
         reasoning = self._formats.reasoning
-        if reasoning is None or (isinstance(reasoning, MessageFormat) and not self.thinks_first):
+        if reasoning is None or (isinstance(reasoning, MessageFormat) and not self._is_constrained):
             return None
         begin, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.around_thoughts)
         return ThinkingBudget(num_tokens, begin, end, self._inside)
@@ -79,6 +88,7 @@ class ChatFormats:
             tools=self.tools,
             reasoning=self._formats.reasoning,
             inside=self._inside,
+            start=self._start,
             separate=self._body.separate_reasoning,
             whole_thoughts=not self._body.stream_reasoning,
         )
@@ -99,10 +109,11 @@ class ChatFormats:
             return  # refused with the other parameters, by the names that the client knows
         given = next((name for name in GRAMMARS if name in params), None)
         answer = None
-        if given is not None and (self.tools or self._formats.reasoning is not None):
+        if given is not None and self.parses:
             answer = constrained_answer(given, params[given])
-            if answer is not None and self._formats.messages is not None:
-                answer = as_message(answer, self._formats.messages)
+            messages = self._formats.messages
+            if answer is not None and messages is not None and self._start is not Start.TEXT:
+                answer = as_message(answer, messages)
         try:
             answer = self._with_calls(given, answer)
         except RecursionError:
@@ -110,10 +121,10 @@ class ChatFormats:
         except ValueError as error:
             raise bad_request(str(error), param="tools") from None
         if answer is not None:
-            self.thinks_first = may_think(self._formats.reasoning, self._prompt) and (
-                given is not None or self._forces_call
-            )
-            tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
+            self._is_constrained = given is not None or self._forces_call
+            behind = (self._formats.reasoning, self._prompt, self._start)
+            self.thinks_first = self._is_constrained and may_think(*behind)
+            tag = after_thoughts(answer, *behind)
             params.pop(given or "", None)
             params["structural_tag"] = encoded_tag(made_of(given or "tools", tag), "tools")
 
@@ -157,7 +168,11 @@ class ChatFormats:
             for function in functions
             if self._named in (None, function["name"])
         }
-        return forced.at_least_one(schemas, self._one_call)
+        return self._only_calls(forced, schemas)
+
+    def _only_calls(self, forced: ForcedCalls, schemas: dict[str, Format]) -> Format:
+        calls, messages = forced.at_least_one(schemas, self._one_call), self._formats.messages
+        return calls if messages is None or self._start is not Start.TEXT else as_next_message(calls, messages)
 
     def _calls_or(self, forced: ForcedCalls, answer: Format | None, constrained: bool) -> Format | None:
         """Returns the format for a model that chooses between calls and text: calls or the constrained answer, or calls
@@ -168,11 +183,17 @@ class ChatFormats:
             for function in functions
         }
         if constrained:
-            calls = forced.at_least_one(schemas, self._one_call)
+            calls = self._only_calls(forced, schemas)
             return None if answer is None else {"type": "or", "elements": [calls, answer]}
         if self._one_call or any(function.get("strict") for function in functions):
             return forced.among_text(schemas, self._one_call)
         return None
+
+
+def _start_behind(prompt: str, messages: MessageFormat, reasoning: ReasoningFormat | MessageFormat | None) -> Start:
+    """Thoughts are text for a server that does not tell them apart."""
+    start = messages.start_behind(prompt)
+    return Start.TEXT if start is Start.THOUGHTS and not isinstance(reasoning, MessageFormat) else start
 
 
 def _arguments_schema(parameters: Format | None) -> Format:

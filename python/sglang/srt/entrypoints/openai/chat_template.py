@@ -34,6 +34,10 @@ _SWITCH, _EFFORT = "enable_thinking", "reasoning_effort"
 _NO_EFFORT = re.compile(r"""['"]none['"]""")
 """`none` as a template names it, which is another thing than the value none."""
 
+MAX_ENDING = 64
+"""Characters: no template writes more behind a message, so that a longer text is nowhere in it."""
+_OTHER_TEXT = "⁂another text⁂"
+
 
 class _GenerationBlocks(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks training targets; for inference only the contents matter."""
@@ -152,7 +156,9 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and what it meets are a client's values
             reason = f"{type(error).__name__}: {error}"
             raise bad_request(f"the chat template failed on these messages: {reason}", param="messages") from error
-        return text if continued is None else _cut_after(text, continued)
+        if continued is None:
+            return text
+        return _cut_after(text, continued, _ending(template, variables) if len(continued) <= MAX_ENDING else "")
 
     @property
     def sources(self) -> str:
@@ -249,13 +255,25 @@ def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any
     return text
 
 
-def _cut_after(rendered: str, text: str) -> str:
-    """The rendered conversation up to the end of its last message's text, so that the model goes on there.
+def _ending(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """What the template writes behind the text of the last message; "" if it does not take another text there."""
+    messages = variables["messages"]
+    try:
+        other = template.render({**variables, "messages": [*messages[:-1], {**messages[-1], "content": _OTHER_TEXT}]})
+    except Exception:  # a template is a program
+        return ""
+    return other.rpartition(_OTHER_TEXT)[2] if _OTHER_TEXT in other else ""
+
+
+def _cut_after(rendered: str, text: str, ending: str) -> str:
+    """The rendered conversation up to the end of its last message's text, so that the model goes on there. `ending`:
+    what may stand behind it, which may have the same characters.
 
     Templates that trim messages lose the text's trailing space.
     """
+    end = len(rendered.removesuffix(ending))
     for kept in (text, text.rstrip()):
-        start = rendered.rfind(kept)
+        start = rendered.rfind(kept, 0, end)
         if start >= 0:
             return rendered[: start + len(kept)]
     raise bad_request(
