@@ -29,12 +29,12 @@ import preloaded  # noqa: F401 (by the process that both fork from)
 
 
 class ForkedServer:
-    """`python -m MODULE WORDS...` in a session of its own, which writes to `log`. Has of `subprocess.Popen` what tests
-    use."""
+    """`python LAUNCH... WORDS...` in a session of its own, which writes to `log`. launch: a script, or -m and a module.
+    Has of `subprocess.Popen` what tests use."""
 
-    def __init__(self, module: str, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, launch: Sequence[str], words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        call = (module, list(words), str(log), dict(environment), os.getcwd())
+        call = (list(launch), list(words), str(log), dict(environment), os.getcwd())
         self._process = context.Process(target=_serve, args=call, daemon=False)
         self._process.start()
         assert self._process.pid is not None
@@ -74,7 +74,7 @@ def forked_children() -> Iterator[None]:
         multiprocessing.context.SpawnProcess._Popen = spawned  # type: ignore[method-assign]
 
 
-def _serve(module: str, words: list[str], log: str, environment: Mapping[str, str], folder: str) -> None:
+def _serve(launch: list[str], words: list[str], log: str, environment: Mapping[str, str], folder: str) -> None:
     os.setsid()
     os.chdir(folder)
     _take(environment)
@@ -83,10 +83,13 @@ def _serve(module: str, words: list[str], log: str, environment: Mapping[str, st
         os.dup2(to.fileno(), 2)
     _start_fork_server()
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    sys.argv = [module, *words]
+    sys.argv = [launch[-1], *words]
     with forked_children():
         try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            if launch[0] == "-m":
+                runpy.run_module(launch[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(launch[0], run_name="__main__")
         finally:
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()

@@ -20,7 +20,7 @@ from forked_servers import ForkedServer
 from sglang.embedded import DEFAULT_MODEL_PATH
 
 START_LIMIT_S = 120.0
-MODULE = "sglang.launch_server"
+LAUNCH = ("-m", "sglang.launch_server")
 PYTHON_ROOT = str(Path(__file__).parents[1] / "python")
 
 
@@ -39,10 +39,12 @@ class LiveServer:
     """`python -m sglang.launch_server` with the embedded model on the CPU and further `flags`.
 
     In float32, so that batch mates cannot turn a tie between two tokens. `launch` are the words after `python` that
-    start it; then, or if it is to be `fresh`, no process is forked from one that has imported everything.
+    start it. Its processes are forked from one that has imported everything, unless it is to be `fresh`.
     """
 
-    def __init__(self, *flags: str, port: int | None = None, launch: Sequence[str] = (), fresh: bool = False) -> None:
+    def __init__(
+        self, *flags: str, port: int | None = None, launch: Sequence[str] = LAUNCH, fresh: bool = False
+    ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = Path(tempfile.mkdtemp(prefix="sglang-test-")) / "log"
@@ -55,10 +57,10 @@ class LiveServer:
         self.started = time.monotonic()
         self.start_seconds = 0.0
         self.process: subprocess.Popen[bytes] | ForkedServer
-        if not launch and not fresh:
-            self.process = ForkedServer(MODULE, words, self.log_path, environment)
+        if not fresh:
+            self.process = ForkedServer(launch, words, self.log_path, environment)
             return
-        command = [sys.executable, *(launch or ("-m", MODULE)), *words]
+        command = [sys.executable, *launch, *words]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
@@ -97,8 +99,8 @@ class LiveServer:
                 self.process.wait()
 
 
-def fresh_server(*flags: str) -> LiveServer:
-    return LiveServer(*flags, fresh=True)
+def fresh_server(*flags: str, port: int | None = None) -> LiveServer:
+    return LiveServer(*flags, port=port, fresh=True)
 
 
 @contextmanager
