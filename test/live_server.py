@@ -15,10 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+from forked_servers import ForkedServer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
 START_LIMIT_S = 120.0
+LAUNCH = ("-m", "sglang.launch_server")
 PYTHON_ROOT = str(Path(__file__).parents[1] / "python")
 
 
@@ -37,23 +39,28 @@ class LiveServer:
     """`python -m sglang.launch_server` with the embedded model on the CPU and further `flags`.
 
     In float32, so that batch mates cannot turn a tie between two tokens. `launch` are the words after `python` that
-    start it.
+    start it. Its processes are forked from one that has imported everything, unless it is to be `fresh`.
     """
 
     def __init__(
-        self, *flags: str, port: int | None = None, launch: Sequence[str] = ("-m", "sglang.launch_server")
+        self, *flags: str, port: int | None = None, launch: Sequence[str] = LAUNCH, fresh: bool = False
     ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = Path(tempfile.mkdtemp(prefix="sglang-test-")) / "log"
         model = [] if "--model-path" in flags else ["--model-path", DEFAULT_MODEL_PATH]
         fixed = ["--device", "cpu", "--dtype", "float32", "--port", str(self.port)]
-        command = [sys.executable, *launch, *fixed, *model, *flags]
+        words = [*fixed, *model, *flags]
         paths = [PYTHON_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         environment["SGLANG_TORCH_PROFILER_DIR"] = environment["TMPDIR"] = str(self.log_path.parent)
         self.started = time.monotonic()
         self.start_seconds = 0.0
+        self.process: subprocess.Popen[bytes] | ForkedServer
+        if not fresh:
+            self.process = ForkedServer(launch, words, self.log_path, environment)
+            return
+        command = [sys.executable, *launch, *words]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
@@ -92,9 +99,13 @@ class LiveServer:
                 self.process.wait()
 
 
+def fresh_server(*flags: str, port: int | None = None) -> LiveServer:
+    return LiveServer(*flags, port=port, fresh=True)
+
+
 @contextmanager
-def live_server(*flags: str) -> Iterator[LiveServer]:
-    server = LiveServer(*flags)
+def live_server(*flags: str, fresh: bool = False) -> Iterator[LiveServer]:
+    server = LiveServer(*flags, fresh=fresh)
     try:
         yield server.wait_up()
     finally:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import preloaded  # noqa: F401
 import torch.multiprocessing
-
-multiprocessing.set_forkserver_preload(
-    [
-        "torch.distributed",
-        "transformers.generation",
-        "sglang.srt.managers.scheduler.scheduler",
-        "sglang.srt.model_executor.model_runner",
-        "sglang.srt.model_loader.loader",
-    ]
-)
 
 
 def run_ranks(work: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> None:

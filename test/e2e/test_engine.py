@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_servers import forked_children
 
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH
@@ -24,7 +25,9 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[sglang.Engine]:
-    with sglang.Engine(model_path=DEFAULT_MODEL_PATH, max_total_tokens=8192, reasoning_parser="auto") as engine:
+    with forked_children():
+        engine = sglang.Engine(model_path=DEFAULT_MODEL_PATH, max_total_tokens=8192, reasoning_parser="auto")
+    with engine:
         yield engine
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_servers import forked_children
 from srt.models.harness import save_tiny
 
 import sglang
@@ -70,7 +71,7 @@ Answers = list[tuple[list[int], str]]
 def answers(folder: Path, **flags: Any) -> Answers:
     """Twice, the second time from the cache. pool and chunk: of a group of the ranks."""
     groups = flags.get("attn_dp_size", 1)
-    with sglang.Engine(
+    with forked_children(), sglang.Engine(
         model_path=str(folder), device="cpu", dtype="float32", random_seed=0, max_total_tokens=POOL, page_size=PAGE,
         max_running_requests=4 * groups, chunked_prefill_size=CHUNK * groups, schedule_conservativeness=0.01, **flags,
     ) as engine:  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import httpx
 import pytest
-from live_server import LiveServer, free_port
+from live_server import LiveServer, free_port, fresh_server
 from seen_pictures import RIGHT, seeing_server, seen
 from shared_files import arrays_of
 
@@ -90,7 +90,7 @@ def machines() -> Iterator[list[Machine]]:
 
 @contextmanager
 def started(
-    machines: list[Machine], *each: tuple[str, ...] | None, start: Callable[..., LiveServer] = LiveServer
+    machines: list[Machine], *each: tuple[str, ...] | None, start: Callable[..., LiveServer] = fresh_server
 ) -> Iterator[list[LiveServer]]:
     """A server of two ranks, with the flags of each machine; None: it is not started. Nothing of it is left."""
     servers = []

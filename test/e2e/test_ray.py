@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import LiveServer, free_port, live_server
+from live_server import LiveServer, free_port, fresh_server, live_server
 from seen_pictures import RIGHT, seeing_server, seen
 from shared_files import arrays_of
 
@@ -67,7 +67,7 @@ def cluster(folder: Path, expected: list[str]) -> Iterator[Any]:
 
 
 @contextmanager
-def placed(folder: Path, *flags: str, start: Callable[..., LiveServer] = LiveServer) -> Iterator[LiveServer]:
+def placed(folder: Path, *flags: str, start: Callable[..., LiveServer] = fresh_server) -> Iterator[LiveServer]:
     """A server on the cluster; of whatever it started nothing is left."""
     server = start("--use-ray", *SMALL, *flags)
     try:
@@ -219,7 +219,7 @@ def test_what_others_use_is_said(cluster: Any, folder: Path) -> None:
     others = placement_group([{"CPU": 2}, {"CPU": 1}], strategy="STRICT_SPREAD")
     try:
         assert others.wait(10)
-        server = LiveServer("--use-ray", *SMALL, "--tp", "2")
+        server = LiveServer("--use-ray", *SMALL, "--tp", "2", fresh=True)
         assert server.wait_exit(LIMIT_S) == 2
         assert "did not get its nodes within 20 s" in _said(server)
     finally:
@@ -229,7 +229,7 @@ def test_what_others_use_is_said(cluster: Any, folder: Path) -> None:
 
 def test_no_cluster_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
-    server = LiveServer("--use-ray", *SMALL)
+    server = LiveServer("--use-ray", *SMALL, fresh=True)
     assert server.wait_exit(LIMIT_S) == 2
     assert "nobody answers at RAY_ADDRESS" in _said(server)
 
@@ -238,7 +238,7 @@ def test_another_program_at_the_address_is_said(monkeypatch: pytest.MonkeyPatch)
     """It takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{other.getsockname()[1]}")
-        server = LiveServer("--use-ray", *SMALL)
+        server = LiveServer("--use-ray", *SMALL, fresh=True)
         assert server.wait_exit(LIMIT_S) == 2
         assert "no Ray cluster is reachable" in _said(server)
 
@@ -266,7 +266,7 @@ def test_ports_that_are_taken_are_said(cluster: Any, folder: Path) -> None:
             assert server.wait_exit(LIMIT_S) == 2
             assert "with a port that nothing uses" in _said(server)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = LiveServer("--use-ray", *SMALL, port=taken.getsockname()[1])
+        server = LiveServer("--use-ray", *SMALL, port=taken.getsockname()[1], fresh=True)
         assert server.wait_exit(LIMIT_S) == 2
         assert "cannot listen on 127.0.0.1" in _said(server)
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from dying_rank import COLLECTIVES, HALVES, PROMPT, dies_inside
+from forked_servers import forked_children
 from live_server import LiveServer, live_server
 
 import sglang
@@ -103,15 +104,16 @@ ENDS = [
 """(layout, which process, what it gets)."""
 
 
+def processes_below(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
 def children(server: LiveServer, names: Sequence[str] = processes(RankLayout())) -> dict[str, int]:
     """Returns their process ids by name."""
-    pid = server.process.pid
-    spawned = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    (fork_server,) = processes_below(server.process.pid)
+    spawned = processes_below(fork_server)
     spawned.sort(key=lambda child: int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[19]))
     return dict(zip(names, spawned, strict=True))
 
@@ -125,9 +127,12 @@ def gone(pid: int) -> bool:
 
 def test_answers_are_those_of_one(http: httpx.Client) -> None:
     """Greedy tokens of 30 requests at once, with prefixes in common, half of them streamed."""
-    with sglang.Engine(
-        model_path=DEFAULT_MODEL_PATH, device="cpu", dtype="float32", max_total_tokens=4096, random_seed=0
-    ) as engine:
+    with (
+        forked_children(),
+        sglang.Engine(
+            model_path=DEFAULT_MODEL_PATH, device="cpu", dtype="float32", max_total_tokens=4096, random_seed=0
+        ) as engine,
+    ):
         expected = [result["output_ids"] for result in engine.generate(prompts(), greedy())]
 
     def ask(i: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from forked_servers import forked_children
 
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH
@@ -36,20 +37,23 @@ def answers(
     drafter: str | None = None,
 ) -> list[object]:
     """drafter: of the embedded model."""
-    with sglang.Engine(
-        model_path=DEFAULT_MODEL_PATH,
-        max_total_tokens=4096,
-        chunked_prefill_size=4,
-        tp_size=tp_size,
-        ep_size=ep_size,
-        pp_size=pp_size,
-        dcp_size=dcp_size,
-        attn_dp_size=attn_dp_size,
-        enable_dp_lm_head=own_heads,
-        enable_return_hidden_states=True,
-        speculative_algorithm=drafter,
-        speculative_draft_model_path=DRAFTS.get(drafter or ""),
-    ) as engine:
+    with (
+        forked_children(),
+        sglang.Engine(
+            model_path=DEFAULT_MODEL_PATH,
+            max_total_tokens=4096,
+            chunked_prefill_size=4,
+            tp_size=tp_size,
+            ep_size=ep_size,
+            pp_size=pp_size,
+            dcp_size=dcp_size,
+            attn_dp_size=attn_dp_size,
+            enable_dp_lm_head=own_heads,
+            enable_return_hidden_states=True,
+            speculative_algorithm=drafter,
+            speculative_draft_model_path=DRAFTS.get(drafter or ""),
+        ) as engine,
+    ):
         results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY, PENALIZED)]
         results.append(engine.generate(PROMPTS[:1], GRAMMAR))
         results.append(engine.generate(PROMPTS, STOPPED))

@@ -107,7 +107,7 @@ class GuardedServer:
     def start(self, warm_up: Callable[[str], None] = lambda url: None) -> None:
         """Start, send what `warm_up` sends, which may load modules and fill caches, and take note of the rest then."""
         launch = [str(HERE / "observed_launch.py")]
-        self.live = LiveServer(*self.flags, launch=[*launch, self._new_socket_path()])
+        self.live = LiveServer(*self.flags, launch=[*launch, self._new_socket_path()], fresh=True)
         resource.prlimit(self.live.process.pid, resource.RLIMIT_DATA, (START_CAP_BYTES, START_CAP_BYTES))
         try:
             self.live.wait_up()

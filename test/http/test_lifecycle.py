@@ -70,7 +70,7 @@ def test_a_second_signal_ends_what_runs(number: signal.Signals) -> None:
 def test_what_compiles_grammars_starts_with_the_server_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has asked for a grammar, and it is in the middle of its start when the server ends."""
     monkeypatch.setenv("SGLANG_GRAMMAR_WARM_UP", "1")
-    with live_server() as server:
+    with live_server(fresh=True) as server:
         for _ in range(1000):
             processes = children(server)
             compilers = [process for process in processes if is_compiler(process)]
@@ -160,7 +160,7 @@ def check_drain(server: LiveServer) -> None:
 @pytest.mark.parametrize("which", ["scheduler", pytest.param("detokenizer", marks=pytest.mark.thorough)])
 def test_a_dead_engine_process_ends_the_server(which: str) -> None:
     """The quick run has a dead detokenizer in test/e2e/test_rank_failure.py."""
-    with live_server() as server:
+    with live_server(fresh=True) as server:
         processes = children(server)
         by_size = sorted(processes, key=lambda process: process.memory_info().rss)
         stream = Stream(server.url)
@@ -183,7 +183,7 @@ def engine_processes(processes: list[psutil.Process], by_size: list[psutil.Proce
 
 
 def test_sigint_during_start_ends_everything() -> None:
-    server = LiveServer()
+    server = LiveServer(fresh=True)
     try:
         while len(processes := children(server)) < 2:
             time.sleep(0.01)

@@ -1,0 +1,133 @@
+"""Servers whose processes are forked from one that has imported what they need: importing it takes them seconds.
+
+A forked server's tree of processes is that of a fresh one but for a process between the front and its ranks, from which
+these are forked. Where a test is about starting, or about what a process imports or looks like, it takes a fresh one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import multiprocessing.context
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.popen_forkserver import Popen
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import preloaded  # noqa: F401 (by the process that both fork from)
+
+
+class ForkedServer:
+    """`python LAUNCH... WORDS...` in a session of its own, which writes to `log`. launch: a script, or -m and a module.
+    Has of `subprocess.Popen` what tests use."""
+
+    def __init__(self, launch: Sequence[str], words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        call = (list(launch), list(words), str(log), dict(environment), os.getcwd())
+        self._process = context.Process(target=_serve, args=call, daemon=False)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@contextmanager
+def forked_children() -> Iterator[None]:
+    """While it lasts, processes that are to be spawned, of an engine of this process, are forked instead."""
+    spawned = multiprocessing.context.SpawnProcess._Popen
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        multiprocessing.context.SpawnProcess._Popen = spawned  # type: ignore[method-assign]
+
+
+def _serve(launch: list[str], words: list[str], log: str, environment: Mapping[str, str], folder: str) -> None:
+    os.setsid()
+    os.chdir(folder)
+    _take(environment)
+    with open(log, "ab") as to:
+        os.dup2(to.fileno(), 1)
+        os.dup2(to.fileno(), 2)
+    _start_fork_server()
+    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    sys.argv = [launch[-1], *words]
+    with forked_children():
+        try:
+            if launch[0] == "-m":
+                runpy.run_module(launch[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(launch[0], run_name="__main__")
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+
+
+def _start_fork_server() -> None:
+    """Forks the process that this one's children will be forked from. It ends when those and this one have ended."""
+    own = forkserver._forkserver  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(multiprocessing.connection.arbitrary_address("AF_UNIX"))
+        listener.listen()
+        alive_r, alive_w = os.pipe()
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork has only one of several threads, and all of their locks"
+        pid = os.fork()
+        if pid == 0:
+            os.close(alive_w)
+            os.close(own._forkserver_alive_fd)
+            try:
+                forkserver.main(listener.detach(), alive_r, preload=[])
+            finally:
+                os._exit(0)
+        os.close(alive_r)
+        own._forkserver_address = listener.getsockname()
+        own._forkserver_alive_fd, own._forkserver_pid = alive_w, pid
+
+
+def _fork(process: BaseProcess) -> Popen:
+    process._target = functools.partial(_with_environment, dict(os.environ), process._target)  # type: ignore[attr-defined]
+    return Popen(process)
+
+
+def _with_environment(environment: Mapping[str, str], work: Callable[..., None], *args: Any) -> None:
+    _take(environment)
+    work(*args)
+
+
+def _take(environment: Mapping[str, str]) -> None:
+    """It is that of the process which the server of the forks was started by."""
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
