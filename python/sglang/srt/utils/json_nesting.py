@@ -41,7 +41,7 @@ def nests_too_deeply(raw: bytes) -> bool:
 
 
 def count_brackets(raw: bytes) -> int:
-    """Opening brackets, those within strings included. Ten times as fast as `bytes.count`."""
+    """Opening brackets, those within strings included. Numpy compares many bytes at once, `bytes.count` one."""
     if len(raw) < _BLOCK // 8:  # too little for numpy's calls to pay
         return raw.count(b"[") + raw.count(b"{")
     return sum(int(np.count_nonzero(part | _LOWER == ord("{"))) for part in _blocks(raw))
