@@ -49,9 +49,10 @@ async def read_optional_body(request: Request, model: type[B]) -> B:
 
 def parse_body(raw: bytes, model: type[B]) -> B:
     """Raises ApiError."""
-    if count_brackets(raw) > MAX_BRACKETS or count_commas(raw) > MAX_COMMAS:
+    num_brackets = count_brackets(raw)
+    if num_brackets > MAX_BRACKETS or count_commas(raw) > MAX_COMMAS:
         raise ApiError(413, f"the body has more than {MAX_BRACKETS} brackets or {MAX_COMMAS} commas; send less at once")
-    if nests_too_deeply(raw):
+    if nests_too_deeply(raw, num_brackets):
         raise bad_request(f"Invalid request: the JSON is {NESTED_TOO_DEEPLY}")
     try:
         body = _decoder(model).decode(raw)

@@ -34,10 +34,12 @@ def read_json(text: str) -> Any:
     raise ValueError(NESTED_TOO_DEEPLY)
 
 
-def nests_too_deeply(raw: bytes) -> bool:
-    """Whether this JSON nests more than is allowed. Few brackets cannot: most bodies, those with images among them, are
-    not looked at twice."""
-    return count_brackets(raw) > MAX_JSON_NESTING and _nests_deeper(raw, MAX_JSON_NESTING)
+def nests_too_deeply(raw: bytes, num_brackets: int | None = None) -> bool:
+    """Whether this JSON nests more than is allowed. `num_brackets`: by `count_brackets`, where it is known already. Few
+    brackets cannot nest deeply: most bodies, those with images among them, are not looked at twice."""
+    if num_brackets is None:
+        num_brackets = count_brackets(raw)
+    return num_brackets > MAX_JSON_NESTING and _nests_deeper(raw, MAX_JSON_NESTING)
 
 
 def count_brackets(raw: bytes) -> int:
