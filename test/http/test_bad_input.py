@@ -54,6 +54,16 @@ def test_broken_json(http: httpx.Client, path: str, body: bytes) -> None:
     refused(http.post(path, content=body, headers=JSON))
 
 
+def test_nesting_is_refused_in_each_interfaces_form(http: httpx.Client) -> None:
+    body = b'{"messages": ' + b"[" * 128 + b"]" * 128 + b"}"
+    message = "Invalid request: the JSON is nested more than 128 levels deep; make it flatter"
+    assert message in refused(http.post(CHAT, content=body, headers=JSON))
+    assert message in refused(http.post(GENERATE, content=body, headers=JSON))
+    anthropic, ollama = (http.post(path, content=body, headers=JSON) for path in ("/v1/messages", "/api/chat"))
+    assert (anthropic.status_code, ollama.status_code) == (400, 400)
+    assert anthropic.json()["error"]["message"] == message and ollama.json() == {"error": message}
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE, "/tokenize", "/abort_request", "/pause_generation"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 def test_other_content_types(http: httpx.Client, path: str, kind: str) -> None:
@@ -168,7 +178,7 @@ def test_numbers_that_are_none(http: httpx.Client, field: str, number: str) -> N
         ({"messages": HELLO, "max_tokens": 100_000}, "context"),
         ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is not supported: use tools"),
         ({"messages": HELLO, "modalities": ["text", "audio"]}, "modalities is not supported"),
-        ({"messages": with_call("[" * 100_000)}, "nested too deeply"),
+        ({"messages": with_call("[" * 100_000)}, "arguments are nested more than 128 levels deep"),
         ({"messages": with_call('{"a": "\\ud800"}')}, "not JSON"),
         ({"messages": with_call("{'a': 1}")}, "not JSON"),
         ({"messages": [{"role": "user", "content": "hi", "tool_calls": "x"}]}, "messages[0].tool_calls"),

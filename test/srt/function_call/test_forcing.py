@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 import xgrammar
 
@@ -13,6 +14,8 @@ from sglang.srt.function_call.forcing import FORCED_CALLS, after_thoughts, answe
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.parser import parse
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from sglang.srt.function_call.tagged_arguments import MAX_PARAMETERS
+from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from srt.function_call.outputs import MESSAGE_FORMATS, WRITERS
 from srt.function_call.test_chunking import new_parser
 
@@ -150,13 +153,27 @@ def test_tagged_arguments_for_the_other_library(name: str) -> None:
 def test_definitions_are_copied_where_they_are_referred_to(name: str) -> None:
     """In a total that a grammar may have."""
     long = {"$defs": {"place": {"type": "string", "description": "x" * 50_000}}}
-    plain = {f"p{i}": {"type": "integer"} for i in range(20_000)}
+    plain = {f"p{i}": {"type": "integer"} for i in range(4_000)}
     form = FORCED_CALLS[name].at_least_one({"f": {"properties": plain, "required": list(plain), **long}}, one=True)
     assert len(json.dumps(form)) < 10_000_000
     few, many = ({f"p{i}": {"items": {"$ref": "#/$defs/place"}, "type": "array"} for i in range(n)} for n in (3, 60))
     assert json.dumps(FORCED_CALLS[name].at_least_one({"f": {"properties": few, **long}}, one=True)).count("xxx") > 3
     with pytest.raises(ValueError, match="60 parameters of a function refer to definitions"):
         FORCED_CALLS[name].at_least_one({"f": {"properties": many, **long}}, one=True)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_more_parameters_than_a_grammar_can_have_are_not_written(name: str) -> None:
+    def functions(count: int, parameters: int) -> dict[str, Any]:
+        properties = {f"p{i}": {"type": "string"} for i in range(parameters)}
+        return {f"f{i}": {"properties": properties} for i in range(count)}
+
+    forced = FORCED_CALLS[name]
+    least = forced.at_least_one(functions(1, MAX_PARAMETERS), one=True)
+    assert len(msgspec.json.encode(least)) > MAX_GRAMMAR_LENGTH, "none that could be served is refused"
+    for write in (forced.at_least_one, forced.among_text):
+        with pytest.raises(ValueError, match=f"at most {MAX_PARAMETERS} are allowed; offer fewer"):
+            write(functions(128, MAX_PARAMETERS // 100), one=False)
 
 
 def test_muse_thinks_before_a_forced_call() -> None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, from_decode_error
 from sglang.srt.entrypoints.unsupported_fields import refuse_unsupported
 from sglang.srt.upstream_interface import Unsupported
+from sglang.srt.utils.json_nesting import NESTED_TOO_DEEPLY, count_brackets, count_commas, nests_too_deeply
 
 MAX_BRACKETS = 1 << 19
 """Lists and objects in a body, counted as opening brackets wherever they stand: each costs a hundred bytes and more."""
@@ -48,11 +49,14 @@ async def read_optional_body(request: Request, model: type[B]) -> B:
 
 def parse_body(raw: bytes, model: type[B]) -> B:
     """Raises ApiError."""
-    if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS or raw.count(b",") > MAX_COMMAS:
+    num_brackets = count_brackets(raw)
+    if num_brackets > MAX_BRACKETS or count_commas(raw) > MAX_COMMAS:
         raise ApiError(413, f"the body has more than {MAX_BRACKETS} brackets or {MAX_COMMAS} commas; send less at once")
+    if nests_too_deeply(raw, num_brackets):
+        raise bad_request(f"Invalid request: the JSON is {NESTED_TOO_DEEPLY}")
     try:
         body = _decoder(model).decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise from_decode_error(error) from None
     refuse_unsupported(raw, model.unsupported)
     return body

@@ -154,8 +154,6 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 def from_decode_error(error: Exception, inside: str = "") -> ApiError:
     """Broken JSON or a wrong field, said in one line. `inside` names the field that was decoded, if not the body."""
-    if isinstance(error, RecursionError):
-        return bad_request("Invalid request: the JSON is nested too deeply", param=inside or None)
     match = _DECODE_ERROR.fullmatch(str(error))
     assert match is not None
     where = (

@@ -12,7 +12,7 @@ from sglang.srt.function_call.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.messages import MessageFormat, Start
 from sglang.srt.function_call.reasoning import ReasoningFormat
-from sglang.srt.function_call.tagged_arguments import NAME, tagged_arguments
+from sglang.srt.function_call.tagged_arguments import NAME, tagged_arguments, verify_count
 
 Format = dict[str, Any]
 """A part of a structural tag."""
@@ -65,12 +65,15 @@ class ForcedCalls:
 
     def among_text(self, tools: Mapping[str, Format], one: bool) -> Format:
         """Any text; a call that begins in it is a call of one of the tools."""
-        tags, trigger = self._tags(tools), _PLACE.split(self.begin)[0]
         if self.section is not None:
             tags, trigger = [self.at_least_one(tools, one)], self.section[0]
+        else:
+            tags, trigger = self._tags(tools), _PLACE.split(self.begin)[0]
         return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": one or self.single}
 
     def _tags(self, tools: Mapping[str, Format], header: str = "") -> list[Format]:
+        if self.values is not None:
+            verify_count(tools.values())
         begin = header + self.begin
         return [_tag(_with_name(begin, name), self._content(schema), self.end) for name, schema in tools.items()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,16 @@ Format = dict[str, Any]
 _ANY_TEXT: Format = {"type": "any_text"}
 _DEFINITIONS = ("$defs", "definitions")
 NAME = "NAME"
+MAX_PARAMETERS = MAX_GRAMMAR_LENGTH // 64
+"""Of all functions of a request: each takes more than 64 characters of the grammar, so more are refused anyway, but
+only after all of them were written on the event loop."""
+
+
+def verify_count(schemas: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ValueError for functions with too many parameters."""
+    count = sum(len(schema["properties"]) for schema in schemas if isinstance(schema.get("properties"), dict))
+    if count > MAX_PARAMETERS:
+        raise ValueError(f"the functions have {count} parameters, at most {MAX_PARAMETERS} are allowed; offer fewer.")
 
 
 def tagged_arguments(schema: Mapping[str, Any], key: str, end: str) -> Format:

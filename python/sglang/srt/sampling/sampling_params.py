@@ -174,8 +174,6 @@ def merge(
             raise ValueError(f"unknown sampling parameter {_shown(key)}{hint}")
     try:
         return msgspec.convert(_normalize(values), SamplingParams)
-    except RecursionError:
-        raise ValueError("sampling parameters are nested too deeply") from None
     except msgspec.ValidationError as error:
         raise ValueError(_type_message(error, values)) from None
 

@@ -73,7 +73,7 @@ class _GenerateFields(Body, kw_only=True):
         try:
             options = msgspec.convert(self.options, Options, strict=False)
             refuse_unsupported(msgspec.json.encode(self.options), OLLAMA_OPTIONS)
-        except (msgspec.ValidationError, RecursionError) as error:
+        except msgspec.ValidationError as error:
             raise from_decode_error(error, inside="options") from None
         return options
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.constrained.grammar import ANY_JSON
-from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.function_call.events import Event, TextDelta
 from sglang.srt.function_call.forcing import (
@@ -30,6 +30,7 @@ from sglang.srt.managers.front.generate_request import GenerateOutput
 from sglang.srt.sampling.grammar_names import made_of
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.hf_tokenizer import Tokenizer
+from sglang.srt.utils.json_nesting import read_json
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _ANY_OBJECT: Format = {"type": "object", "additionalProperties": True}
@@ -116,8 +117,6 @@ class ChatFormats:
                 answer = as_message(answer, messages)
         try:
             answer = self._with_calls(given, answer)
-        except RecursionError:
-            raise _nested_too_deeply("tools") from None
         except ValueError as error:
             raise bad_request(str(error), param="tools") from None
         if answer is not None:
@@ -126,7 +125,7 @@ class ChatFormats:
             self.thinks_first = self._is_constrained and may_think(*behind)
             tag = after_thoughts(answer, *behind)
             params.pop(given or "", None)
-            params["structural_tag"] = encoded_tag(made_of(given or "tools", tag), "tools")
+            params["structural_tag"] = encoded_tag(made_of(given or "tools", tag))
 
     def _with_calls(self, given: str | None, answer: Format | None) -> Format | None:
         """The format of an output with the calls that `tool_choice` asks for or allows. Raises ApiError, and ValueError
@@ -209,24 +208,16 @@ def constrained_answer(kind: str, source: str) -> Format | None:
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)
 
 
-def encoded_tag(tag: Format, param: str | None = None) -> str:
-    """The structural tag as sampling parameters have it. Raises ApiError 400 for one that is nested too deeply, as one
-    that could be read may be behind what was put around it."""
-    try:
-        return msgspec.json.encode(tag).decode()
-    except RecursionError:
-        raise _nested_too_deeply(param) from None
-
-
-def _nested_too_deeply(param: str | None) -> ApiError:
-    return bad_request("a schema is nested too deeply", param=param)
+def encoded_tag(tag: Format) -> str:
+    """The structural tag as sampling parameters have it."""
+    return msgspec.json.encode(tag).decode()
 
 
 def _read_json(source: str) -> Any:
     try:
-        return msgspec.json.decode(source)
-    except (msgspec.DecodeError, RecursionError):
-        raise bad_request("the schema or structural tag is not JSON, or nested too deeply") from None
+        return read_json(source)
+    except ValueError as error:
+        raise bad_request(f"the schema or structural tag is {error}") from None
 
 
 def _num_calls(messages: list[dict[str, Any]]) -> int:

@@ -27,6 +27,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, separates_parts, template_message
 from sglang.srt.errors import UserError
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
+from sglang.srt.utils.json_nesting import read_json
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
@@ -208,10 +209,7 @@ def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
     """`response_format` as a client writes it, for templates that tell the model of it; none for plain text."""
     given = request.response_format
     if given is not None and given.type != "text":
-        try:
-            return {"response_format": msgspec.to_builtins(given)}
-        except RecursionError:  # that the body could be read says little: it was read with fewer calls around it
-            raise bad_request("a schema or structural tag is nested too deeply", param="response_format") from None
+        return {"response_format": msgspec.to_builtins(given)}
     if request.json_schema is not None:
         schema = _schema(request.json_schema)
         if schema is None:
@@ -226,8 +224,8 @@ def _schema(given: str | dict[str, Any]) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return msgspec.json.decode(given) if len(given) <= MAX_GRAMMAR_LENGTH else None
-    except (msgspec.DecodeError, RecursionError):
+        return read_json(given) if len(given) <= MAX_GRAMMAR_LENGTH else None
+    except ValueError:
         return None
 
 

@@ -35,12 +35,7 @@ _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 def _as_json(value: str | dict[str, Any] | msgspec.Struct) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return msgspec.json.encode(value).decode()
-    except RecursionError:
-        raise bad_request("a schema or structural tag is nested too deeply") from None
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _format_constraint(request: SamplingFields) -> dict[str, str]:

@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
-
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.media_parts import media_kind
+from sglang.srt.utils.json_nesting import read_json
 
 _PART_SEPARATOR = " "
 
@@ -130,8 +129,6 @@ def _tool_call(call: dict[str, Any], form: CallForm) -> dict[str, Any]:
 
 def _decoded(arguments: str) -> Any:
     try:
-        return msgspec.json.decode(arguments)
-    except RecursionError:
-        raise bad_request("tool_calls: arguments are nested too deeply", param="messages") from None
-    except ValueError as error:  # also for half of a surrogate pair, which is no text
-        raise bad_request(f"tool_calls: arguments are not JSON: {error}", param="messages") from error
+        return read_json(arguments)
+    except ValueError as error:
+        raise bad_request(f"tool_calls: arguments are {error}", param="messages") from error
