@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` become `thorough`; files
+"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` or `values` become `thorough`; files
 that take long come first.
 """
 
