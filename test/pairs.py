@@ -4,7 +4,8 @@ The marker `pairs`: of the cases of a test, `make test` runs some that have each
 among them, `make thorough` the others. The marker `values`: some that have each value of its parameters.
 
 Values are those of `parametrize` and of fixtures with `params`. Those that are named together, as in
-`parametrize(("rows", "cols"), ...)`, are one; so a test needs three that vary for any case to be left out, and two where each value is enough.
+`parametrize(("rows", "cols"), ...)`, are one; so a test needs three that vary for any case to be left out, and two
+where each value is enough.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from srt.model_executor.backend_matrix import FAMILIES, cases, some_of, play, server_args, that_mix, wrong_cases
+from srt.model_executor.backend_matrix import FAMILIES, cases, play, server_args, some_of, that_mix, wrong_cases
 from srt.models.harness import save_tiny
 
 LAYOUTS = {"TP2": {"tp_size": 2}, "PP2": {"pp_size": 2}}
