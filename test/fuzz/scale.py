@@ -6,7 +6,7 @@ import os
 
 LONG = os.environ.get("FUZZ") == "long"
 
-SOAK_REQUESTS = 2000 if LONG else 60
+SOAK_REQUESTS = 2000 if LONG else 40
 """In a round."""
 SOAK_ROUNDS = 3 if LONG else 1
 
