@@ -178,7 +178,7 @@ QUICK = {
     ("EAGLE", "qwen3_windows", "eager"),
     ("EAGLE3", "kimi_linear", "graphs"),
     ("EAGLE3", "gemma4", "eager"),
-    ("EAGLE3", "qwen3", "tp2"),
+    ("DSPARK", "qwen3", "tp2"),
     ("NEXTN", "step3p7", "graphs"),
     ("NEXTN", "deepseek_v4", "eager"),
     ("DFLASH", "mimo_v2", "graphs"),
@@ -190,8 +190,8 @@ QUICK = {
     ("SHARED", "glm_moe_dsa", "pp2"),
     ("ASSISTANT", "muse_glimmer", "graphs"),
 }
-"""Each model once, each kind of draft in graphs and without, and drafts on two ranks. Further forms of drafts have one
-case: DFLASH with a head or of one model, NEXTN with a shared selection."""
+"""Each model once, each kind of draft in graphs and without, and two of them on two ranks. Further forms of drafts have
+one case: DFLASH with a head or of one model, NEXTN with a shared selection."""
 
 
 def cases() -> list[Any]:
