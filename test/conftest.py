@@ -1,5 +1,5 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` become `thorough`; files
-that take long come first.
+"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` or `values` become
+`thorough`; files that take long come first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `make test` runs of a test marked `pairs`, and what it leaves to `make thorough`."""
+"""What `make test` runs of a test marked `pairs` or `values`, and what it leaves to `make thorough`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def test_three(a, b, also_b, c): ...
 @pytest.mark.parametrize("a", range(4))
 @pytest.mark.parametrize("b", range(3))
 def test_two(a, b): ...
+
+@pytest.mark.values
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", [0, 1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_values(a, b): ...
 
 @pytest.mark.parametrize("a", range(2))
 @pytest.mark.parametrize("b", range(2))
@@ -63,6 +68,15 @@ def test_pairs_that_no_case_has_are_not_missed() -> None:
     assert len(chosen) < len(cases)
 
 
+@pytest.mark.parametrize(("sizes", "most"), [((5,), 5), ((3, 4), 4), ((2, 5, 3), 5)])
+def test_every_value_is_in_a_case(sizes: tuple[int, ...], most: int) -> None:
+    cases = grid(*sizes)
+    chosen = [cases[i] for i in covering(cases, 1)]
+    for i, size in enumerate(sizes):
+        assert {case[i] for case in chosen} == set(map(str, range(size)))
+    assert len(chosen) == most
+
+
 def test_nothing_to_choose_from() -> None:
     assert covering([]) == set()
 
@@ -81,6 +95,7 @@ def test_the_others_are_thorough(tmp_path: Path) -> None:
     path.write_text(TESTS)
     (tmp_path / "conftest.py").write_text((ROOT / "test" / "conftest.py").read_text())
     every, quick, thorough = (collected(path, *options) for options in ((), ("-m", "not thorough"), ("-m", "thorough")))
-    assert sorted(every) == sorted(quick + thorough) and len(set(every)) == 36 + 12 + 8 + 1
+    assert sorted(every) == sorted(quick + thorough) and len(set(every)) == 36 + 12 + 12 + 8 + 1
     assert len([name for name in quick if name.startswith("test_three")]) == 12
-    assert not [name for name in thorough if not name.startswith("test_three")]
+    assert len([name for name in quick if name.startswith("test_values")]) == 4
+    assert not [name for name in thorough if not name.startswith(("test_three", "test_values"))]

@@ -6,20 +6,22 @@ import os
 
 LONG = os.environ.get("FUZZ") == "long"
 
-SOAK_REQUESTS = 2000 if LONG else 60
+SOAK_REQUESTS = 2000 if LONG else 40
 """In a round."""
 SOAK_ROUNDS = 3 if LONG else 1
 
 API_EXAMPLES = 300 if LONG else 2
 """Random ones for each operation, beyond the values at the edge of each field's range."""
-EDGES_AT_FIRST, EDGES_STEP = (0, 1) if LONG else (16, 12)
+EDGES_AT_FIRST, EDGES_STEP = (0, 1) if LONG else (8, 24)
 """Of those values the first, and then each how many-th: all, or some."""
 LONGEST_EDGE = 1 << 20 if LONG else 1024
 """The most entries or characters whose limit is tried: a request with one more than 16,384 messages takes as long as a
 hundred others."""
 
-NUMBER_STEP = 1 if LONG else 4
+NUMBER_STEP = 1 if LONG else 8
 """A number is tried in each how many-th of the fields."""
+GRAMMAR_STEP = 1 if LONG else 2
+"""A server gets each how many-th of the hostile grammars and schemas."""
 
 SILENCE_LIMIT_S = 1.0 if LONG else 10.0
 SILENCE_LIMIT_CPU_S = 1.0 if LONG else 3.0

@@ -76,7 +76,7 @@ def warm_up(url: str) -> None:
 def fill_word_cache(url: str) -> None:
     """The tokenizer keeps the tokens of up to 10,000 pieces of text, whoever sends them."""
     draw = random.Random(0)
-    for _ in range(60):
+    for _ in range(20):
         text = "".join(draw.choices(string.printable + "äöüßéñçłø漢字かな한국😀", k=20_000))
         assert httpx.post(f"{url}/tokenize", json={"prompt": text}, timeout=60).status_code == 200
 

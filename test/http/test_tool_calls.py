@@ -1,6 +1,7 @@
 """Function calls and reasoning through the real `openai` client; the embedded model writes both.
 
-What a grammar takes part in runs with each library of grammars, the rest with one. `make thorough` has more formats.
+What a grammar takes part in runs with each library of grammars, the rest with one. `make thorough` has more formats,
+and each case with each library.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def streamed(chunks: Any) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("messages", "name", "arguments"), [(ADD, "add_numbers", {"a": 12, "b": 30}), (TIME, "get_time", {"city": "Paris"})]
 )
@@ -264,6 +265,7 @@ def test_parameters_that_are_no_schema(client: openai.OpenAI, choice: str, paddi
     assert error.value.param == "tools"
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("wanted", "name"),
     [
@@ -397,7 +399,7 @@ PERSON_FORM = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
 def test_a_thinking_budget(each_client: openai.OpenAI, constrained: bool, stream: bool) -> None:
@@ -419,6 +421,7 @@ def test_a_thinking_budget(each_client: openai.OpenAI, constrained: bool, stream
             assert set(json.loads(content)) == {"answer"}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("begun", ["", "<think> Tom "])
 def test_thoughts_before_a_constrained_answer_have_half_of_the_output(each_client: openai.OpenAI, begun: str) -> None:
     """Also those that the prompt has begun, and before a call that is forced; free answers have no such limit."""
@@ -442,6 +445,7 @@ def test_a_share_of_1_is_no_limit(special_server: LiveServer) -> None:
         assert ask(client, APPLES, max_tokens=60, **fields).usage.reasoning_tokens == 60
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_that_a_native_request_requires(each_client: openai.OpenAI, stream: bool) -> None:
     """The grammar begins behind the thoughts, which are counted and leave room for the answer."""

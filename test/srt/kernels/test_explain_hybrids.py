@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import some_of
 
 from sglang import explain
 from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, LEAST_REQUESTS
@@ -62,11 +63,9 @@ def layout_flags(layout: int | tuple[int, int]) -> tuple[str, ...]:
     return "--tp", str(tp), "--pp-size", str(pp)
 
 
-EVERY_LAYOUT = pytest.mark.parametrize(
-    ("directory", "gpu", "layout"),
-    [(name, gpu, size) for name, sizes in LAYOUTS.items() for gpu, size in zip(GPUS, sizes, strict=True)],
-    indirect=["directory"],
-)
+EVERY = [(name, gpu, size) for name, sizes in LAYOUTS.items() for gpu, size in zip(GPUS, sizes, strict=True)]
+IN_TURN = [EVERY[len(GPUS) * i + i % len(GPUS)] for i in range(len(LAYOUTS))]
+EVERY_LAYOUT = pytest.mark.parametrize(("directory", "gpu", "layout"), EVERY, indirect=["directory"])
 
 
 @EVERY_LAYOUT
@@ -98,7 +97,7 @@ def test_what_does_not_fit_says_what_would(directory: str, capsys: pytest.Captur
         assert found["plan"] is None and message in found["problem"]
 
 
-@EVERY_LAYOUT
+@pytest.mark.parametrize(("directory", "gpu", "layout"), some_of(EVERY, IN_TURN), indirect=["directory"])
 def test_full_attention_takes_triton_or_flashinfer(
     directory: str, gpu: str, layout: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

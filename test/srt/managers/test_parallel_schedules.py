@@ -229,17 +229,32 @@ def test_the_schedule_has_what_it_is_for(models: dict[str, tuple[str, Outcome]])
         assert one.tokens["plain"] == one.tokens["same prompt"], name
 
 
-THOROUGH = {"TP3", "PP3", "EP3 of 4 experts", "TP4", "EP2 x TP2"}
-"""Others have the same paths."""
+QUICK = {
+    "TP2": ("dense", "chunks", "embedded"),
+    "EP2": ("experts",),
+    "PP2": ("latent", "blocks", "convolutions"),
+    "TP2 x PP2": ("experts",),
+}
+"""What `make test` runs: each model in a layout. Other layouts have the same paths."""
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.thorough] * (layout in THOROUGH)) for layout in LAYOUTS]
-)
+def of_layouts(
+    layouts: dict[str, tuple[RankLayout, tuple[str, ...]]], quick: dict[str, tuple[str, ...]]
+) -> pytest.MarkDecorator:
+    """Each layout with some of its models, and with all."""
+    some = [pytest.param(layout, names, id=layout) for layout, names in quick.items()]
+    every = [
+        pytest.param(layout, names, id=f"{layout}-every", marks=pytest.mark.thorough)
+        for layout, (_, names) in layouts.items()
+    ]
+    return pytest.mark.parametrize(("layout", "names"), [*some, *every])
+
+
+@of_layouts(LAYOUTS, QUICK)
 def test_ranks_give_the_tokens_of_one_process(
-    layout: str, models: dict[str, tuple[str, Outcome]], tmp_path: Path
+    layout: str, names: tuple[str, ...], models: dict[str, tuple[str, Outcome]], tmp_path: Path
 ) -> None:
-    ranks, names = LAYOUTS[layout]
+    ranks, _ = LAYOUTS[layout]
     folders = {name: models[name][0] for name in names}
     run_ranks(_rank, (ranks, folders, tmp_path, {}), ranks.world_size)
     for name in names:
@@ -260,16 +275,14 @@ GUESSING = {
     "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
-THOROUGH_GUESSES = {"one rank", "TP2 x PP2"}
+QUICK_GUESSES = {"TP2": ("states",), "PP2": ("latent", "windows")}
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.thorough] * (layout in THOROUGH_GUESSES)) for layout in GUESSING]
-)
+@of_layouts(GUESSING, QUICK_GUESSES)
 def test_guesses_change_no_token_of_several_ranks(
-    layout: str, models: dict[str, tuple[str, Outcome]], tmp_path: Path
+    layout: str, names: tuple[str, ...], models: dict[str, tuple[str, Outcome]], tmp_path: Path
 ) -> None:
-    ranks, names = GUESSING[layout]
+    ranks, _ = GUESSING[layout]
     known = {name: models[name][1].tokens for name in names}
     run_ranks(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path, known), ranks.world_size)
     for name in names:

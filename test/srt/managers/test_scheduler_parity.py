@@ -2,7 +2,7 @@
 at once, in chunks, from the radix cache, after a retraction, in larger pages, or among strangers.
 
 `make test` has a model of each kind of cache, of which `test_families_in_the_scheduler` has every family; `make
-thorough` adds experts and another rope, which change no cache."""
+thorough` adds experts and another rope, which change no cache, and each model with all chunks and pages."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ def check(reference: Reference, scheduler: Scheduler, prompts: list[list[int]]) 
     return collector
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_among_strangers(reference: Reference, page_size: int) -> None:
     check(reference, reference.scheduler(page_size=page_size), [prompt(s, 11 + 13 * s) for s in range(6)])
@@ -95,6 +96,7 @@ def test_in_chunks(reference: Reference) -> None:
     check(reference, scheduler, [prompt(1, 70), prompt(2, 5), prompt(3, 33)])
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
     scheduler = reference.scheduler(page_size=page_size)
@@ -117,6 +119,7 @@ def test_without_overlap_and_cache(reference: Reference) -> None:
     check(reference, scheduler, [prompt(1), prompt(1), prompt(2)])
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("chunk", [-1, 16])
 def test_log_probabilities(reference: Reference, chunk: int) -> None:
     """Prompt and output log probabilities, the best two, and those of named tokens, also when the prompt is cached."""
@@ -156,6 +159,7 @@ def test_log_probabilities(reference: Reference, chunk: int) -> None:
             torch.testing.assert_close(torch.tensor([v for v, _ in named]), expected[p - 1, [5, 9]], atol=1e-4, rtol=0)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 16}, {"page_size": 16}])
 def test_embeddings(reference: Reference, options: dict[str, Any]) -> None:
     """Final hidden states of prompts at once, in chunks, among requests that generate, and from the prefix cache."""
@@ -232,6 +236,7 @@ def test_windows_hold_no_more_than_they_need(name: str, tmp_path: Path) -> None:
     assert scheduler.stats._cached - before == (len(turn) - 1) // 4 * 4, "the last window was cached"
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
 def test_prompts_that_end_within_a_page_pause_at_the_last_whole_one(

@@ -208,8 +208,8 @@ EXTRA = {"hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}'}
 def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_path: Path) -> None:
     world = StorageWorld(name, tmp_path, options={**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy})
     seen: Counter[str] = Counter()
-    for seed in range(0, 24, 3):  # threads decide what is read
-        seen += schedules(world, guesses, page, range(seed, seed + 3))
+    for seed in range(24):  # threads decide what is read
+        seen += schedules(world, guesses, page, range(seed, seed + 1))
         if seen["read"] and seen["written"] and seen["unfulfilled"]:
             return
     raise AssertionError(seen)

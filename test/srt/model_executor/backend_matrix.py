@@ -219,9 +219,9 @@ def played(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) ->
     return tokens
 
 
-def in_pairs(tried: list[Case]) -> list[Case]:
-    """Some of them: each pair of what decodes, what computes prompts, long ones, and graphs that occurs in all."""
-    chosen = covering([(case.decode, case.extend, case.graphs, str(case.long_prompts)) for case in tried])
+def some_of(tried: list[Case]) -> list[Case]:
+    """With each of what decodes, what computes prompts, long ones, and graphs that occurs in all."""
+    chosen = covering([(case.decode, case.extend, case.graphs, str(case.long_prompts)) for case in tried], 1)
     return [tried[i] for i in sorted(chosen)]
 
 

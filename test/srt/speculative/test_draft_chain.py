@@ -1,4 +1,8 @@
-"""Draft models in the scheduler: the tokens of the plain run, and at every step the guesses of a plain reference."""
+"""Draft models in the scheduler: the tokens of the plain run, and at every step the guesses of a plain reference.
+
+`make test` has a draft of each kind. Of those with layers by depth it has one, and of DeepSeek-V4's the newest; others
+of them are in `test_draft_matrix`.
+"""
 
 from __future__ import annotations
 
@@ -154,8 +158,8 @@ class Proposals:
         ("eagle3", {"chunked_prefill_size": 16, "page_size": 8}),
         ("mtp", {}),
         ("mimo_v2", {"chunked_prefill_size": 16}),
-        ("step3p7", {"chunked_prefill_size": 16, "page_size": 8}),
-        ("inkling", {"chunked_prefill_size": 16, "page_size": 8}),
+        pytest.param("step3p7", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
+        pytest.param("inkling", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
         # Chunks shorter than the last depth lags.
         pytest.param("mimo_v2", {"chunked_prefill_size": 1}, marks=pytest.mark.thorough),
         pytest.param("step3p7", {"chunked_prefill_size": 2}, marks=pytest.mark.thorough),
@@ -172,8 +176,8 @@ class Proposals:
         pytest.param("dflash_speculators_selector", {}, marks=pytest.mark.thorough),
         pytest.param("dspark_speculators", {"page_size": 8}, marks=pytest.mark.thorough),
         ("gemma4_dspark", {}),
-        ("v4_mtp", {"chunked_prefill_size": 16}),
-        ("v4_dspark", {"chunked_prefill_size": 16}),
+        pytest.param("v4_mtp", {"chunked_prefill_size": 16}, marks=pytest.mark.thorough),
+        pytest.param("v4_dspark", {"chunked_prefill_size": 16}, marks=pytest.mark.thorough),
         ("v41_dspark", {"chunked_prefill_size": 16}),
     ],
 )
