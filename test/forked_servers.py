@@ -66,12 +66,12 @@ class ForkedServer:
 @contextmanager
 def forked_children() -> Iterator[None]:
     """While it lasts, processes that are to be spawned, of an engine of this process, are forked instead."""
-    spawned = multiprocessing.context.SpawnProcess._Popen
+    spawned = multiprocessing.context.SpawnProcess.__dict__["_Popen"]  # the static method, not its function
     multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        multiprocessing.context.SpawnProcess._Popen = spawned  # type: ignore[method-assign]
+        multiprocessing.context.SpawnProcess._Popen = spawned  # type: ignore[method-assign,assignment]
 
 
 def _serve(launch: list[str], words: list[str], log: str, environment: Mapping[str, str], folder: str) -> None:

@@ -269,7 +269,7 @@ def test_a_cell(cell: Cell, tmp_path: Path) -> None:
         world = world_of(cell.kind, tmp_path)
         world.use_place(0)
         world.grow_tree()
-        seen = play(world, cell, 15)
+        seen = play(world, cell, 25)
     assert cell.policy == "write_back" and seen["saved"] and seen["loaded"], seen
 
 
