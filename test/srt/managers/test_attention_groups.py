@@ -104,7 +104,7 @@ def save_models(names: Iterable[str], ranks: RankLayout, folder: Path) -> dict[s
 
 POOLS = {"compressed": 112, "n-grams": 112, "pooled latents": 112}
 """Pools of models with large pages, of which a request has two at least."""
-WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents")
+WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents", "convolutions")
 WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases", "delta attention")
 ALIKE_ON_RANKS = ("latents", "selected latents", "delta attention", *(name for name in MODELS if "KV head" in name))
 """Models of which ranks that share heads would hold the same cache, so that they can share out its tokens."""
