@@ -11,7 +11,8 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class IntervalRule:
-    """So many `steps` without prompts follow one with prompts while at least `least_running` requests run."""
+    """So many `steps` without prompts follow one with prompts while at least `least_running` requests run, one or
+    more."""
 
     steps: int
     least_running: int
@@ -21,8 +22,8 @@ NEVER = IntervalRule(0, 1)
 MANY_REQUESTS = IntervalRule(3, 128)
 """Where many requests run, some end in every step, and the prompts in their places make every step one with prompts,
 for which all tokens wait. Of Qwen3-8B with 256 requests on an H100 tokens follow one another after 14 ms (median)
-instead of 41, and 41 to 32 on average, for a first token after 347 ms instead of 267. Qwen3-30B-A3B, whose prompts
-compute an eighth of that, gained nothing on average."""
+instead of 41, and 32 instead of 41 on average, for a first token after 347 ms instead of 267. Qwen3-30B-A3B lost a
+quarter of its tokens a second, and why is not known: so models with experts do without."""
 
 
 def interval_rule(args: ServerArgs, model: ModelDescription) -> IntervalRule:

@@ -127,7 +127,7 @@ class DecodeInterval:
 
     def begin(self, num_running: int) -> None:
         """Before each step, of so many running requests."""
-        if num_running < max(1, self._rule.least_running):
+        if num_running < self._rule.least_running:
             self._left = 0
         self.prompts_wait = self._left > 0
         self._left = max(0, self._left - 1)

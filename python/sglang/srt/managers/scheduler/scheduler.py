@@ -172,8 +172,8 @@ class Scheduler:
         self.in_flight.append(batch)
 
     def pick(self) -> ScheduleBatch | None:
-        """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
-        and decode steps are best when full."""
+        """Prefill goes first unless its interval says otherwise, with the running requests decoding in it: it turns
+        waiting requests into running ones, and decode steps are best when full."""
         batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
