@@ -13,27 +13,9 @@ from rank_processes import run_ranks
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import Group, groups_of
 from sglang.srt.plan.ranks import RankLayout, even_slice
+from srt.distributed.library_exchanges import LibraryExchanges
 
 PAYLOADS = [b"", b"x", *((bytes(range(256)) * 4)[: 1015 + i] for i in range(3)), bytes(range(256)) * 1000]
-
-
-class _Exchanges:
-    """By the library, of floats of 16 bytes a part and more, and says so."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.count = group, 0
-
-    def can_exchange(self, part: torch.Tensor) -> bool:
-        return part.nbytes % 16 == 0 and part.nbytes <= 64
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self.exchange(x.expand(self.group.size, *x.shape))
-
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x.contiguous(), group=self.group.communicator())
-        return received
 
 
 class _OfVectors:
@@ -72,7 +54,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
     expected_share = torch.arange(4.0 * size).view(size, 2, 2)[rank] * size + 100 * sum(range(size))
     assert torch.equal(groups.tp.reduce_scatter(for_each), expected_share)
 
-    peers = _Exchanges(groups.tp)
+    peers = LibraryExchanges(groups.tp, 64)
     groups.tp.exchange_with(peers)
     values = torch.arange(8.0).view(2, 4) - 10 * rank
     everyones = [torch.arange(8.0).view(2, 4) - 10 * r for r in range(size)]

@@ -7,38 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import run_ranks
 
 from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.plan.ranks import RankLayout
+from srt.distributed.library_exchanges import LibraryExchanges
 
 TOKENS, HEADS, DIMS = 3, 4, 16
 COUNTS = {"a2a": 4, "ag_rs": 7}
 """Exchanges of two steps, one of them with sinks: queries and parts; or queries, sums, parts, and once sinks."""
-
-
-class LibraryExchanges:
-    """An exchanger that counts what comes to it."""
-
-    def __init__(self, group: Group, most: int) -> None:
-        self.group, self.most, self.count = group, most, 0
-
-    def can_exchange(self, part: torch.Tensor) -> bool:
-        return part.nbytes <= self.most
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self.exchange(x.expand(self.group.size, *x.shape))
-
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x.contiguous(), group=self.group.communicator())
-        return received
 
 
 def _rank(rank: int, size: int, folder: str) -> None:
