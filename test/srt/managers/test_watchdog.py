@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 STUCK = """
 import time
 from sglang.srt.managers.watchdog import Watchdog
@@ -24,6 +26,14 @@ for _ in range(10):
 watchdog.idle()
 time.sleep(1.0)
 """
+FAILED = """
+import contextlib, time
+from sglang.srt.managers.watchdog import Watchdog
+with contextlib.suppress(ConnectionError), Watchdog(0.2) as watchdog:
+    watchdog.busy()
+    raise ConnectionError
+time.sleep(1.0)  # its report
+"""
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -36,5 +46,7 @@ def test_stuck() -> None:
     assert "--watchdog-timeout" in done.stderr and "stuck_here" in done.stderr
 
 
-def test_slow_but_alive_and_idle() -> None:
-    assert run(FINE).returncode == 0
+@pytest.mark.parametrize("code", [FINE, FAILED], ids=["slow-then-idle", "failed"])
+def test_what_is_not_stuck(code: str) -> None:
+    done = run(code)
+    assert done.returncode == 0, done.stderr

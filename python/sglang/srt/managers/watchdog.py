@@ -20,7 +20,11 @@ def beat_seconds(limit_s: float) -> float:
 
 
 class Watchdog:
-    """Watches that between `busy()` and `idle()` no more than `limit_s` seconds pass without another call of either."""
+    """Watches that between `busy()` and `idle()` no more than `limit_s` seconds pass without another call of either.
+
+    With an exception that leaves its `with` block the step has ended: a collective that gave up just in time says more
+    about what it waited for than a watchdog does, so its report is not cut short.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -33,12 +37,19 @@ class Watchdog:
     def idle(self) -> None:
         self._busy_since = None
 
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.idle()
+
     def _watch(self) -> None:
         while True:
             time.sleep(beat_seconds(self.limit_s))
             since = self._busy_since
             if since is not None and time.monotonic() - since > self.limit_s:
-                logger.error("A step has not ended for %g seconds (--watchdog-timeout); giving up.", self.limit_s)
+                # First of all: other threads go on while a message is written, and the step may end meanwhile.
                 faulthandler.dump_traceback(all_threads=True)
+                logger.error("The step above has not ended for %g s (--watchdog-timeout); giving up.", self.limit_s)
                 sys.stderr.flush()
                 os._exit(EXIT_CODE)

@@ -103,17 +103,17 @@ class SchedulerProcess:
 
     def run_forever(self) -> None:
         """One step after the other; blocks in `receive` while there is nothing to do."""
-        watchdog = Watchdog(self.args.watchdog_timeout)
-        while True:
-            if self.beat_s is None or self.leader:  # the others hear from the leader's machine, however idle it is
-                watchdog.idle()
-            messages = self.receive()
-            watchdog.busy()
-            for message in messages:
-                self.dispatch(message)
-            self.grammar_queue.admit()
-            self.scheduler.step()
-            self.send()
+        with Watchdog(self.args.watchdog_timeout) as watchdog:
+            while True:
+                if self.beat_s is None or self.leader:  # the others hear from the leader's machine, however idle it is
+                    watchdog.idle()
+                messages = self.receive()
+                watchdog.busy()
+                for message in messages:
+                    self.dispatch(message)
+                self.grammar_queue.admit()
+                self.scheduler.step()
+                self.send()
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
