@@ -13,6 +13,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
@@ -21,7 +22,6 @@ from sglang.ledger.coverage import form_rules  # noqa: E402
 from sglang.ledger.form_rule import FormRule  # noqa: E402
 from sglang.ledger.measure import variant_table  # noqa: E402
 from sglang.ledger.variant import Variant  # noqa: E402
-from sglang.srt.layers.triton_ops import part_rows  # noqa: E402
 
 
 def kernel_name(fn: Any) -> str:
@@ -73,9 +73,12 @@ def test_counts_may_be_one(variants: list[Variant]) -> None:
         first_stage(variant.fn, signature, dict(variant.constexprs) | ones, dict(variant.tile))
 
 
+@triton.jit
+def stores_wide(out, count):
+    tl.store(out, count.to(tl.int64))
+
+
 def test_a_method_of_a_number_that_is_one_is_noticed() -> None:
-    """`source_rows` of messages was such a number: one head of one token is one row."""
-    variant = next(v for v in variant_table("sm120").values() if v.fn is part_rows.merge_parts_kernel)
-    signature = dict(variant.signature) | {"source_rows": "constexpr"}
+    signature = {"out": "*i64", "count": "constexpr"}
     with pytest.raises(triton.CompilationError, match="'int' object has no attribute 'to'"):
-        first_stage(variant.fn, signature, dict(variant.constexprs) | {"source_rows": 1}, dict(variant.tile))
+        first_stage(stores_wide, signature, {"count": 1}, {})

@@ -126,7 +126,7 @@ FORM_RULES = {
     ),
     "part_rows.merge_parts_kernel": FormRule(
         at_most=frozenset({"HAS_SINKS"}),
-        counts=frozenset({"num_heads", "num_ranks", "source_rows"}),
+        counts=frozenset({"num_heads", "num_ranks"}),
         absent={"HAS_SINKS": ("sinks",)},
     ),
     "topk.topk_kernel": FormRule(
@@ -357,7 +357,7 @@ def _pack_parts() -> Iterator[Variant]:
 def _merge_parts() -> Iterator[Variant]:
     strides = ("out_stride", "head_stride")
     types = {"received": "*bf16", "sinks": "*fp32", "out": "*bf16"}
-    types |= dict.fromkeys(("num_heads", "num_ranks", "source_rows", *strides), "i32")
+    types |= dict.fromkeys(("num_heads", "num_ranks", *strides), "i32")
     for dims in PART_DIMS:
         launch = part_rows.launch_constants(dims, torch.bfloat16)
         kernel, constants = part_rows.merge_parts_kernel, {"HAS_SINKS": True}

@@ -61,14 +61,13 @@ def _logarithm(row, DIMS: tl.constexpr):
     return first + (second + tl.load(row + DIMS + 2).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["source_rows"])
+@triton.jit
 def merge_parts_kernel(
     received,  # [ranks, T, H, DIMS + EXTRA]
     sinks,  # [H] fp32
     out,  # [T, H, DIMS]
     num_heads,
     num_ranks,
-    source_rows,
     out_stride,
     head_stride,
     DIMS: tl.constexpr,
@@ -85,13 +84,14 @@ def merge_parts_kernel(
     head = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     row = received + (token.to(tl.int64) * num_heads + head) * (DIMS + EXTRA)
+    rank_stride = tl.num_programs(0).to(tl.int64) * num_heads * (DIMS + EXTRA)
     top = float("-inf")
     if HAS_SINKS:
         top = tl.load(sinks + head)
     at = row
     for _ in range(num_ranks):
         top = tl.maximum(top, _logarithm(at, DIMS))
-        at += source_rows.to(tl.int64) * (DIMS + EXTRA)
+        at += rank_stride
     base = tl.where(top == float("-inf"), 0.0, top)
     weights = 0.0
     if HAS_SINKS:
@@ -102,7 +102,7 @@ def merge_parts_kernel(
         weight = tl.exp(_logarithm(at, DIMS) - base)
         acc += weight * tl.load(at + cols, mask=cols < DIMS, other=0.0).to(tl.float32)
         weights += weight
-        at += source_rows.to(tl.int64) * (DIMS + EXTRA)
+        at += rank_stride
     acc = acc / tl.where(weights == 0.0, 1.0, weights)
     to = out + token.to(tl.int64) * out_stride + head * head_stride + cols
     tl.store(to, acc.to(out.dtype.element_ty), mask=cols < DIMS)
@@ -129,13 +129,12 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tens
 
 
 def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-    """received [ranks, T, H, D + extra] from each rank, whose rows of a rank lie one behind the other -> out [T, H, D]
-    of all tokens, zeros where nobody has one. sinks [H] fp32: one more logit a head, without a value."""
+    """received [ranks, T, H, D + extra], contiguous, from each rank -> out [T, H, D] of all tokens, zeros where nobody
+    has one. sinks [H] fp32: one more logit a head, without a value."""
     ranks, num_tokens, heads, _ = received.shape
     if out.numel():
         launch = launch_constants(out.shape[2], received.dtype)
-        source_rows = received.stride(0) // received.shape[3]
         merge_parts_kernel[(num_tokens, heads)](
-            received, out if sinks is None else sinks, out, heads, ranks, source_rows, out.stride(0), out.stride(1),
+            received, out if sinks is None else sinks, out, heads, ranks, out.stride(0), out.stride(1),
             HAS_SINKS=sinks is not None, **launch, **pdl.options(),
         )  # fmt: skip
