@@ -211,6 +211,9 @@ class CompileServer:
         except (EOFError, OSError):
             verdict = None
         status = self._end(child)
+        if verdict is None and status == "SIGKILL":  # not by this process, which forgets the children that it ends
+            error = "The system ended the grammar's compiler, as it does when memory is short; send the request again."
+            verdict = Verdict(child.job.id, error, 503)
         self._tell(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
 
     def _end(self, child: _Child) -> str:

@@ -43,7 +43,8 @@ SLOW_COMPILE_S = 1.0
 
 _NO_BACKEND = Verdict(error="This server was started with --grammar-backend none.")
 _TOO_LATE = Verdict(
-    error=f"The grammar was not ready after {WAIT_LIMIT_S:g} s; simplify it, or send it again when no others wait."
+    error=f"The grammar was not ready after {WAIT_LIMIT_S:g} s; simplify it, or send it again when no others wait.",
+    status_code=503,  # a grammar that takes too long by itself is refused before
 )
 _TOO_MANY = Verdict(error="Too many grammars wait to be compiled; send the request again later.", status_code=503)
 _NOT_BUILT = Verdict(error="The grammar could not be built; the log of the server says why.", status_code=500)

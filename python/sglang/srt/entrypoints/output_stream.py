@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_stream import DONE, SSE, EventStream, StreamForm, until_disconnect
+from sglang.srt.entrypoints.long_outputs import is_long, written
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -57,10 +59,11 @@ async def stream_events(
         try:
             writer = make_writer(stream)
             output = await _first_output(stream, limit_s)
-            return stream, writer, b"" if output is None else writer.write(output)
+            first = b"" if output is None else await written([output], partial(writer.write, output))
+            return stream, writer, first
         except BaseException:
             await stream.aclose()
             raise
 
     stream, writer, first = await until_disconnect(request, start())
-    return EventStream(first, stream, writer.write, request.url.path, writer.end, done, fail, form)
+    return EventStream(first, stream, writer.write, request.url.path, writer.end, done, fail, form, is_long)

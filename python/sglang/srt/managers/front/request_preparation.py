@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import reprlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ MAX_SEQUENCES = 16_384
 """Sequences of one call: its prompts, each with n samples."""
 MAX_CALL_TOKENS = 1 << 24
 """Prompt tokens of one call, counted for every sample."""
+MAX_CALL_PATTERN_CHARS = 1 << 16
+"""Characters of the `stop_regex` of all prompts of a call: each takes microseconds to check here, and to compile in two
+processes that serve everybody."""
 MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
@@ -114,7 +118,7 @@ class RequestPreparer:
         media = self._media_of(req, count)
         rids = _rids(req.rid, count, req.is_batch)
         given = SamplingParams(max_new_tokens=0) if req.embed else req.sampling_params
-        params = self._sampling_params(given, count)
+        params = await self._sampling_params(given, count)
         num_samples = params[0][0].n
         if any(p.n != num_samples for p, _ in params):
             raise RequestError("n must be the same for all prompts of a batch.")
@@ -188,14 +192,25 @@ class RequestPreparer:
             raise RequestError("priority must be a 32-bit integer.")
         return priority
 
-    def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
-        """Checked parameters a prompt, and whether its max_new_tokens was asked for."""
+    async def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
+        """Checked parameters a prompt, and whether its max_new_tokens was asked for. Other callbacks run in between:
+        checking the patterns of one prompt takes milliseconds."""
         if isinstance(given, list) and len(given) != count:
             raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts.")
         try:
-            if isinstance(given, list):
-                return [self._merge(entry) for entry in given]
-            return [self._merge(given)] * count
+            if not isinstance(given, list):
+                return [self._merge(given)] * count
+            merged, num_chars = [], 0
+            for entry in given:
+                merged.append(self._merge(entry))
+                num_chars += sum(map(len, merged[-1][0].stop_regex))
+                if num_chars > MAX_CALL_PATTERN_CHARS:
+                    raise RequestError(
+                        f"The stop_regex of all prompts of a call may have {MAX_CALL_PATTERN_CHARS} characters in all; "
+                        "give one for all prompts, or send several calls."
+                    )
+                await asyncio.sleep(0)
+            return merged
         except ValueError as error:
             raise RequestError(str(error)) from None
 
@@ -447,7 +462,7 @@ def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
     if any(type(entry) is not kind for entry in values):
-        raise RequestError(f"{name} must be of type {kind.__name__}, got {value!r}.")
+        raise RequestError(f"{name} must be of type {kind.__name__}, got {reprlib.repr(value)}.")
     return values
 
 
