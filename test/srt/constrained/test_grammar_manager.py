@@ -122,7 +122,7 @@ def test_the_leaders_clock_ends_the_wait(bench: Bench) -> None:
     bench.manager.build(built, 0.0)
     bench.now = WAIT_LIMIT_S + 1
     verdict = bench.manager.verdict(verified)
-    assert verdict is not None and "not ready after 60 s" in verdict.error
+    assert verdict is not None and "not ready after 60 s" in verdict.error and verdict.status_code == 503
     assert bench.manager.state(built) == BuildState.FAILED and "not ready" in bench.manager.failure(built).error
 
 

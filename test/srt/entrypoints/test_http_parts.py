@@ -130,6 +130,12 @@ def test_announced_body_too_large() -> None:
     assert exchange.status == 413 and b'"object":"error"' in exchange.body
 
 
+@pytest.mark.parametrize(("digits", "status"), [("11", 413), ("9", 200), ("", 200)])
+def test_a_length_with_thousands_of_zeros(digits: str, status: int) -> None:
+    announced = scope("/v1/completions", "POST", content_type="application/json", content_length="0" * 5000 + digits)
+    assert through_gate(announced, Exchange(EMPTY), max_body_bytes=10).status == status
+
+
 def test_unannounced_body_too_large() -> None:
     parts = [{"type": "http.request", "body": b"x" * 6, "more_body": True}] * 2
     with pytest.raises(ApiError) as refused:
@@ -266,6 +272,20 @@ def test_failure_in_mid_stream_is_an_event(error: Exception, event: bytes) -> No
     assert exchange.sent[-1]["more_body"] is False
 
 
+def test_long_outputs_are_written_in_a_thread() -> None:
+    """In their place in the stream, the last one as well."""
+    source, exchange, threads = Source([b"b", b"LONG", b"c", b"LONG"]), Exchange(), list[threading.Thread]()
+
+    def write(output: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return output
+
+    response = EventStream(b"a", Generated(source.events()), write, "/generate", is_long=lambda each: len(each) > 1)
+    asyncio.run(response(scope(), exchange.receive, exchange.send))
+    assert exchange.body == b"abLONGcLONGdata: [DONE]\n\n" and source.closed
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, True, False]
+
+
 def test_disconnect_closes_the_source() -> None:
     source, exchange = Source([b"b"], endless=True), Exchange()
 
@@ -325,3 +345,14 @@ def test_paths_that_are_asked_often_are_looked_for_first() -> None:
     assert set(first) == OFTEN
     openapi = [path for path in paths if path == "/openapi.json"]  # FastAPI's own comes before all
     assert [path for path in paths if path not in openapi][: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("enabled", "status", "message"), [(False, 404, b"--enable-metrics"), (True, 503, b"the server is starting")]
+)
+def test_metrics_of_a_server_that_starts(enabled: bool, status: int, message: bytes) -> None:
+    args = ServerArgs(model_path=DEFAULT_MODEL_PATH, device="cpu", enable_metrics=enabled)
+    exchange = Exchange(EMPTY)
+    request = scope("/metrics") | {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("a", 1)}
+    asyncio.run(create_api(ServerState(args))(request, exchange.receive, exchange.send))
+    assert exchange.status == status and message in exchange.body

@@ -134,6 +134,7 @@ def test_defaults_of_the_model_and_the_server() -> None:
         ({"input_ids": [1], "top_logprobs_num": -1}, "top_logprobs_num must be in [0, 100]"),
         ({"input_ids": [1], "token_ids_logprob": [100]}, "token_ids_logprob must hold token ids in [0, 99], got 100"),
         ({"input_ids": [1], "token_ids_logprob": ["a"]}, "token_ids_logprob must be of type list"),
+        ({"input_ids": [[1], [2]], "token_ids_logprob": [[1] * 99, 1]}, "list, got [[1, 1, 1, 1, 1, 1, ...], 1]."),
         ({"input_ids": [1], "token_ids_logprob": [1] * 4097}, "token_ids_logprob must have at most 4096 token ids"),
         ({"input_ids": [1], "priority": 1 << 64}, "priority must be a 32-bit integer"),
         ({"input_ids": [[1]] * 129, "sampling_params": {"n": 128}}, "129 prompts with n=128 make 16512"),
@@ -188,6 +189,31 @@ def test_a_large_batch_leaves_the_loop_alone() -> None:
         return turns
 
     assert asyncio.run(main()) > 10
+
+
+def test_parameters_of_many_prompts_leave_the_loop_alone() -> None:
+    async def main() -> int:
+        fields = {"input_ids": [[1]] * 100, "sampling_params": [{"stop_regex": "a+b"}] * 99 + [{"top_p": 0}]}
+        work = asyncio.ensure_future(preparer().prepare(GenerateRequest(**fields)))
+        turns = 0
+        while not work.done():
+            turns += 1
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="top_p"):
+            work.result()
+        return turns
+
+    assert asyncio.run(main()) >= 99
+
+
+def test_patterns_of_all_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a batch with one each; one for all prompts counts once."""
+    monkeypatch.setattr(request_preparation, "MAX_CALL_PATTERN_CHARS", 10)
+    batch = {"input_ids": [[1]] * 3}
+    prepare(**batch, sampling_params={"stop_regex": "a" * 10})
+    prepare(**batch, sampling_params=[{"stop_regex": "a" * 5}, {}, {"stop_regex": "a" * 5}])
+    with pytest.raises(RequestError, match="may have 10 characters in all; give one for all prompts, or send several"):
+        prepare(**batch, sampling_params=[{"stop_regex": "a" * 5}] * 3)
 
 
 @pytest.mark.parametrize("truncate", [False, True])
