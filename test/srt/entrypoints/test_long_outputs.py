@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from sglang.srt.entrypoints.long_outputs import FEW_OUTPUTS, LONG_OUTPUT, is_long, written
+from sglang.srt.entrypoints.long_outputs import FEW_OUTPUTS, LONG_OUTPUT, has_many_logprobs, is_long, written
 from sglang.srt.managers.front.generate_request import GenerateOutput
 from sglang.srt.managers.wire.io_struct import TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
@@ -31,7 +31,7 @@ def output(text: str = "", logprobs: OutputLogprobs | None = None) -> GenerateOu
     ],
 )
 def test_long_outputs_and_many_are_written_in_a_thread(each: GenerateOutput, long: bool) -> None:
-    assert is_long(each) is long
+    assert is_long(each) is long and has_many_logprobs(each) is (long and not each.text)
 
     def beside(num: int) -> bool:
         thread = asyncio.run(written([each] * num, threading.current_thread))

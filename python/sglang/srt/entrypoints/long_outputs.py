@@ -11,16 +11,19 @@ from sglang.srt.managers.front.generate_request import GenerateOutput
 T = TypeVar("T")
 
 LONG_OUTPUT = 1 << 14
-"""Characters and log probabilities that take about 20 ms to parse and to write."""
+"""Characters or log probabilities that take about 20 ms to parse and to write."""
 FEW_OUTPUTS = 16
 
 
+def has_many_logprobs(output: GenerateOutput) -> bool:
+    return output.logprobs is not None and output.logprobs.num_values > LONG_OUTPUT
+
+
 def is_long(output: GenerateOutput) -> bool:
-    num_values = 0 if output.logprobs is None else output.logprobs.num_values
-    return len(output.text) + num_values > LONG_OUTPUT
+    return len(output.text) > LONG_OUTPUT or has_many_logprobs(output)
 
 
 async def written(outputs: Sequence[GenerateOutput], write: Callable[[], T]) -> T:
-    """What `write` returns for these outputs."""
+    """What `write` returns for these outputs, which are all of a call."""
     is_quick = len(outputs) <= FEW_OUTPUTS and not any(map(is_long, outputs))
     return write() if is_quick else await asyncio.to_thread(write)
