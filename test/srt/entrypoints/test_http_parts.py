@@ -6,20 +6,21 @@ import asyncio
 import resource
 import threading
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.entrypoints import http_middleware, http_server
+from sglang.srt.entrypoints import http_middleware, http_native, http_server
 from sglang.srt.entrypoints.http_app import OFTEN, create_api
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
-from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.server_args import ServerArgs
 
 
@@ -321,6 +322,25 @@ def test_work_is_cancelled_on_disconnect() -> None:
     with pytest.raises(ClientDisconnected):
         asyncio.run(run())
     assert cancelled
+
+
+def test_a_probe_that_has_left_asks_for_nothing() -> None:
+    left: list[bool] = []
+
+    async def submit(call: GenerateRequest) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.append(True)
+
+    args = SimpleNamespace(is_embedding=False)
+    manager = SimpleNamespace(args=args, submit=submit, last_receive_time=0.0)
+    state = SimpleNamespace(require_engine=lambda: SimpleNamespace(manager=manager))
+    app = SimpleNamespace(state=SimpleNamespace(server=state))
+    exchange = Exchange({"type": "http.disconnect"})
+    with pytest.raises(ClientDisconnected):
+        asyncio.run(http_native.health_generate(Request(scope() | {"app": app}, exchange.receive)))
+    assert left == [True]
 
 
 def test_work_result_and_error_pass_through() -> None:

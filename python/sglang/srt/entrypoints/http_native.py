@@ -274,7 +274,7 @@ async def health_generate(request: Request) -> Response:
     """Answers as `/health` does, after one token has been generated, or any other output has come from the engine
     meanwhile."""
     manager = engine_of(request).manager
-    if await shows_life(manager, HEALTH_TIMEOUT_S):
+    if await until_disconnect(request, shows_life(manager, HEALTH_TIMEOUT_S)):
         return Response(status_code=200)
     return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
 

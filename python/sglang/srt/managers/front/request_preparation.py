@@ -30,6 +30,8 @@ MAX_SEQUENCES = 16_384
 """Sequences of one call: its prompts, each with n samples."""
 MAX_CALL_TOKENS = 1 << 24
 """Prompt tokens of one call, counted for every sample."""
+MAX_CALL_PARAMETER_BYTES = 1 << 28
+"""Memory of the parameters of one call in another process, which has them once for every sample."""
 MAX_CALL_PATTERN_CHARS = 1 << 16
 """Characters of the `stop_regex` of all prompts of a call: each takes microseconds to check here, and to compile in two
 processes that serve everybody."""
@@ -127,6 +129,7 @@ class RequestPreparer:
                 f"A call may have at most {MAX_SEQUENCES} sequences, but {count} prompts with n={num_samples} make "
                 f"{count * num_samples}; send several calls."
             )
+        _bound_parameters(num_samples * sum(p.num_bytes for p, _ in params))
         priority = self._priority(req.priority)
         options = zip(
             _spread("return_logprob", req.return_logprob, count, bool),
@@ -151,11 +154,11 @@ class RequestPreparer:
             input_ids, items = await self.placed(prompt, sources, req.add_special_tokens, req.media_items)
             placed_items += items
             p = self._fit(input_ids, p, explicit_length)
-            num_tokens += len(input_ids) * num_samples
+            num_tokens += (len(input_ids) + len(wanted[3] or ())) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
                 raise RequestError(
-                    f"The prompts of a call may have at most {MAX_CALL_TOKENS} tokens, counted for each of the n "
-                    "samples; send several calls."
+                    f"The prompts of a call and its token_ids_logprob may have at most {MAX_CALL_TOKENS} tokens, "
+                    "counted for each of the n samples; send several calls."
                 )
             request = TokenizedGenerateReq(
                 rid=rid,
@@ -454,6 +457,14 @@ def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
     if len(set(given)) != count:
         raise RequestError("rid must be different for each prompt of a batch.")
     return given
+
+
+def _bound_parameters(num_bytes: int) -> None:
+    if num_bytes > MAX_CALL_PARAMETER_BYTES:
+        raise RequestError(
+            f"Grammars, stop strings, stop_token_ids and logit_bias of a call may take {MAX_CALL_PARAMETER_BYTES} "
+            f"bytes, counted for each prompt and sample, but these take {num_bytes}; send several calls."
+        )
 
 
 def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
