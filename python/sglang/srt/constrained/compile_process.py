@@ -52,8 +52,8 @@ class CompileLimits(msgspec.Struct, frozen=True):
     """Seconds that a grammar may take while others wait for a place: nobody can keep them waiting with grammars that
     never end."""
     turn_seconds: float = 30.0
-    """Seconds in which all that wait shall have had their turn, where the machine has time for it: the more they are, the
-    less each may take."""
+    """Seconds in which all that wait shall have had their turn, as far as the machine has time for it: the more they
+    are, the less each may take."""
     memory_bytes: int = 1024 * MIB
     """Address space that compiling one grammar may take, beyond that of the process."""
     result_bytes: int = 64 * MIB
