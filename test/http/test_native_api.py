@@ -337,6 +337,21 @@ def test_a_pause_that_keeps_what_runs(http: httpx.Client, undisturbed: dict[str,
     assert result["meta_info"]["num_retractions"] == (mode == "retract")
 
 
+def test_metrics_follow_what_comes_and_goes_in_a_pause(http: httpx.Client) -> None:
+    def shown(name: str) -> list[float]:
+        lines = http.get("/metrics").text.splitlines()
+        return [float(line.split()[-1]) for line in lines if line.startswith(f"sglang:{name}{{")]
+
+    running = LongRequest(http, "runs")
+    assert http.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+    waiting = LongRequest(http, "waits")
+    wait_for(http, lambda _: shown("num_running_reqs") == shown("num_queue_reqs") == [1])
+    assert http.post("/abort_request", json={"abort_all": True}).status_code == 200
+    assert {each.result().status_code for each in (running, waiting)} == {200}
+    assert http.post("/continue_generation").status_code == 200
+    wait_for(http, lambda _: shown("num_running_reqs") == shown("num_queue_reqs") == [0])
+
+
 def test_a_profile_is_written(http: httpx.Client, server: LiveServer) -> None:
     assert http.post("/stop_profile").status_code == 400
     assert http.post("/start_profile").status_code == 200

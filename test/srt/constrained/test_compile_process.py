@@ -102,6 +102,17 @@ def test_grammars_that_never_end_do_not_keep_others_waiting(client: CompileClien
     wait_until(lambda: not children(client))
 
 
+def test_the_more_grammars_wait_the_less_time_each_has(vocabulary: Path) -> None:
+    """Grammars that each may take long in a short queue do not keep others waiting for the sum of that."""
+    client = CompileClient(make_setup(vocabulary, contended_seconds=600, turn_seconds=0.4, places=1))
+    slow = [client.submit(GrammarKey("regex", ENDLESS.source + "d" * number)) for number in range(4)]
+    assert ask(client, GOOD).error == ""
+    for check in slow:
+        verdict = check.verdict.result(ANSWER_S)
+        assert "send it again when no others wait" in verdict.error and verdict.status_code == 503
+    client.close()
+
+
 def test_what_nobody_waits_for_ends_and_frees_its_memory(client: CompileClient) -> None:
     check = client.submit(ENDLESS)
     wait_until(lambda: len(children(client)) == 1)
@@ -155,6 +166,14 @@ def test_a_child_that_crashes_fails_its_grammar_only(client: CompileClient) -> N
     verdict = check.verdict.result(ANSWER_S)
     assert verdict.error == "The grammar ended its compiler (SIGSEGV); simplify it." and verdict.status_code == 400
     assert ask(client, GOOD).error == ""
+
+
+def test_a_child_that_the_system_ends_says_nothing_about_its_grammar(client: CompileClient) -> None:
+    check = client.submit(ENDLESS)
+    wait_until(lambda: len(children(client)) == 1)
+    children(client)[0].kill()
+    verdict = check.verdict.result(ANSWER_S)
+    assert "when memory is short; send the request again" in verdict.error and verdict.status_code == 503
 
 
 def test_the_process_inherits_nothing_and_its_death_is_survived(client: CompileClient) -> None:

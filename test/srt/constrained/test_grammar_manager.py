@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -122,7 +123,7 @@ def test_the_leaders_clock_ends_the_wait(bench: Bench) -> None:
     bench.manager.build(built, 0.0)
     bench.now = WAIT_LIMIT_S + 1
     verdict = bench.manager.verdict(verified)
-    assert verdict is not None and "not ready after 60 s" in verdict.error
+    assert verdict is not None and "not ready after 60 s" in verdict.error and verdict.status_code == 503
     assert bench.manager.state(built) == BuildState.FAILED and "not ready" in bench.manager.failure(built).error
 
 
@@ -193,6 +194,22 @@ def test_slow_grammars_wait_for_each_other_only(backend: XGrammarBackend, reques
     assert quick.build is not None and quick.build.result(10)
     assert manager.state(slow) == BuildState.RUNNING
     go.set()
+
+
+def test_what_compiles_fastest_goes_first(bench: Bench) -> None:
+    """Hundreds of grammars that take longer are not in the way of one that takes milliseconds."""
+    waiting = [bench.request(pattern) for pattern in ("first", "longer", "long", "fast")]
+    for pending, seconds in zip(waiting, (0.9, 0.8, 0.7, 0.001), strict=True):
+        bench.manager.build(pending, seconds)
+        if pending.key.source == "first":  # the others find it running
+            assert pending.build is not None
+            while not pending.build.running():
+                time.sleep(0.001)
+    assert waiting[2].build is not None and waiting[2].build.cancel()
+    bench.backend.go.set()
+    for pending in (waiting[0], waiting[1], waiting[3]):
+        assert pending.build is not None and pending.build.result(10)
+    assert [key.source for key in bench.backend.compiled] == ["first", "fast", "longer"]
 
 
 def test_the_cache_is_bounded_in_number_and_size(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

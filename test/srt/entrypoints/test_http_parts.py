@@ -6,20 +6,21 @@ import asyncio
 import resource
 import threading
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.entrypoints import http_middleware, http_server
+from sglang.srt.entrypoints import http_middleware, http_native, http_server
 from sglang.srt.entrypoints.http_app import OFTEN, create_api
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
-from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.server_args import ServerArgs
 
 
@@ -128,6 +129,12 @@ def test_content_type(request_scope: dict[str, Any], status: int) -> None:
 def test_announced_body_too_large() -> None:
     exchange = through_gate(scope("/v1/completions", content_length="11"), Exchange(), max_body_bytes=10)
     assert exchange.status == 413 and b'"object":"error"' in exchange.body
+
+
+@pytest.mark.parametrize(("digits", "status"), [("11", 413), ("9", 200), ("", 200)])
+def test_a_length_with_thousands_of_zeros(digits: str, status: int) -> None:
+    announced = scope("/v1/completions", "POST", content_type="application/json", content_length="0" * 5000 + digits)
+    assert through_gate(announced, Exchange(EMPTY), max_body_bytes=10).status == status
 
 
 def test_unannounced_body_too_large() -> None:
@@ -266,6 +273,20 @@ def test_failure_in_mid_stream_is_an_event(error: Exception, event: bytes) -> No
     assert exchange.sent[-1]["more_body"] is False
 
 
+def test_long_outputs_are_written_in_a_thread() -> None:
+    """In their place in the stream, the last one as well."""
+    source, exchange, threads = Source([b"b", b"LONG", b"c", b"LONG"]), Exchange(), list[threading.Thread]()
+
+    def write(output: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return output
+
+    response = EventStream(b"a", Generated(source.events()), write, "/generate", is_long=lambda each: len(each) > 1)
+    asyncio.run(response(scope(), exchange.receive, exchange.send))
+    assert exchange.body == b"abLONGcLONGdata: [DONE]\n\n" and source.closed
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, True, False]
+
+
 def test_disconnect_closes_the_source() -> None:
     source, exchange = Source([b"b"], endless=True), Exchange()
 
@@ -303,6 +324,25 @@ def test_work_is_cancelled_on_disconnect() -> None:
     assert cancelled
 
 
+def test_a_probe_that_has_left_asks_for_nothing() -> None:
+    left: list[bool] = []
+
+    async def submit(call: GenerateRequest) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.append(True)
+
+    args = SimpleNamespace(is_embedding=False)
+    manager = SimpleNamespace(args=args, submit=submit, last_receive_time=0.0)
+    state = SimpleNamespace(require_engine=lambda: SimpleNamespace(manager=manager))
+    app = SimpleNamespace(state=SimpleNamespace(server=state))
+    exchange = Exchange({"type": "http.disconnect"})
+    with pytest.raises(ClientDisconnected):
+        asyncio.run(http_native.health_generate(Request(scope() | {"app": app}, exchange.receive)))
+    assert left == [True]
+
+
 def test_work_result_and_error_pass_through() -> None:
     async def succeed() -> int:
         return 3
@@ -325,3 +365,14 @@ def test_paths_that_are_asked_often_are_looked_for_first() -> None:
     assert set(first) == OFTEN
     openapi = [path for path in paths if path == "/openapi.json"]  # FastAPI's own comes before all
     assert [path for path in paths if path not in openapi][: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("enabled", "status", "message"), [(False, 404, b"--enable-metrics"), (True, 503, b"the server is starting")]
+)
+def test_metrics_of_a_server_that_starts(enabled: bool, status: int, message: bytes) -> None:
+    args = ServerArgs(model_path=DEFAULT_MODEL_PATH, device="cpu", enable_metrics=enabled)
+    exchange = Exchange(EMPTY)
+    request = scope("/metrics") | {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("a", 1)}
+    asyncio.run(create_api(ServerState(args))(request, exchange.receive, exchange.send))
+    assert exchange.status == status and message in exchange.body

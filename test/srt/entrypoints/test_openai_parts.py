@@ -11,6 +11,7 @@ import pytest
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_errors import ApiError, error_body, error_event
 from sglang.srt.entrypoints.native_reasoning import _behind_thoughts
+from sglang.srt.entrypoints.openai import chat_output
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, CompletionChunks, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, chat_logprobs
@@ -259,3 +260,14 @@ def test_error_shapes() -> None:
     }
     assert error_body("/generate", error) == {"error": {"message": "no"}}
     assert event(error_event("/v1/completions", ApiError(500, "broken")))["error"]["code"] == 500
+
+
+def test_a_schema_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused with the other parameters, as the client gave it."""
+    monkeypatch.setattr(chat_output, "MAX_GRAMMAR_LENGTH", 20)
+    body = ChatCompletionRequest(messages=USER)
+    formats = ChatFormats(ModelFormats("hermes", "deepseek-r1"), body, "")
+    for length, kept in ((20, False), (21, True)):
+        params = {"json_schema": "{}".ljust(length)}
+        formats.constrain(params)
+        assert ("json_schema" in params) is kept and ("structural_tag" in params) is not kept

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang.srt.managers.front import native_output
+from sglang.srt.managers.front import native_events, native_output
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.native_events import NativeEvents
-from sglang.srt.managers.front.native_output import native_stream
+from sglang.srt.managers.front.native_events import NativeEvents, results_json
+from sglang.srt.managers.front.native_output import ResultWriter, native_stream
 from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -186,3 +186,37 @@ def test_native_events_are_the_dicts(
     events = NativeEvents(manager, req, new_stream(count, count), incremental)
     assert [events.write(copy.deepcopy(each)) for each in outputs_of(count, logprobs)] == wanted
     assert len(wanted) == count * len(PIECES) and events.end() == b""
+
+
+def front(tokenizer: Any = None) -> Any:
+    return SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(hf_config={"hidden_size": 8}))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 64])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_whole_answer_is_the_dicts(many: bool, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_output, "time", SimpleNamespace(monotonic=lambda: 7.25))
+    monkeypatch.setattr(native_events, "ROWS_AT_ONCE", rows_at_once)
+    manager, req, stream = front(object()), GenerateRequest(input_ids=[1, 2]), new_stream(2, 2)
+    values = OutputLogprobs([(-0.5, 7)] * 5, [[(-0.5, 7)]] * 5, [], [(None, 1), (-2.5, 2)], [None, [(-1.0, 3)]])
+    outputs = [output("He", END, index, logprobs=values if index else None) for index in range(2 if many else 1)]
+    dicts = ResultWriter(manager, req, stream)
+    wanted = [dicts.result(each, each.text, each.new_ids, each.logprobs) for each in copy.deepcopy(outputs)]
+    result = results_json(NativeEvents(manager, req, stream, incremental=True), outputs, many)
+    assert result == msgspec.json.encode(wanted if many else wanted[0])
+
+
+def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many events repeat them."""
+    encoded = list[int]()
+
+    def encode(value: Any) -> bytes:
+        encoded.append(len(value))
+        return msgspec.json.encode(value)
+
+    monkeypatch.setattr(native_events, "_encode", encode)
+    events = NativeEvents(front(), GenerateRequest(input_ids=[1, 2]), new_stream(), incremental=False)
+    for _ in range(50):
+        last = events.write(output("", logprobs=OutputLogprobs([(-0.5, 1), (-0.25, 2)])))
+    info = msgspec.json.decode(last.removeprefix(b"data: "))["meta_info"]
+    assert len(info["output_token_logprobs"]) == 100 and max(encoded) < 20

@@ -129,6 +129,15 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks(monkeypatch)
 
 
+def test_who_waits_for_a_grammar_counts_as_waiting(ranks: Ranks) -> None:
+    ranks.add("a", regex="a")
+    assert ranks.queued() == [[], []]
+    assert [rank.scheduler.load().num_waiting for rank in ranks.ranks] == [1, 1]
+    for rank in ranks.ranks:
+        rank.scheduler.abort(AbortReq(["a"]))
+        assert rank.scheduler.load().num_waiting == 0
+
+
 def test_a_request_is_queued_when_every_rank_has_its_grammar(ranks: Ranks) -> None:
     ranks.add("plain")
     ranks.add("r", regex="a")

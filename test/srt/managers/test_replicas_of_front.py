@@ -137,6 +137,23 @@ def test_without_replicas_the_engine_is_gone() -> None:
     play(test)
 
 
+@pytest.mark.parametrize(("replies", "times"), [((False, False), 0), ((True, False), 1)])
+def test_prefixes_are_forgotten_where_a_cache_was_flushed(
+    replies: tuple[bool, bool], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(pair: Pair) -> None:
+        forgotten = list[bool]()
+        monkeypatch.setattr(pair.manager._router, "forget_prefixes", lambda: forgotten.append(True))
+        flush = asyncio.ensure_future(pair.manager.control("flush_cache"))
+        for replica, ok in enumerate(replies):
+            question = await pair.received(replica)
+            assert isinstance(question, ControlReq)
+            pair.outboxes[replica].send(ControlReply(question.id, ok, "busy"))
+        assert not (await flush).ok and len(forgotten) == times
+
+    play(test)
+
+
 def test_a_refusal_says_whose_it_is() -> None:
     async def test(pair: Pair) -> None:
         flush = asyncio.ensure_future(pair.manager.control("flush_cache"))

@@ -134,10 +134,12 @@ def test_defaults_of_the_model_and_the_server() -> None:
         ({"input_ids": [1], "top_logprobs_num": -1}, "top_logprobs_num must be in [0, 100]"),
         ({"input_ids": [1], "token_ids_logprob": [100]}, "token_ids_logprob must hold token ids in [0, 99], got 100"),
         ({"input_ids": [1], "token_ids_logprob": ["a"]}, "token_ids_logprob must be of type list"),
+        ({"input_ids": [[1], [2]], "token_ids_logprob": [[1] * 99, 1]}, "list, got [[1, 1, 1, 1, 1, 1, ...], 1]."),
         ({"input_ids": [1], "token_ids_logprob": [1] * 4097}, "token_ids_logprob must have at most 4096 token ids"),
         ({"input_ids": [1], "priority": 1 << 64}, "priority must be a 32-bit integer"),
         ({"input_ids": [[1]] * 129, "sampling_params": {"n": 128}}, "129 prompts with n=128 make 16512"),
         ({"input_ids": [[1] * 17] * 4096, "sampling_params": {"n": 4}}, "at most 262144 tokens"),
+        ({"input_ids": [[1]] * 65, "token_ids_logprob": [1] * 4096}, "at most 262144 tokens"),
         ({"input_ids": [[1], [2]], "extra_key": ["a"]}, "extra_key has 1 entries for 2 prompts"),
         ({"input_ids": [1], "cache_salt": "x" * 1025}, "cache_salt must be a string of at most 1024"),
         ({"input_ids": [[1], [2]], "return_logprob": [True]}, "return_logprob has 1 entries for 2 prompts"),
@@ -188,6 +190,53 @@ def test_a_large_batch_leaves_the_loop_alone() -> None:
         return turns
 
     assert asyncio.run(main()) > 10
+
+
+def test_parameters_of_many_prompts_leave_the_loop_alone() -> None:
+    async def main() -> int:
+        fields = {"input_ids": [[1]] * 100, "sampling_params": [{"stop_regex": "a+b"}] * 99 + [{"top_p": 0}]}
+        work = asyncio.ensure_future(preparer().prepare(GenerateRequest(**fields)))
+        turns = 0
+        while not work.done():
+            turns += 1
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="top_p"):
+            work.result()
+        return turns
+
+    assert asyncio.run(main()) >= 99
+
+
+def test_patterns_of_all_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a batch with one each; one for all prompts counts once."""
+    monkeypatch.setattr(request_preparation, "MAX_CALL_PATTERN_CHARS", 10)
+    batch = {"input_ids": [[1]] * 3}
+    prepare(**batch, sampling_params={"stop_regex": "a" * 10})
+    prepare(**batch, sampling_params=[{"stop_regex": "a" * 5}, {}, {"stop_regex": "a" * 5}])
+    with pytest.raises(RequestError, match="may have 10 characters in all; give one for all prompts, or send several"):
+        prepare(**batch, sampling_params=[{"stop_regex": "a" * 5}] * 3)
+
+
+@pytest.mark.parametrize(
+    ("params", "num_bytes"),
+    [
+        ({"stop_token_ids": [7] * 50}, 2000),
+        ({"logit_bias": {"7": 1.0, "8": 1.0}}, 400),
+        ({"json_schema": "{}".ljust(300)}, 300),
+        ({"regex": "a" * 300}, 300),
+        ({"stop": ["a" * 100, "b" * 50], "stop_regex": "c" * 50}, 200),
+    ],
+)
+def test_parameters_are_bounded_for_all_samples_together(
+    params: dict[str, Any], num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sample has them once in the scheduler's memory."""
+    batch = {"input_ids": [[1]] * 3, "sampling_params": {**params, "n": 2}}
+    monkeypatch.setattr(request_preparation, "MAX_CALL_PARAMETER_BYTES", 6 * num_bytes)
+    assert len(prepare(**batch).requests) == 6
+    monkeypatch.setattr(request_preparation, "MAX_CALL_PARAMETER_BYTES", 6 * num_bytes - 1)
+    with pytest.raises(RequestError, match=f"may take {6 * num_bytes - 1} bytes, .* these take {6 * num_bytes}; send"):
+        prepare(**batch)
 
 
 @pytest.mark.parametrize("truncate", [False, True])

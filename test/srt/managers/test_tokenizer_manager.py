@@ -406,6 +406,20 @@ def test_duplicate_ids_are_refused() -> None:
     play(test)
 
 
+def test_a_batch_has_an_id_of_its_own() -> None:
+    """An abort by it would end the other request, too."""
+
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call())
+        await bench.request()
+        with pytest.raises(RequestError, match="'r' is already running"):
+            await bench.manager.submit(call(input_ids=[[1], [2]]))
+        bench.send("r", finish=LENGTH)
+        await stream.collect()
+
+    play(test)
+
+
 def test_control_calls() -> None:
     async def test(bench: Bench) -> None:
         work = asyncio.ensure_future(bench.manager.control("flush_cache", {"a": 1}))

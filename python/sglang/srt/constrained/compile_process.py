@@ -51,6 +51,9 @@ class CompileLimits(msgspec.Struct, frozen=True):
     contended_seconds: float = 5.0
     """Seconds that a grammar may take while others wait for a place: nobody can keep them waiting with grammars that
     never end."""
+    turn_seconds: float = 30.0
+    """Seconds in which all that wait shall have had their turn, as far as the machine has time for it: the more they
+    are, the less each may take."""
     memory_bytes: int = 1024 * MIB
     """Address space that compiling one grammar may take, beyond that of the process."""
     result_bytes: int = 64 * MIB
@@ -187,7 +190,10 @@ class CompileServer:
             self._children[pipe] = _Child(pid, pipe, time.monotonic(), job)
 
     def _limit_s(self) -> float:
-        return self._limits.contended_seconds if self._waiting else self._limits.seconds
+        if not self._waiting:
+            return self._limits.seconds
+        share = self._limits.turn_seconds * self._limits.places / len(self._waiting)
+        return min(self._limits.contended_seconds, share)
 
     def _next_limit_s(self) -> float | None:
         if not self._children:
@@ -200,7 +206,7 @@ class CompileServer:
         if time.monotonic() - child.started < limit_s:
             return
         self._end(child)
-        error, status_code = f"The grammar took more than {limit_s:g} s to compile; simplify it.", 400
+        error, status_code = f"The grammar took more than {limit_s:.2g} s to compile; simplify it.", 400
         if limit_s < self._limits.seconds:
             error, status_code = f"{error[:-1]}, or send it again when no others wait.", 503
         self._tell(Verdict(child.job.id, error, status_code))
@@ -211,6 +217,9 @@ class CompileServer:
         except (EOFError, OSError):
             verdict = None
         status = self._end(child)
+        if verdict is None and status == "SIGKILL":  # not by this process, which forgets the children that it ends
+            error = "The system ended the grammar's compiler, as it does when memory is short; send the request again."
+            verdict = Verdict(child.job.id, error, 503)
         self._tell(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
 
     def _end(self, child: _Child) -> str:

@@ -9,6 +9,7 @@ own copy (`build`), which is then known to end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
+from queue import PriorityQueue
 from typing import Protocol
 
 from sglang.srt.constrained.compile_client import Check
@@ -43,7 +45,8 @@ SLOW_COMPILE_S = 1.0
 
 _NO_BACKEND = Verdict(error="This server was started with --grammar-backend none.")
 _TOO_LATE = Verdict(
-    error=f"The grammar was not ready after {WAIT_LIMIT_S:g} s; simplify it, or send it again when no others wait."
+    error=f"The grammar was not ready after {WAIT_LIMIT_S:g} s; simplify it, or send it again when no others wait.",
+    status_code=503,  # a grammar that takes too long by itself is refused before
 )
 _TOO_MANY = Verdict(error="Too many grammars wait to be compiled; send the request again later.", status_code=503)
 _NOT_BUILT = Verdict(error="The grammar could not be built; the log of the server says why.", status_code=500)
@@ -103,8 +106,8 @@ class GrammarManager:
         """Used by the leader: a request or a verdict has come."""
         self._closed = False
         self._load_lock = threading.Lock()
-        self._quick = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
+        self._quick = _Builds(self._compile, "grammar")
+        self._slow = _Builds(self._compile, "slow-grammar")
 
     def warm_up(self) -> None:
         """Used by a leader: loads the grammar compiler, here and in the other process, before the first grammar. Does
@@ -118,7 +121,7 @@ class GrammarManager:
             logger.warning("%s", error)
         elif not error:
             with contextlib.suppress(RuntimeError):  # the server has ended
-                self._quick.submit(self._compile, WARM_UP)
+                self._quick.submit(WARM_UP, 0.0)
 
     def request(self, key: GrammarKey) -> PendingGrammar:
         """Starts the verification, if this is the leader's and the verdict is not known. Does not block."""
@@ -179,8 +182,8 @@ class GrammarManager:
         """Starts compiling a grammar that has been verified, unless that has happened. seconds: what it took then."""
         future = self._grammars.get(pending.digest)
         if future is None:
-            threads = self._slow if seconds > SLOW_COMPILE_S else self._quick
-            future = self._grammars[pending.digest] = threads.submit(self._compile, pending.key)
+            builds = self._slow if seconds > SLOW_COMPILE_S else self._quick
+            future = self._grammars[pending.digest] = builds.submit(pending.key, seconds)
         self._grammars.move_to_end(pending.digest)
         self._shrink()
         pending.build = future
@@ -247,8 +250,38 @@ class GrammarManager:
         self._closed = True
         if self._verifier is not None:
             self._verifier.close()
-        for threads in (self._quick, self._slow):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for builds in (self._quick, self._slow):
+            builds.shutdown()
+
+
+class _Builds:
+    """A thread that compiles: what takes the least time first, so that hundreds of others are not in its way."""
+
+    def __init__(self, compile_grammar: Callable[[GrammarKey], Grammar], name: str) -> None:
+        self._compile = compile_grammar
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._numbers = itertools.count()
+        self._waiting: PriorityQueue[tuple[float, int, Future[Grammar], GrammarKey]] = PriorityQueue()
+
+    def submit(self, key: GrammarKey, seconds: float) -> Future[Grammar]:
+        """seconds: about what it takes. Raises RuntimeError behind `shutdown`."""
+        future: Future[Grammar] = Future()
+        self._waiting.put((seconds, next(self._numbers), future, key))
+        self._threads.submit(self._build_next)
+        return future
+
+    def _build_next(self) -> None:
+        _, _, future, key = self._waiting.get_nowait()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(self._compile(key))
+        except BaseException as error:  # as an executor does: whoever asks for the result gets it
+            future.set_exception(error)
+
+    def shutdown(self, wait: bool = False) -> None:
+        """Drops what has not started, unless it is waited for."""
+        self._threads.shutdown(wait, cancel_futures=not wait)
 
 
 class _LiveBytes:

@@ -71,7 +71,7 @@ class RequestGate:
         if not self._authorized(scope, headers):
             await error_response(scope["path"], _UNAUTHORIZED)(scope, receive, send)
             return
-        length = headers.get(b"content-length", b"0")
+        length = headers.get(b"content-length", b"0").lstrip(b"0")  # int() refuses thousands of digits, zeros as well
         if length.isdigit() and int(length) > self._max_body_bytes:
             await error_response(scope["path"], self._too_large())(scope, receive, send)
             return
@@ -144,7 +144,7 @@ def _is_json(path: str, headers: dict[bytes, bytes]) -> bool:
         return True
     if media_type.startswith(b"application/") and media_type.endswith(b"+json"):
         return True
-    return headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+    return not headers.get(b"content-length", b"").strip(b"0") and b"transfer-encoding" not in headers
 
 
 _TRACE_HEADERS = (b"traceparent", b"tracestate")

@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_respo
 from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, Generated, until_disconnect
+from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.native_hidden_states import hidden_states_as_json, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
@@ -24,8 +25,8 @@ from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
-from sglang.srt.managers.front.native_events import NativeEvents
-from sglang.srt.managers.front.native_output import WEIGHT_VERSION, native_results, native_stream
+from sglang.srt.managers.front.native_events import NativeEvents, results_json
+from sglang.srt.managers.front.native_output import WEIGHT_VERSION, is_list, native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
 
@@ -115,6 +116,8 @@ async def generate(request: Request) -> Response:
     if body.require_reasoning:
         require_reasoning(engine, call)
     session = body.session_params if body.session_params and body.session_params.id else None
+    if not call.stream and session is None and not _wants_hidden_states(call):
+        return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
     if not call.stream:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
         return json_response(await until_disconnect(request, hidden_states_as_json(work)))
@@ -132,6 +135,14 @@ async def generate(request: Request) -> Response:
     results = stream_with_json(results)
     first = await until_disconnect(request, _first(results))
     return EventStream(_event(first), Generated(results), _event, request.url.path)
+
+
+async def _whole_json(manager: TokenizerManager, call: GenerateRequest) -> bytes:
+    """The JSON of the whole answer."""
+    async with await manager.submit(call) as stream:
+        outputs = await stream.collect()
+    writer = NativeEvents(manager, call, stream, incremental=True)
+    return await written(outputs, lambda: results_json(writer, outputs, is_list(call, stream)))
 
 
 def _wants_hidden_states(call: GenerateRequest) -> bool:
@@ -263,7 +274,7 @@ async def health_generate(request: Request) -> Response:
     """Answers as `/health` does, after one token has been generated, or any other output has come from the engine
     meanwhile."""
     manager = engine_of(request).manager
-    if await shows_life(manager, HEALTH_TIMEOUT_S):
+    if await until_disconnect(request, shows_life(manager, HEALTH_TIMEOUT_S)):
         return Response(status_code=200)
     return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
 
@@ -395,7 +406,10 @@ async def abort_request(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    engine = state_of(request).engine
-    if engine is None or engine.manager.metrics is None:
+    state = state_of(request)
+    if not state.args.enable_metrics:
         raise ApiError(404, "metrics are off: start the server with --enable-metrics")
+    engine = state.engine
+    if engine is None or engine.manager.metrics is None:
+        raise ApiError(503, state.unavailable() or "the server is starting")
     return Response(engine.manager.metrics.render(), headers={"content-type": METRICS_TYPE})

@@ -125,13 +125,17 @@ class Generated(Generic[T]):
         await self._generator.aclose()
 
 
+def _never(_: object) -> bool:
+    return False
+
+
 class EventStream(Response, Generic[T]):
     """A response that is sent as it comes, of server-sent events if `form` does not say otherwise.
 
     `first` holds events that exist already. `outputs` brings the rest, `write` turns each into complete events
-    (possibly none), and `end` makes the events before `done`, which closes every stream. `outputs` is closed at the
-    end, also when the client disconnects. What it raises becomes an error event, which `fail` writes: by default in the
-    shape of the route `path`.
+    (possibly none), in a thread where `is_long`, and `end` makes the events before `done`, which closes every stream.
+    `outputs` is closed at the end, also when the client disconnects. What it raises becomes an error event, which
+    `fail` writes: by default in the shape of the route `path`.
     """
 
     def __init__(
@@ -144,6 +148,7 @@ class EventStream(Response, Generic[T]):
         done: bytes = DONE,
         fail: Callable[[ApiError], bytes] | None = None,
         form: StreamForm = SSE,
+        is_long: Callable[[T], bool] = _never,
     ) -> None:
         super().__init__(b"", 200)
         no_store = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -157,6 +162,7 @@ class EventStream(Response, Generic[T]):
         self._path = path
         self._done = done
         self._fail = fail or partial(error_event, path)
+        self._is_long = is_long
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer: BodyWriter = scope.get(BODY_WRITER) or _AsgiWriter(send)
@@ -185,12 +191,19 @@ class EventStream(Response, Generic[T]):
             num_sent = self._num_sent
 
     async def _pump(self, send: Send, writer: BodyWriter) -> None:
-        def take(output: T) -> bool:
-            events = self._write(output)
+        waiting: list[T] = []
+
+        def send_on(events: bytes) -> bool:
             if not events:
                 return True
             self._num_sent += 1
             return writer.write(events)
+
+        def take(output: T) -> bool:
+            if self._is_long(output):
+                waiting.append(output)
+                return False
+            return send_on(self._write(output))
 
         async with aclosing(self._outputs) as outputs:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -200,6 +213,8 @@ class EventStream(Response, Generic[T]):
                     writer.write(self._first)
                     await writer.drain()
                 while not await outputs.forward(take):
+                    if waiting:
+                        send_on(await asyncio.to_thread(self._write, waiting.pop()))
                     await writer.drain()
                 last = self._end()
             except RequestError as error:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_stream import DONE, SSE, EventStream, StreamForm, until_disconnect
+from sglang.srt.entrypoints.long_outputs import has_many_logprobs
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -57,10 +58,14 @@ async def stream_events(
         try:
             writer = make_writer(stream)
             output = await _first_output(stream, limit_s)
+            if output is not None and has_many_logprobs(output):
+                return stream, writer, await asyncio.to_thread(writer.write, output)
             return stream, writer, b"" if output is None else writer.write(output)
         except BaseException:
             await stream.aclose()
             raise
 
     stream, writer, first = await until_disconnect(request, start())
-    return EventStream(first, stream, writer.write, request.url.path, writer.end, done, fail, form)
+    return EventStream(
+        first, stream, writer.write, request.url.path, writer.end, done, fail, form, is_long=has_many_logprobs
+    )

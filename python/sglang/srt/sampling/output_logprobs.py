@@ -17,3 +17,9 @@ class OutputLogprobs(msgspec.Struct, omit_defaults=True):
     input: list[tuple[float | None, int]] | None = None
     input_top: list[list[TokenLogprob] | None] | None = None
     input_token_ids: list[list[TokenLogprob] | None] | None = None
+
+    @property
+    def num_values(self) -> int:
+        """Returns how many log probabilities these are."""
+        rows = (self.output_top, self.output_token_ids, self.input_top or (), self.input_token_ids or ())
+        return len(self.output) + len(self.input or ()) + sum(len(row) for part in rows for row in part if row)

@@ -64,6 +64,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         """Returns whether a sample depends on how often tokens came before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
+    @property
+    def num_bytes(self) -> int:
+        """Returns about the memory that a process needs for what the client wrote in these parameters."""
+        texts = (*self.stop, *self.stop_regex, *(getattr(self, name) or "" for name in _GRAMMARS))
+        return sum(map(len, texts)) + _ID_BYTES * len(self.stop_token_ids) + _BIAS_BYTES * len(self.logit_bias)
+
     def verify(self, vocab_size: int) -> None:
         """Raises ValueError for the first value that is out of range."""
         for name, low, high, low_open in _RANGES:
@@ -129,6 +135,7 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (  # name, low, high, whet
     ("repetition_penalty", 0, 2, True),
     ("n", 1, MAX_SAMPLES, False),
 )
+_ID_BYTES, _BIAS_BYTES = 40, 200
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _LISTS = ("stop", "stop_regex")
 _NULLABLE = ("max_new_tokens",)

@@ -28,6 +28,7 @@ from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.registry import NUMBERED_IDS, SHORT_ID, SHORT_IDS
 from sglang.srt.managers.front.generate_request import GenerateOutput
 from sglang.srt.sampling.grammar_names import made_of
+from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 from sglang.srt.utils.json_nesting import read_json
@@ -106,9 +107,9 @@ class ChatFormats:
         """Adds to sampling parameters what the formats and `tool_choice` ask for. Raises ApiError 400."""
         if self.parses and self._formats.hidden_markers:
             params["skip_special_tokens"] = False
-        if sum(name in params for name in GRAMMARS) > 1:
-            return  # refused with the other parameters, by the names that the client knows
         given = next((name for name in GRAMMARS if name in params), None)
+        if sum(name in params for name in GRAMMARS) > 1 or len(params.get(given or "", "")) > MAX_GRAMMAR_LENGTH:
+            return  # refused with the other parameters, by the names that the client knows
         answer = None
         if given is not None and self.parses:
             answer = constrained_answer(given, params[given])

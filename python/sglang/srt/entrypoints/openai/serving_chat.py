@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
@@ -37,22 +38,26 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
             service.manager, request, call, lambda _: _ChatWriter(service, body, formats, head, usage)
         )
     _, outputs = await collect(service, request, call)
-    choices = []
-    for output in outputs:
-        choices.append(_choice(service, formats, output))
-        usage.update(output.index, output.meta)
-    return json_response(
-        {
-            "id": head.id,
-            "object": "chat.completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": choices,
-            "usage": usage.as_dict(),
-            "metadata": {"weight_version": WEIGHT_VERSION},
-            **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
-        }
-    )
+
+    def answer() -> Response:
+        choices = []
+        for output in outputs:
+            choices.append(_choice(service, formats, output))
+            usage.update(output.index, output.meta)
+        return json_response(
+            {
+                "id": head.id,
+                "object": "chat.completion",
+                "created": head.created,
+                "model": head.model,
+                "choices": choices,
+                "usage": usage.as_dict(),
+                "metadata": {"weight_version": WEIGHT_VERSION},
+                **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
+            }
+        )
+
+    return await written(outputs, answer)
 
 
 def _logprobs(service: OpenAIService, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.chunks import CompletionChunks, encode, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
@@ -43,18 +44,22 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
     for output in outputs:
         usage.update(output.index, output.meta)
     echo = _Echo(service, body, stream)
-    return json_response(
-        {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [_choice(echo, output) for output in outputs],
-            "usage": usage.as_dict(),
-            "metadata": {"weight_version": WEIGHT_VERSION},
-            **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
-        }
-    )
+
+    def answer() -> Response:
+        return json_response(
+            {
+                "id": head.id,
+                "object": "text_completion",
+                "created": head.created,
+                "model": head.model,
+                "choices": [_choice(echo, output) for output in outputs],
+                "usage": usage.as_dict(),
+                "metadata": {"weight_version": WEIGHT_VERSION},
+                **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
+            }
+        )
+
+    return await written(outputs, answer)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -94,15 +99,20 @@ class _Echo:
         self._echo = body.echo
         self._stream = stream
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._decoded: dict[int, str] = {}
+        """Texts of prompts that were given as ids, which samples of a prompt share."""
 
     def prompt_text(self, index: int) -> str:
         """The text before the first output text of choice `index`."""
         if not self._echo:
             return ""
-        text = self._stream.prompt_texts[index // self._stream.num_samples]
+        prompt = index // self._stream.num_samples
+        text = self._stream.prompt_texts[prompt]
         if text is not None:
             return text
-        return self._service.tokenizer.decode(self._stream.requests[index].input_ids)
+        if prompt not in self._decoded:
+            self._decoded[prompt] = self._service.tokenizer.decode(self._stream.requests[index].input_ids)
+        return self._decoded[prompt]
 
     def logprobs(self, index: int, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
         """The next piece of choice `index`; its first piece has the prompt's tokens when they are echoed."""

@@ -100,12 +100,13 @@ class ResultWriter:
         if output.finish is not None:
             info["e2e_latency"] = time.monotonic() - self._stream.created_time
         if logprobs is not None:
-            info.update(self._logprob_info(logprobs))
+            info.update(self.logprob_info(logprobs))
         if request.hidden_start >= 0 and output.finish is not None:
             info["hidden_states"] = self._hidden_states(request, output.hidden)
         return info
 
-    def _logprob_info(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+    def logprob_info(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+        """Returns the fields of `meta_info` for these log probabilities."""
         info: dict[str, Any] = {"output_token_logprobs": self._entries(logprobs.output)}
         if logprobs.output_top:
             info["output_top_logprobs"] = self._rows(logprobs.output_top)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import reprlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,11 @@ MAX_SEQUENCES = 16_384
 """Sequences of one call: its prompts, each with n samples."""
 MAX_CALL_TOKENS = 1 << 24
 """Prompt tokens of one call, counted for every sample."""
+MAX_CALL_PARAMETER_BYTES = 1 << 28
+"""Memory of the parameters of one call in another process, which has them once for every sample."""
+MAX_CALL_PATTERN_CHARS = 1 << 16
+"""Characters of the `stop_regex` of all prompts of a call: each takes microseconds to check here, and to compile in two
+processes that serve everybody."""
 MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
@@ -114,7 +120,7 @@ class RequestPreparer:
         media = self._media_of(req, count)
         rids = _rids(req.rid, count, req.is_batch)
         given = SamplingParams(max_new_tokens=0) if req.embed else req.sampling_params
-        params = self._sampling_params(given, count)
+        params = await self._sampling_params(given, count)
         num_samples = params[0][0].n
         if any(p.n != num_samples for p, _ in params):
             raise RequestError("n must be the same for all prompts of a batch.")
@@ -123,6 +129,7 @@ class RequestPreparer:
                 f"A call may have at most {MAX_SEQUENCES} sequences, but {count} prompts with n={num_samples} make "
                 f"{count * num_samples}; send several calls."
             )
+        _bound_parameters(num_samples * sum(p.num_bytes for p, _ in params))
         priority = self._priority(req.priority)
         options = zip(
             _spread("return_logprob", req.return_logprob, count, bool),
@@ -147,11 +154,11 @@ class RequestPreparer:
             input_ids, items = await self.placed(prompt, sources, req.add_special_tokens, req.media_items)
             placed_items += items
             p = self._fit(input_ids, p, explicit_length)
-            num_tokens += len(input_ids) * num_samples
+            num_tokens += (len(input_ids) + len(wanted[3] or ())) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
                 raise RequestError(
-                    f"The prompts of a call may have at most {MAX_CALL_TOKENS} tokens, counted for each of the n "
-                    "samples; send several calls."
+                    f"The prompts of a call and its token_ids_logprob may have at most {MAX_CALL_TOKENS} tokens, "
+                    "counted for each of the n samples; send several calls."
                 )
             request = TokenizedGenerateReq(
                 rid=rid,
@@ -188,14 +195,25 @@ class RequestPreparer:
             raise RequestError("priority must be a 32-bit integer.")
         return priority
 
-    def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
-        """Checked parameters a prompt, and whether its max_new_tokens was asked for."""
+    async def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
+        """Checked parameters a prompt, and whether its max_new_tokens was asked for. Other callbacks run in between:
+        checking the patterns of one prompt takes milliseconds."""
         if isinstance(given, list) and len(given) != count:
             raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts.")
         try:
-            if isinstance(given, list):
-                return [self._merge(entry) for entry in given]
-            return [self._merge(given)] * count
+            if not isinstance(given, list):
+                return [self._merge(given)] * count
+            merged, num_chars = [], 0
+            for entry in given:
+                merged.append(self._merge(entry))
+                num_chars += sum(map(len, merged[-1][0].stop_regex))
+                if num_chars > MAX_CALL_PATTERN_CHARS:
+                    raise RequestError(
+                        f"The stop_regex of all prompts of a call may have {MAX_CALL_PATTERN_CHARS} characters in all; "
+                        "give one for all prompts, or send several calls."
+                    )
+                await asyncio.sleep(0)
+            return merged
         except ValueError as error:
             raise RequestError(str(error)) from None
 
@@ -441,13 +459,21 @@ def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
     return given
 
 
+def _bound_parameters(num_bytes: int) -> None:
+    if num_bytes > MAX_CALL_PARAMETER_BYTES:
+        raise RequestError(
+            f"Grammars, stop strings, stop_token_ids and logit_bias of a call may take {MAX_CALL_PARAMETER_BYTES} "
+            f"bytes, counted for each prompt and sample, but these take {num_bytes}; send several calls."
+        )
+
+
 def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
     """One value for all prompts, or one each."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
     if any(type(entry) is not kind for entry in values):
-        raise RequestError(f"{name} must be of type {kind.__name__}, got {value!r}.")
+        raise RequestError(f"{name} must be of type {kind.__name__}, got {reprlib.repr(value)}.")
     return values
 
 

@@ -279,10 +279,11 @@ class TokenizerManager:
 
     async def _submit(self, req: GenerateRequest, call: PreparedCall, created: float) -> GenerationStream:
         self._refuse_when_down()
-        self._refuse_taken_ids(call)
+        batch_rid = req.rid if isinstance(req.rid, str) else None
+        self._refuse_taken_ids(call, batch_rid)
         stream = GenerationStream(call.requests, call.prompt_texts, call.num_samples, self._on_close)
         stream.created_time = created
-        self._register(call, stream, req.rid if isinstance(req.rid, str) else None)
+        self._register(call, stream, batch_rid)
         try:
             await self._send_sequences(stream, req.replica)
         except BaseException as error:  # whatever it was, also a cancelled caller: nothing may stay registered
@@ -309,7 +310,7 @@ class TokenizerManager:
         """Ask the schedulers of all replicas; `kind` is one of ControlReq's. Returns the first refusal, or else an
         approval. Raises RequestError when there is no answer in time."""
         replies = await self.control_each(kind, args, timeout)
-        if kind == FLUSH_CACHE:
+        if kind == FLUSH_CACHE and any(reply.ok for reply in replies.values()):
             self._router.forget_prefixes()
         refused = next(((index, reply) for index, reply in replies.items() if not reply.ok), None)
         if refused is None:
@@ -393,14 +394,14 @@ class TokenizerManager:
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
 
-    def _refuse_taken_ids(self, call: PreparedCall) -> None:
-        taken = next((rid for rid in call.rids if rid in self._groups), None)
+    def _refuse_taken_ids(self, call: PreparedCall, batch_rid: str | None) -> None:
+        """`batch_rid`: the one id that the caller gave; those of the prompts of a batch are made of it."""
+        taken = next((rid for rid in (batch_rid, *call.rids) if rid in self._groups), None)
         taken = taken or next((r.rid for r in call.requests if r.rid in self._sequences), None)
         if taken is not None:
             raise RequestError(f"A request with rid {taken!r} is already running.")
 
     def _register(self, call: PreparedCall, stream: GenerationStream, batch_rid: str | None) -> None:
-        """`batch_rid`: the one id that the caller gave; those of the prompts of a batch are made of it."""
         trace = None if self._tracer is None else self._tracer.parent()
         for index, request in enumerate(call.requests):
             groups = {call.rids[index // call.num_samples]} | ({batch_rid} if batch_rid else set())

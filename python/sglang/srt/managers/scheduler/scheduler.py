@@ -200,8 +200,13 @@ class Scheduler:
         no_work = not self.waiting and not self.chunked and not self.running.reqs
         return not self.in_flight and not self.copying and (no_work or self.paused)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, for their turn or for their grammar."""
+        return len(self.waiting) + len(self.compiling)
+
     def load(self) -> Load:
-        return Load(len(self.running), len(self.waiting), self.kv.used_size(), self.kv.size)
+        return Load(len(self.running), self.num_queued, self.kv.used_size(), self.kv.size)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -519,8 +524,7 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
         self._expire(msg.received)
-        num_queued = len(self.waiting) + len(self.compiling)
-        req, refusal = self.intake.request_of(msg, seed, stop_ids, num_queued, self.held_hidden)
+        req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, self.held_hidden)
         if refusal is not None:
             self.refuse(req, refusal)
             return None

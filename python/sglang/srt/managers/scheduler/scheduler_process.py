@@ -37,6 +37,7 @@ from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_plan, load_runner
+from sglang.srt.managers.scheduler.scheduler_stats import Load
 from sglang.srt.managers.watchdog import Watchdog, beat_seconds
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
@@ -97,7 +98,8 @@ class SchedulerProcess:
         self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput | LeaderDecision])
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
         self.timeouts = RequestTimeouts.from_environment()
-        self._was_idle = False
+        self._idle_load: Load | None = None
+        """The load that was told last, while the scheduler is idle."""
         self.beat_s = beat_seconds(args.watchdog_timeout) if args.nnodes > 1 else None
         """Seconds of silence behind which the ranks of several machines tell one another that they are there."""
 
@@ -137,10 +139,12 @@ class SchedulerProcess:
     def _sleep_while_idle(self, inbox: ipc.Receiver[SchedulerInput]) -> bool:
         """Returns False when it is time for a beat and nothing has come."""
         idle = self.scheduler.idle
-        if idle and not self._was_idle:
-            self.scheduler.stats.went_idle()
+        load = self.scheduler.load() if idle else None
+        if load is not None and load != self._idle_load:  # requests come and go in a pause, too
+            if self._idle_load is None:
+                self.scheduler.stats.went_idle()
             self.tell(self.scheduler.stats.snapshot())
-        self._was_idle = idle
+        self._idle_load = load
         if idle and self.scheduler.compiling:
             inbox.poll(GRAMMAR_POLL_S)
         elif idle and self.scheduler.reqs and self.timeouts.enabled:  # a pause, in which requests may become overdue

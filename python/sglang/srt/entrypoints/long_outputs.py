@@ -1,0 +1,29 @@
+"""Outputs that take long to write are written in a thread, so that the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from sglang.srt.managers.front.generate_request import GenerateOutput
+
+T = TypeVar("T")
+
+LONG_OUTPUT = 1 << 14
+"""Characters or log probabilities that take about 20 ms to parse and to write."""
+FEW_OUTPUTS = 16
+
+
+def has_many_logprobs(output: GenerateOutput) -> bool:
+    return output.logprobs is not None and output.logprobs.num_values > LONG_OUTPUT
+
+
+def is_long(output: GenerateOutput) -> bool:
+    return len(output.text) > LONG_OUTPUT or has_many_logprobs(output)
+
+
+async def written(outputs: Sequence[GenerateOutput], write: Callable[[], T]) -> T:
+    """What `write` returns for these outputs, which are all of a call."""
+    is_quick = len(outputs) <= FEW_OUTPUTS and not any(map(is_long, outputs))
+    return write() if is_quick else await asyncio.to_thread(write)
