@@ -22,6 +22,7 @@ def apply() -> None:
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     replace_functions_once_a_launch()
     keep_numpy_types()
+    keep_widths()
     keep_shapes()
 
 
@@ -59,6 +60,20 @@ def keep_numpy_types() -> None:
         return kept[name]
 
     interpreter._get_np_dtype = get_np_dtype
+
+
+def keep_widths() -> None:
+    """The most bytes that an element may have, which is compared twice an operation."""
+    most: dict[str, float] = {}
+
+    def validate(array: Any, dtype: Any) -> bool:
+        limit = most.get(dtype.name)
+        if limit is None:
+            limit = float("inf") if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
+            most[dtype.name] = limit
+        return array.itemsize <= limit
+
+    interpreter._validate_np_data_size = validate
 
 
 def keep_shapes() -> None:

@@ -20,7 +20,7 @@ def build(to: Path, csrc: Path = CSRC) -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    options = ["-std=c++17", "-O1", "-g", "-Wall", "-Wno-unknown-pragmas", "-fsanitize=thread", "-pthread"]
+    options = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wno-unknown-pragmas", "-fsanitize=thread", "-pthread"]
     includes = [f"-I{csrc}", f"-I{ON_CPU / 'threads'}"]
     command = [compiler, *options, *includes, str(ON_CPU / "all_reduce.cpp"), "-o", str(to)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -152,9 +152,10 @@ def _addresses() -> Iterator[None]:
         if not tensor.is_meta:
             return original(tensor)
         storage = tensor.untyped_storage()
-        # The storage is kept, so that no later one is taken for it.
-        place, _ = places.setdefault(storage._cdata, (next(numbers) << 40, storage))
-        return place + int(tensor.storage_offset()) * tensor.element_size()
+        known = places.get(storage._cdata)
+        if known is None:  # the storage is kept, so that no later one is taken for it
+            known = places[storage._cdata] = next(numbers) << 40, storage
+        return known[0] + int(tensor.storage_offset()) * tensor.element_size()
 
     torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign,assignment]
     try:

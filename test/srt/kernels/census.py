@@ -6,8 +6,10 @@ accepts. `launch_all` runs the launchers; under `launch_form.recording` nothing 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.bands import band_of
 from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import product_of
+from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
@@ -45,6 +48,7 @@ from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
 from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
+from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_bands import TALL_ROWS, mixed_from
@@ -125,8 +129,30 @@ SLOTS = 65_536
 REQUESTS = 64
 
 
+_find_files = config_files.files
+
+
+@functools.cache
+def _tuning_files(root: Path) -> list[Path]:
+    return list(_find_files(root))
+
+
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def each_once(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """A launcher whose calls with the same objects and tensors of the same sizes launch the same: the first one does,
+    and the others have what it returned."""
+    results: dict[tuple[object, ...], Any] = {}
+
+    def run(*given: Any) -> Any:
+        key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else id(x) for x in given)
+        if key not in results:
+            results[key] = given, launcher(*given)
+        return results[key][1]
+
+    return run
 
 
 def models(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Iterator[tuple[ModelDescription, int]]:
@@ -136,9 +162,21 @@ def models(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Itera
             yield model, tp_size
 
 
-def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: set[object]) -> None:
+def alike(size: int) -> int:
+    """The size below 4,096 for which tiles are launched as they are for `size`: of widths of matrices they depend on
+    what divides them, and on what divides the number of their groups of 128 columns."""
+    return size if size < 2048 else 2048 + size % 2048
+
+
+def launch_all(
+    model: ModelDescription,
+    tp_size: int,
+    arch: ArchTraits,
+    done: set[object],
+    alike: Callable[[int], int] = alike,
+) -> None:
     """Everything that a rank can launch, with caches and weights of every format. `done`: what was launched with the
-    same sizes before, for other models; it is not launched again."""
+    same sizes before, for other models; it is not launched again, nor with others that are `alike` to its launches."""
 
     def once(part: Callable[..., None], *sizes: object) -> None:
         if (part, sizes) not in done:
@@ -159,7 +197,7 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
         if isinstance(layer.mixer, GQA) and layer.mixer.window and model.architecture in SEEING_THEMSELVES:
             once(_images_both_ways, layer.mixer.attention_shape(tp_size), layer.mixer.window, arch)
         for block in layer.token_blocks:
-            _feed_forward(once, block, model.hidden_size, tp_size, arch)
+            _feed_forward(once, block, model.hidden_size, tp_size, arch, alike)
         if isinstance(layer.residual, HyperConnections):
             once(_hyper_connections, layer.residual, model.hidden_size)
         if isinstance(layer.residual, GatedStreams):
@@ -172,7 +210,7 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
             once(_ngrams, layer.ngrams, tp_size)
         whole, share = _matrices(layer, model.hidden_size, 1), _matrices(layer, model.hidden_size, tp_size)
         for matrix, of_all in zip(share, whole, strict=True):
-            _dense_product(once, matrix, matrix.cols < of_all.cols, arch)
+            _dense_product(once, matrix, matrix.cols < of_all.cols, arch, alike)
     once(_gemv, -(-model.vocab_size // tp_size), model.hidden_size, False, torch.float32)
     once(_quantized_head, -(-model.vocab_size // tp_size), model.hidden_size, arch)
     once(_image_encoder, model.vision_head_dim, arch)
@@ -195,7 +233,14 @@ def _quantized_sums(hidden: int, ranks: int) -> None:
         codec.add(messages, empty(share * quantized_sums.SIZE))
 
 
-def _feed_forward(once: Callable[..., None], block: FeedForward, hidden: int, tp_size: int, arch: ArchTraits) -> None:
+def _feed_forward(
+    once: Callable[..., None],
+    block: FeedForward,
+    hidden: int,
+    tp_size: int,
+    arch: ArchTraits,
+    alike: Callable[[int], int],
+) -> None:
     if isinstance(block, Dense):
         once(_gate, block.activation, block.padded_rows(tp_size))
     elif isinstance(block, PerLayerEmbedding):
@@ -204,8 +249,10 @@ def _feed_forward(once: Callable[..., None], block: FeedForward, hidden: int, tp
         once(_routing, block.router, block.num_experts, block.fused_shared, block.vocab_size)
         if block.shared is not None and not block.fused_shared:
             once(_gate, block.activation, block.shared.dense(block.activation).padded_rows(tp_size))
-        for sizes in _expert_layers(block, hidden, tp_size):
-            once(_experts, *sizes, block.activation, block.bias, arch)
+        for experts, choices, width, inter, *format in _expert_layers(block, hidden, tp_size):
+            once(_experts, experts, choices, width, inter, *format, block.activation, block.bias, arch)
+            sizes = min(choices, 2), alike(width), alike(inter)
+            once(_expert_tiles, *sizes, *format, block.activation, block.bias, arch)
 
 
 def _matrices(layer: LayerSpec, hidden: int, tp_size: int) -> list[Matrix]:
@@ -214,7 +261,9 @@ def _matrices(layer: LayerSpec, hidden: int, tp_size: int) -> list[Matrix]:
     return [part for part in weights if isinstance(part, Matrix) and not part.experts and part.dtype is None]
 
 
-def _dense_product(once: Callable[..., None], matrix: Matrix, cut: bool, arch: ArchTraits) -> None:
+def _dense_product(
+    once: Callable[..., None], matrix: Matrix, cut: bool, arch: ArchTraits, alike: Callable[[int], int]
+) -> None:
     """`cut`: ranks share its columns."""
     once(_gemv, matrix.rows, matrix.cols, matrix.bias, None)
     if matrix.name == "moe.router":
@@ -225,6 +274,8 @@ def _dense_product(once: Callable[..., None], matrix: Matrix, cut: bool, arch: A
                 continue  # refused: a rank would have a part of what has one scale
             for static in (False, True) if scheme.activation == "tensor" else (scheme.activation == "nvfp4",):
                 once(_products, _coarse(matrix.rows), matrix.cols, matrix.bias, scheme, static, arch)
+                rows = 2048 + matrix.rows % 16
+                once(_tall_products, rows, alike(matrix.cols), matrix.bias, scheme, static, arch)
 
 
 def _coarse(rows: int) -> int:
@@ -379,6 +430,9 @@ def _attention(
         layer = {"sliding_window": window, "bias": empty(100, heads, extent)}
     elif not latent:
         _fp4_attention(shape, layer, arch)
+    starts = empty(9, dtype=torch.int32)
+    in_one = (dim, v_dim) in WHOLE or layer.get("sliding_window")
+    shared = [] if in_one else [PrefixParts.allocate(3, 100, starts[:1], heads, v_dim)]
     for dtype in CACHES:
         k_cache = empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype])
         # Tensors without memory begin at the address 0: one that is no part of the keys begins behind it.
@@ -393,9 +447,6 @@ def _attention(
         if latent:
             q, k = empty(100, heads, dim), empty(100, kv_heads, dim)
             v = k[..., :v_dim]
-        starts = empty(9, dtype=torch.int32)
-        in_one = (dim, v_dim) in WHOLE or layer.get("sliding_window")
-        shared = [] if in_one else [PrefixParts.allocate(3, 100, starts[:1], heads, v_dim)]
         for tile in attention_tiles("extend_attention", dim, v_dim, dtype, arch.features):
             for prefix, parts in ((False, None), *((True, each) for each in (None, *shared))):
                 prompts(
@@ -933,7 +984,8 @@ def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> Linear
 def _quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
     """Logits are fp32."""
     for name in HEAD_SCHEMES:
-        _products(vocab, hidden, False, SCHEMES[name], False, arch, torch.float32)
+        for part in (_products, _tall_products):
+            part(vocab, hidden, False, SCHEMES[name], False, arch, torch.float32)
 
 
 def _products(
@@ -945,24 +997,50 @@ def _products(
     arch: ArchTraits,
     out: torch.dtype = BF16,
 ) -> None:
-    """For as many rows of x as a row of the table is for, and with every tile, stepped down to, for many."""
+    """For as many rows of x as a row of the table is for."""
     weight = linear_weight(rows, cols, scheme, static)
     if weight is None:
         return
-    # Weights without values need no order: torch takes a millisecond for each step of that.
-    with patch(f"{ExpertWeights.__module__}._to_planes", lambda packed, scheme: packed):
-        held = quant_linear.pack(weight, arch)
-    own_bias = empty(rows) if bias else None
-    bands, kind = linear_tiles.bands_of(scheme, (rows, cols, bias), arch), held.product.kind
+    held, own_bias = _packed(weight, arch), empty(rows) if bias else None
+    bands = linear_tiles.bands_of(scheme, (rows, cols, bias), arch)
     for tokens in (1, linear_tiles.FEW_ROWS):
         quant_linear.few_rows(empty(tokens, cols), held, band_of(bands, tokens).tiles[0], own_bias, out)
-    tiles = {int(min(row.max_rows, MANY)): row.tile for row in linear_tiles.tile_rows(kind, arch.features)}
+    tiles = _linear_tiles(held, arch)
     for tokens in tiles:
         quant_linear.many_rows(empty(tokens, cols), held, band_of(bands, tokens).tiles[0], own_bias, out)
-    last_resort = linear_tiles.last_resort(kind)
+    last_resort = linear_tiles.last_resort(held.product.kind)
     quant_linear.many_rows(empty(min(tiles), cols), held, last_resort, own_bias, out)
-    for tile in (*tiles.values(), last_resort):
-        quant_linear.many_rows(empty(MANY, cols), held, tile, own_bias, out)
+
+
+def _tall_products(
+    rows: int,
+    cols: int,
+    bias: bool,
+    scheme: Scheme,
+    static: bool,
+    arch: ArchTraits,
+    out: torch.dtype = BF16,
+) -> None:
+    """With every tile, stepped down to, for many rows of x: so many that columns are not split."""
+    weight = linear_weight(rows, cols, scheme, static)
+    if weight is None:
+        return
+    held, own_bias = _packed(weight, arch), empty(rows) if bias else None
+    with patch.object(quant_linear, "operand", each_once(quant_linear.operand)):
+        for tile in (*_linear_tiles(held, arch).values(), linear_tiles.last_resort(held.product.kind)):
+            quant_linear.many_rows(empty(MANY, cols), held, tile, own_bias, out)
+
+
+def _packed(weight: LinearWeight, arch: ArchTraits) -> quant_linear.PackedWeight:
+    # Weights without values need no order: torch takes a millisecond for each step of that.
+    with patch(f"{ExpertWeights.__module__}._to_planes", lambda packed, scheme: packed):
+        return quant_linear.pack(weight, arch)
+
+
+def _linear_tiles(weight: quant_linear.PackedWeight, arch: ArchTraits) -> dict[int, Tile]:
+    """By the most rows of x that the table has them for."""
+    rows = linear_tiles.tile_rows(weight.product.kind, arch.features)
+    return {int(min(row.max_rows, MANY)): row.tile for row in rows}
 
 
 def _routing(router: Router, experts: int, fused: bool, vocab: int) -> None:
@@ -1039,21 +1117,17 @@ def _experts(
     bias: bool,
     arch: ArchTraits,
 ) -> None:
-    """Few pairs, and all tiles that many may get: of the table, of a tuning file, and what they step down to."""
-    w13 = expert_weights(experts, (1 + act.gated) * inter, hidden, scheme, static, bias, arch)
-    w2 = expert_weights(experts, hidden, inter, scheme, static, bias, arch)
-    kind = product_of(scheme, arch.features).tile_kind
-    rungs = [*tile_rows(kind, arch.features), last_resort(kind)]
-    if scheme is not None and scheme.element == "int4":
-        zeros = [
-            expert_weights(experts, rows, cols, scheme, static, bias, arch, zero_points=True)
-            for rows, cols in ((w13.rows, hidden), (hidden, inter))
-        ]
-        _launch(zeros, top_k, rungs, act, arch)
-    tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
+    """Few pairs, many, groups of every size, and the tiles of a tuning file."""
+    matrices, zeros = _expert_matrices(experts, hidden, inter, scheme, static, act, bias, arch)
+    rungs = _rungs(scheme, arch)
+    with patch.object(config_files, "files", _tuning_files):
+        tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
     pairs = {str(pair): pair for pair in tuned.by_tokens.values()} if tuned else {}
-    rungs += [MoeTiles(float("inf"), pair.gate_up, pair.down) for pair in pairs.values()]
-    _launch((w13, w2), top_k, rungs, act, arch)
+    own = [(16, MoeTiles(float("inf"), pair.gate_up, pair.down)) for pair in pairs.values()]
+    for each in filter(None, (matrices, zeros)):
+        _launch(each, top_k, [(1, None), (MANY, rungs[0]), *(own if each is matrices else ())], act, arch)
+    for block in {rung.gate_up["BLOCK_M"] for rung in rungs}:
+        moe.align(empty(16, top_k, dtype=torch.int32), experts, block)
     own_kernel = "mma_sync_block_scale" in arch.features and act.trait in ("", "clamped_gate")
     if scheme is SCHEMES["mxfp4_mxfp8"] and own_kernel:
         with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
@@ -1062,17 +1136,62 @@ def _experts(
                 tokens = -(-pairs_an_expert * experts // top_k)
                 x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
                 ids = empty(tokens, top_k, dtype=torch.int32)
-                mixed_moe.fused_moe(x, w13, w2, weights, ids, act, bands)
+                mixed_moe.fused_moe(x, *matrices, weights, ids, act, bands)
+
+
+def _expert_tiles(
+    top_k: int,
+    hidden: int,
+    inter: int,
+    scheme: Scheme | None,
+    static: bool,
+    act: Activation,
+    bias: bool,
+    arch: ArchTraits,
+) -> None:
+    """All tiles that many pairs may get: of the table, and what they step down to."""
+    for each in filter(None, _expert_matrices(128, hidden, inter, scheme, static, act, bias, arch)):
+        _launch(each, top_k, [(16, rung) for rung in _rungs(scheme, arch)], act, arch)
+
+
+Experts = tuple[ExpertWeights, ExpertWeights]
+
+
+def _expert_matrices(
+    experts: int,
+    hidden: int,
+    inter: int,
+    scheme: Scheme | None,
+    static: bool,
+    act: Activation,
+    bias: bool,
+    arch: ArchTraits,
+) -> tuple[Experts, Experts | None]:
+    """Both matrices, and those with zero points where the scheme has such."""
+
+    def of(zero_points: bool) -> Experts:
+        sizes = ((1 + act.gated) * inter, hidden), (hidden, inter)
+        first, second = (expert_weights(experts, *each, scheme, static, bias, arch, zero_points) for each in sizes)
+        return first, second
+
+    return of(False), of(True) if scheme is not None and scheme.element == "int4" else None
+
+
+def _rungs(scheme: Scheme | None, arch: ArchTraits) -> list[MoeTiles]:
+    kind = product_of(scheme, arch.features).tile_kind
+    return [*tile_rows(kind, arch.features), last_resort(kind)]
 
 
 def _launch(
-    matrices: Sequence[ExpertWeights], top_k: int, rungs: Sequence[MoeTiles], act: Activation, arch: ArchTraits
+    matrices: Experts, top_k: int, launches: Sequence[tuple[int, MoeTiles | None]], act: Activation, arch: ArchTraits
 ) -> None:
+    """For so many tokens, with tiles or those that a plan would choose."""
     w13, w2 = matrices
-    for tokens, rung in [(1, None), (MANY, rungs[0]), *((16, rung) for rung in rungs)]:
-        x, weights = empty(tokens, w2.rows), empty(tokens, top_k, dtype=torch.float32)
-        ids = empty(tokens, top_k, dtype=torch.int32)
-        moe.fused_moe(x, w13, w2, weights, ids, act, bands_of(w13, w2, ids, arch.features, rung), arch.features)
+    with patch.multiple(moe, _operand=each_once(moe._operand), align=each_once(moe.align)):
+        for tokens, tiles in launches:
+            x, weights = empty(tokens, w2.rows), empty(tokens, top_k, dtype=torch.float32)
+            ids = empty(tokens, top_k, dtype=torch.int32)
+            moe.fused_moe(x, w13, w2, weights, ids, act, bands_of(w13, w2, ids, arch.features, tiles), arch.features)
 
 
 class NoLibrary:

@@ -1,6 +1,7 @@
 """Ledger coverage of compiled kernels: every launcher, with the sizes of the published models, against the ledger.
 
-Nothing is compiled but where a test says so. Five seeded defects at the end show that each kind is caught by name.
+Nothing is compiled but where a test says so. With every tile, sizes that are alike to launches are launched once;
+`make thorough` launches all of them and compares. Five seeded defects at the end show that each kind is caught by name.
 """
 
 from __future__ import annotations
@@ -89,6 +90,16 @@ def test_every_launch_has_a_row(rows: dict[Form, RowKey | None], capsys: pytest.
     with capsys.disabled():
         print(f"\ncensus: {len(rows)} forms, {len(rows) - len(uncovered)} covered by {covering} rows")
     assert not uncovered, "\n".join(map(coverage("sm120").problem, uncovered[:20]))
+
+
+@pytest.mark.thorough
+def test_sizes_that_are_alike_launch_the_same(forms: dict[Form, int]) -> None:
+    """What the census leaves out where another size stands for one."""
+    done: set[object] = set()
+    with recording("sm_120") as found:
+        for model, tp_size in census.models():
+            census.launch_all(model, tp_size, ARCH, done, alike=lambda size: size)
+    assert found.keys() == forms.keys()
 
 
 def test_sizes_between_the_published_ones_have_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -116,12 +117,12 @@ def layer_products(model: ModelDescription) -> float:
     """Returns the number of multiplications by weights that a token needs in a decoder layer of the model (not of one
     rank), on average. Routers and other small products that are never quantized do not count."""
     total = 0
-    for layer in model.layers:
+    for layer, count in Counter(model.layers).items():
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
         columns = layer.ffn.top_k + layer.ffn.fused_shared if isinstance(layer.ffn, MoE) else 0
         weights = layer.weights(model.hidden_size, ONE_RANK, rows)
         matrices = [part for part in weights if isinstance(part, Matrix) and part.quantized]
-        total += sum(part.rows * part.cols * (columns if part.experts else 1) for part in matrices)
+        total += count * sum(part.rows * part.cols * (columns if part.experts else 1) for part in matrices)
     return total / len(model.layers)
 
 

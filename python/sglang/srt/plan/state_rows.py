@@ -3,6 +3,7 @@ bytes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, r
         note = f"{flag} has no effect: the model has no recurrent states" if flag else None
         return StateRows(args.max_running_requests or most, 0, note=note)
 
+    @functools.cache  # `room` goes through the whole model
     def need(running: int) -> _Need:
         left = room(running) - cost.states_bytes(1)  # row 0 is padding
         return _Need(left, running, most, context_len, cost)

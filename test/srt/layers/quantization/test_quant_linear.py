@@ -1,4 +1,7 @@
-"""Products with a quantized weight against its own dequantized values, interpreted on a CPU and natively on a GPU."""
+"""Products with a quantized weight against its own dequantized values, interpreted on a CPU and natively on a GPU.
+
+`make thorough` has three sizes that no block divides of every scheme: `make test` has them of each kind of product, and
+one of the others."""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from pairs import some_of
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
@@ -141,9 +145,19 @@ def test_zero_points(name: str, rows: int, mean: float) -> None:
     assert_close(several, want[None])
 
 
+ODD_SIZES = [((40,), 416, 1), ((40,), 416, 18), ((8, 8, 8), 672, 3)]
+OF_EACH_KIND = ("fp8_channel", "fp8_block", "int8_channel", "mxfp8", "nvfp4", "int4_g32", "mxfp4")
+"""Schemes whose products are computed and whose weights are read in ways of their own."""
+
+
 @interpreter.kernel_test
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("parts", "cols", "rows"), [((40,), 416, 1), ((40,), 416, 18), ((8, 8, 8), 672, 3)])
+@pytest.mark.parametrize(
+    ("name", "parts", "cols", "rows"),
+    some_of(
+        [(name, *sizes) for name in NAMES for sizes in ODD_SIZES],
+        [(name, *sizes) for name in NAMES for sizes in (ODD_SIZES if name in OF_EACH_KIND else ODD_SIZES[2:])],
+    ),
+)
 def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: int, rows: int) -> None:
     if name in ("int4_g64", "int4_g128"):
         cols = cols // 128 * 128
