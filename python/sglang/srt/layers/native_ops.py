@@ -553,7 +553,7 @@ def fused_moe(
         chosen.setdefault(expert, []).append(place)
     for expert in sorted(chosen.keys() - {-1}):
         places = chosen[expert]
-        if len(x) == len(places) == 1:  # one request that decodes: gathering and scattering take longer than the product
+        if len(x) == len(places) == 1:  # of one request that decodes: gathering takes longer than multiplying
             y = product(gated(product(x, w13, expert), activation), w2, expert)
             out += y.float() * scales[places[0]]
             continue
