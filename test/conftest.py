@@ -1,11 +1,13 @@
 """Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` or `values` become
-`thorough`; files that take long come first.
+`thorough`; files that take long come first; clients share what they know of certificates.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import ssl
 import sys
 
 import order
@@ -16,6 +18,8 @@ import pytest
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # a second of the processors for each server of a test
+# httpx reads all certificates of the system for each client, and for each request without one: 25 ms of a processor.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

@@ -63,6 +63,18 @@ class ForkedServer:
         self._process.kill()
 
 
+def forked_command(
+    launch: Sequence[str], words: Sequence[str], log: Path, environment: Mapping[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of `python LAUNCH... WORDS...`; its `stdout` is all that was written, errors too."""
+    process = ForkedServer(launch, words, log, environment)
+    try:
+        status = process.wait(limit_s)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess([*launch, *words], status, log.read_text(), "")
+
+
 @contextmanager
 def forked_children() -> Iterator[None]:
     """While it lasts, processes that are to be spawned, of an engine of this process, are forked instead."""

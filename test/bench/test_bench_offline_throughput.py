@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from forked_servers import forked_children
 
 from sglang import bench_offline_throughput
 from sglang.embedded import DEFAULT_MODEL_PATH
@@ -17,7 +18,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file = tmp_path / "result.jsonl"
     lengths = ["--random-input-len", "12", "--random-output-len", "6", "--random-range-ratio", "1.0"]
     data = ["--dataset-name", "random", "--num-prompts", "5", *lengths, "--result-filename", str(file)]
-    assert bench_offline_throughput.main([*MODEL, *data]) == 0
+    with forked_children():
+        assert bench_offline_throughput.main([*MODEL, *data]) == 0
     out = capsys.readouterr().out
     assert "Offline Throughput Benchmark Result" in out and "Last generation throughput (tok/s):" in out
     result = json.loads(file.read_text())

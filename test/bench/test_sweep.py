@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_servers import forked_command
 from live_server import LiveServer
 
 from sglang.bench import report, sweep
@@ -155,10 +155,9 @@ def test_a_server_is_swept(tmp_path: Path) -> None:
         server.wait_up()
         words = ["--server", f"tiny={server.url}", "--concurrency", "2", "--lengths", "8:4", "--repeats", "1"]
         words += ["--requests", "4", "--requests-per-slot", "1", "--results", str(tmp_path / "r.jsonl")]
-        done = subprocess.run(
-            [sys.executable, "-m", "sglang.cli", "bench", "sweep", *words], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        launch = ("-m", "sglang.cli")
+        done = forked_command(launch, ["bench", "sweep", *words], tmp_path / "log", os.environ, 100)
+        assert done.returncode == 0, done.stdout
         (row,) = sweep.read_results(tmp_path / "r.jsonl")
     finally:
         server.end()

@@ -1,7 +1,8 @@
 """Every command of the documents: run, or checked without being run where that would take a GPU, hours or the network.
 
 What cannot run here is marked on the page with `# GPU`, or listed in NOT_RUN with the reason; its words are checked.
-A command that several pages have runs once, and those that only plan run in the process of the tests.
+A command that several pages have runs once. Those that only plan run in the process of the tests, others of ours in one
+that is forked from one which has imported the server.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands.configs import checkpoint
+from forked_servers import forked_command
 from live_server import PYTHON_ROOT, LiveServer
 
 from docs.commands import ROOT, Command, commands
@@ -111,6 +112,7 @@ def test_a_command_runs(
     command: Command,
     server: LiveServer,
     folder: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,10 +130,14 @@ def test_a_command_runs(
         assert "--html" in words or capsys.readouterr().out
         assert "--html" not in words or "</html>" in (folder / words[words.index("--html") + 1]).read_text()
         return
-    words = [sys.executable, "-m", "sglang.cli", *words[1:]] if words[0] == "sglang" else words
     words[1:1] = ["--fail-with-body"] if words[0] == "curl" else []
     environment = os.environ | {"PYTHONPATH": PYTHON_ROOT, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    if words[0] == "sglang":
+        monkeypatch.chdir(folder)
+        done = forked_command(("-m", "sglang.cli"), words[1:], tmp_path / "log", environment, 250)
+        assert done.stdout
+    else:
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     allowed = (0, 1) if "doctor" in words else (0,)  # 1: something is wrong with this machine
     assert done.returncode in allowed, done.stdout[-2000:] + done.stderr[-2000:]
     if words[0] == "curl" and done.stdout:

@@ -13,7 +13,9 @@ from fuzz.guarded_server import Damage, GuardedServer
 from fuzz.hostile_bodies import SESSIONS
 from fuzz.soak_jobs import reference_jobs, run_jobs, with_answers
 
-FLAGS = ("--context-length", "256", "--max-total-tokens", "8192", "--enable-metrics", "--enable-streaming-session")
+CONTEXT, TOKENS = 256, 2048
+POOL = ("--context-length", str(CONTEXT), "--max-total-tokens", str(TOKENS))
+FLAGS = (*POOL, "--enable-metrics", "--enable-streaming-session")
 SHORT = ("--preferred-sampling-params", '{"max_new_tokens": 4}')
 """So that a random request that does not say how long its answer may be is not one of 256 tokens."""
 
@@ -69,6 +71,7 @@ def warm_up(url: str) -> None:
     assert answer.status_code == 200, answer.text
     httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60)  # served or refused, but read
     fill_word_cache(url)
+    fill_pool(url)
     open_sessions(url)
     probe(url)
 
@@ -79,6 +82,13 @@ def fill_word_cache(url: str) -> None:
     for _ in range(20):
         text = "".join(draw.choices(string.printable + "äöüßéñçłø漢字かな한국😀", k=20_000))
         assert httpx.post(f"{url}/tokenize", json={"prompt": text}, timeout=60).status_code == 200
+
+
+def fill_pool(url: str) -> None:
+    """Its memory is the server's from the first use on."""
+    prompts = [[first] * (CONTEXT - 2) for first in range(5, 5 + TOKENS // (CONTEXT - 2))]
+    body = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
+    assert httpx.post(f"{url}/generate", json=body, timeout=60).status_code == 200
 
 
 def open_sessions(url: str) -> None:

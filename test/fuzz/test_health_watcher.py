@@ -22,7 +22,7 @@ while True:
     connection.sendall(b"HTTP/1.1 200 OK\\r\\n\\r\\n")
     connection.close()
 """
-SLEEPS = f"time.sleep({1.3 * SILENCE_S})"
+SLEEPS = f"time.sleep({2.0 * SILENCE_S})"
 COMPUTES_A_LITTLE = f"""end = time.thread_time() + {0.2 * SILENCE_S}
     while time.thread_time() < end: pass"""
 RIVALS = 8

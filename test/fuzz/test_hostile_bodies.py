@@ -1,4 +1,6 @@
-"""Single requests that once took the memory, the time or the structured output of everybody."""
+"""Single requests that once took the memory, the time or the structured output of everybody, and connections that no
+well-behaved client makes: each gets its refusal, or nothing, and the server, one for all of them, stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from itertools import islice
 
 import httpx
 import pytest
-from fuzz.guarded_server import Damage
+from fuzz.guarded_server import Damage, GuardedServer
 from fuzz.hostile_bodies import Hostile, large_texts, lists_of_wrong_things, many_sequences, strange_texts
 from fuzz.hostile_grammars import grammars, patterns
 from fuzz.hostile_numbers import NUMBERS, RID, numbered_bodies
+from fuzz.raw_cases import GROUPS as RAW_GROUPS
+from fuzz.raw_http import run_cases
 from fuzz.scale import LONG, NUMBER_STEP
 from fuzz.target import Target, open_sessions
 
@@ -82,3 +86,9 @@ def test_numbers(target: Target) -> None:
         target.check_health()
     target.check()
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("group", RAW_GROUPS)
+def test_raw_connections(server: GuardedServer, group: str) -> None:
+    wrong = run_cases(server.live.port, RAW_GROUPS[group]())
+    assert not wrong, "\n".join(wrong)

@@ -16,7 +16,7 @@ from live_server import LiveServer, live_server
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
-LONG = {"prompt": "Once", "max_tokens": 600, "stream": True, "ignore_eos": True}
+LONG = {"prompt": "Once", "max_tokens": 200, "stream": True, "ignore_eos": True}
 KEY = {"Authorization": "Bearer secret"}
 
 

@@ -318,14 +318,14 @@ def test_a_pause_ends_what_runs_by_default(http: httpx.Client, body: dict[str, A
 
 @pytest.fixture(scope="module")
 def undisturbed(http: httpx.Client) -> dict[str, Any]:
-    answer: dict[str, Any] = LongRequest(http, "undisturbed", max_new_tokens=300).result().json()
+    answer: dict[str, Any] = LongRequest(http, "undisturbed", max_new_tokens=120).result().json()
     return answer
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_that_keeps_what_runs(http: httpx.Client, undisturbed: dict[str, Any], mode: str) -> None:
     """The result is the same as without it. Only a retraction lets go of the cache."""
-    request = LongRequest(http, "disturbed", max_new_tokens=300)
+    request = LongRequest(http, "disturbed", max_new_tokens=120)
     assert http.post("/pause_generation", json={"mode": mode}).status_code == 200
     flush = http.post("/flush_cache")
     state = http.get("/server_info").json()["internal_states"][0]

@@ -29,7 +29,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "stop string": {"stop": ["####"]},
     "stop token": {"stop_token_ids": [46]},
     "penalties": {**SEEDED, "frequency_penalty": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.3},
-    "least length": {"min_new_tokens": 40, "ignore_eos": False},
+    "least length": {"min_new_tokens": 30, "ignore_eos": False},
     "regex": {**SEEDED, "regex": r"( apple| pear|, ){3,9}\."},
     "schema": {"json_schema": json.dumps(SCHEMA)},
     "bias": {**SEEDED, "logit_bias": {"46": -100.0}},
@@ -51,7 +51,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]
 
 
 def generate(client: httpx.Client, params: dict[str, Any], **body: Any) -> Any:
-    params = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True, **params}
+    params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True, **params}
     response = client.post("/generate", json={"text": PROMPT, "sampling_params": params, **body})
     assert response.status_code == 200, response.text
     return response.json()
@@ -85,7 +85,7 @@ def test_the_same_log_probabilities(http: httpx.Client, drafting: httpx.Client) 
 
 def test_streams_join_to_the_answer(drafting: httpx.Client) -> None:
     whole = generate(drafting, SEEDED)
-    params = {"max_new_tokens": 60, "ignore_eos": True, **SEEDED}
+    params = {"max_new_tokens": 40, "ignore_eos": True, **SEEDED}
     body = {"text": PROMPT, "sampling_params": params, "stream": True}
     with drafting.stream("POST", "/generate", json=body) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]

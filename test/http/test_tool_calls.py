@@ -215,9 +215,11 @@ def test_response_format_begins_after_thoughts(each_client: openai.OpenAI) -> No
     message = ask(each_client, APPLES, response_format=form).choices[0].message
     assert isinstance(json.loads(message.content)["answer"], int)
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}  # the embedded model's template says no otherwise
-    message = ask(each_client, APPLES, response_format={"type": "json_object"}, extra_body=thinking).choices[0].message
+    wanted = {"response_format": {"type": "json_object"}, "extra_body": thinking}
+    message = ask(each_client, APPLES, max_tokens=80, **wanted).choices[0].message
     assert message.content.startswith("{") and message.model_extra["reasoning_content"]
-    message = ask(each_client, APPLES, extra_body={"json_schema": "$$ANY$$", **thinking}).choices[0].message
+    wanted = {"extra_body": {"json_schema": "$$ANY$$", **thinking}}
+    message = ask(each_client, APPLES, max_tokens=80, **wanted).choices[0].message
     assert message.content.startswith("{") and message.model_extra["reasoning_content"]
     message = ask(each_client, APPLES, extra_body={"regex": "It is [0-9]{2}"}).choices[0].message
     assert re.fullmatch("It is [0-9]{2}", message.content)

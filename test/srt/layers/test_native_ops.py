@@ -112,8 +112,11 @@ def test_fused_moe_and_its_missing_experts(dtype: torch.dtype) -> None:
             if e >= 0:
                 gate, up = (w13[e] @ x[t]).chunk(2)
                 want[t] += w * (w2[e] @ (F.silu(gate) * up))
-    got = native_ops.fused_moe(x.to(dtype), ExpertWeights(w13.to(dtype)), ExpertWeights(w2.to(dtype)), weights, ids)
+    experts = ExpertWeights(w13.to(dtype)), ExpertWeights(w2.to(dtype))
+    got = native_ops.fused_moe(x.to(dtype), *experts, weights, ids)
+    alone = [native_ops.fused_moe(x[t : t + 1].to(dtype), *experts, weights[[t]], ids[[t]]) for t in range(5)]
     assert got.dtype == dtype
-    assert (got[2] == 0).all()
+    assert (got[2] == 0).all() and (alone[2] == 0).all()
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.4}
     torch.testing.assert_close(got.float(), want, **tolerance)
+    torch.testing.assert_close(torch.cat(alone).float(), want, **tolerance)

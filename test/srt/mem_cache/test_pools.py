@@ -3,6 +3,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -33,6 +34,16 @@ def test_caches_of_several_shapes(dtype: str) -> None:
         sum(s.k.untyped_storage().nbytes() for s in stores) + sum(s.v.untyped_storage().nbytes() for s in stores[:2])
         == pools.size_bytes()
     )
+
+
+def test_a_pool_in_main_memory_takes_none_before_it_is_used() -> None:
+    process, size = psutil.Process(), 256 << 20
+    before = process.memory_info().rss
+    sizes = PoolSizes(tokens=size // (2 * 16 * 8 * 4), page_size=4, max_requests=3, context_len=16)
+    (tensors,) = CachePools(group_caches([(key_value_cache("kv", 16, 8, 8, "float32"),)]), sizes, "cpu").tensors[0]
+    assert sum(tensor.nbytes for tensor in tensors.values()) >= size
+    assert process.memory_info().rss - before < size // 8
+    assert not any(tensor[-100:].any() for tensor in tensors.values())
 
 
 def test_stores_of_one_cache_share_it() -> None:

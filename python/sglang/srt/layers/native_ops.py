@@ -547,10 +547,20 @@ def fused_moe(
         return F.linear(x, weights.dequantized(expert).to(x.dtype), bias)
 
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in sorted(set(topk_ids.flatten().tolist()) - {-1}):
-        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+    scales = topk_weights.float().flatten()
+    chosen: dict[int, list[int]] = {}
+    for place, expert in enumerate(topk_ids.flatten().tolist()):
+        chosen.setdefault(expert, []).append(place)
+    for expert in sorted(chosen.keys() - {-1}):
+        places = chosen[expert]
+        if len(x) == len(places) == 1:  # of one request that decodes: gathering takes longer than multiplying
+            y = product(gated(product(x, w13, expert), activation), w2, expert)
+            out += y.float() * scales[places[0]]
+            continue
+        place = torch.tensor(places, device=x.device)
+        token = place // topk_ids.shape[1]
         y = product(gated(product(x[token], w13, expert), activation), w2, expert)
-        out.index_add_(0, token, y.float() * topk_weights[token, choice, None].float())
+        out.index_add_(0, token, y.float() * scales[place, None])
     return out.to(x.dtype)
 
 

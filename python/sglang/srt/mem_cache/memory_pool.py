@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sglang.srt.plan.caches import CacheGroup, row_tables
@@ -91,7 +93,7 @@ class CachePools:
         tensors: list[dict[str, torch.Tensor]] = [{} for _ in group.members]
         for spec, members in kinds.items():
             shape = (len(members), entries, *spec.shape)
-            self.states.append(torch.zeros(shape, dtype=storage_dtype(spec.dtype), device=device))
+            self.states.append(_zeros(shape, spec.dtype, device))
             for index, tensor in zip(members, self.states[-1], strict=True):
                 tensors[index][spec.name] = tensor
         return tensors
@@ -156,8 +158,17 @@ def _allocate(cache: CacheSpec, entries: int, device: str | torch.device) -> dic
         if spec.view_of:
             tensors[spec.name] = tensors[spec.view_of][..., : spec.shape[-1]]
         else:
-            tensors[spec.name] = torch.zeros((entries, *spec.shape), dtype=storage_dtype(spec.dtype), device=device)
+            tensors[spec.name] = _zeros((entries, *spec.shape), spec.dtype, device)
     return tensors
+
+
+def _zeros(shape: Sequence[int], name: str, device: str | torch.device) -> torch.Tensor:
+    """Of a cache dtype name of the plan. In main memory the system zeroes a page when it is first used: a server does
+    not write a large pool when it starts, and takes no memory for what is never filled."""
+    dtype = storage_dtype(name)
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def storage_dtype(name: str) -> torch.dtype:
