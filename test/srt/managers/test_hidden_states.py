@@ -85,6 +85,7 @@ def check(model: Model, collector: Collector, prompts: list[list[int]]) -> None:
         torch.testing.assert_close(values.view(expected.shape), expected, atol=1e-4, rtol=1e-4, msg=f"request {i}")
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("options", "graphs"),
     [
