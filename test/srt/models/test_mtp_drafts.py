@@ -175,7 +175,8 @@ def build(name: str, folder: Path, form: Published | None = None) -> Mtp:
     more |= {key: [*changes[key], *values] for key, values in form.lists.items() if key in changes}
     whole = hf_model(name, **more)
     target = hf_model(name)
-    target.load_state_dict({k: v for k, v in whole.state_dict().items() if k in target.state_dict()})
+    weights = whole.state_dict()
+    target.load_state_dict({key: weights[key] for key in target.state_dict()})
     whole.save_pretrained(folder / "whole")
     target.save_pretrained(folder)
     tensors, prefix = load_file(folder / "whole" / "model.safetensors"), _layer_prefix(folder)

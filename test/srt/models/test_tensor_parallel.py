@@ -38,10 +38,8 @@ FEW_KEY_HEADS = tuple(name for name in NAMES if TINY[name][1].get("linear_num_ke
 TWO_OUTPUT_GROUPS = tuple(name for name in TINY if TINY[name][1].get("o_groups") == 2)
 """Whose grouped output projections two ranks share at most."""
 FOR_FOUR = tuple(name for name in NAMES if name not in (*FEW_KEY_HEADS, *TWO_OUTPUT_GROUPS))
-QUICK_ON_FOUR = (
-    "qwen3", "qwen3_moe", "minimax_m2", "minimax_m3", "deepseek_v3", "mimo_v2", "gpt_oss", "llama4", "inkling",
-    "nemotron_h", "kimi_linear",
-)  # fmt: skip
+QUICK_ON_FOUR = ("qwen3", "qwen3_moe", "minimax_m3", "mimo_v2", "llama4", "inkling", "nemotron_h", "kimi_linear")
+"""Latents, sinks, and norms over all heads are on four ranks where these have experts of their own."""
 QUICK_EXPERTS = (
     "qwen3_moe", "qwen3_next", "deepseek_v3", "minimax_m3", "gpt_oss", "llama4", "inkling", "step3p7", "nemotron_h",
     "gemma4_moe", "deepseek_v4_small", "qwen4_exp_small",
