@@ -1,5 +1,6 @@
 """Final hidden states of prompts and outputs against transformers: at once, in chunks, among requests that decode, from
-the prefix cache, after a retraction, out of graphs, and beside guesses."""
+the prefix cache, after a retraction, out of graphs, and beside guesses. `make test` has each model and each of these
+ways, `make thorough` each way of each model."""
 
 from __future__ import annotations
 
