@@ -37,7 +37,7 @@ from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_at
 from srt.model_executor.known_texts import KnownTexts, verifying_runner
 from srt.models.harness import VOCAB, save_tiny
 
-NEW_TOKENS, POOL, CHUNK = 24, 134, 16
+NEW_TOKENS, POOL, CHUNK = 32, 150, 16
 ABORT_AT, SECOND_WAVE_AT = 12, 20
 GRAMMAR, COMPILED_AT = (6, 14), 3
 """Tokens of an output with a grammar, at least and at most; the step at which those of the second wave have theirs."""
