@@ -21,16 +21,10 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
-from srt.models.harness import TINY, VOCAB, reference_of, save_tiny
+from srt.models.harness import FURTHER_FORMS, TINY, VOCAB, reference_of, save_tiny
 
-NEW_TOKENS = 16
+NEW_TOKENS, FEW_TOKENS = 16, 5
 NAMES = [name for name in TINY if "wide" not in name]
-FURTHER_FORMS = (
-    "qwen3_tied_bias", "qwen3_windows_only", "qwen3_moe_mixed", "llama_bias_llama3", "deepseek_v2_lite",
-    "deepseek_v32_selects_all", "mistral", "gemma3_capped", "gemma4_moe", "nemotron_h_latent", "glm5_next",
-    "deepseek_v4", "qwen4_exp",
-)  # fmt: skip
-"""Of families that have another one, with the same kinds of caches."""
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -51,14 +45,16 @@ def greedy(model: PreTrainedModel, ids: list[int], output: list[int]) -> list[in
     return logits[len(ids) - 1 : -1].argmax(-1).tolist()
 
 
-def check(model: PreTrainedModel, scheduler: Scheduler, prompts: Sequence[list[int]]) -> None:
+def check(
+    model: PreTrainedModel, scheduler: Scheduler, prompts: Sequence[list[int]], new_tokens: int = NEW_TOKENS
+) -> None:
     collector = Collector()
     for i, ids in enumerate(prompts):
-        add(scheduler, request(f"r{i}", ids, NEW_TOKENS, temperature=0.0, ignore_eos=True))
+        add(scheduler, request(f"r{i}", ids, new_tokens, temperature=0.0, ignore_eos=True))
     run_to_end(scheduler, collector)
     for i, ids in enumerate(prompts):
         output = collector.tokens[f"r{i}"]
-        assert len(output) == NEW_TOKENS and output == greedy(model, ids, output), f"prompt {i}"
+        assert len(output) == new_tokens and output == greedy(model, ids, output), f"prompt {i}"
     assert_clean(scheduler)
 
 
@@ -79,14 +75,14 @@ def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) ->
 
     tight.kv.tree.evict = counted  # type: ignore[method-assign]
     prompts = [prompt(seed, 12 + 6 * seed) for seed in range(4)]
-    check(model, tight, prompts[1:2])
+    check(model, tight, prompts[1:2], FEW_TOKENS)
     assert tight.stats.num_retracted == 0
     check(model, tight, prompts)
     # With pages of several tokens a request's window takes so much that fewer requests run at once.
     assert evicted > 0 and (tight.stats.num_retracted > 0 or tight.kv.page_size > 1)
     before = tight.stats._cached
-    check(model, tight, [prompts[3]])
-    check(model, tight, [prompts[3] + [5]])
+    check(model, tight, [prompts[3]], FEW_TOKENS)
+    check(model, tight, [prompts[3] + [5]], FEW_TOKENS)
     assert tight.stats._cached - before >= len(prompts[3]), "the second one goes on from the first one's prefix"
 
 

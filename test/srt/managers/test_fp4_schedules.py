@@ -5,6 +5,7 @@ in `test_host_matrix`."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.native_fp4 import quantize_fp4_rows
 from sglang.srt.plan.ranks import RankLayout
 from srt.managers.test_host_tier import SHARED
-from srt.managers.test_random_schedules import GUESSES, PAGES, Schedule, World, short_pauses
-from srt.models.harness import save_tiny
+from srt.managers.test_random_schedules import FEW_PROMPTS, GUESSES, PAGES, Schedule, World, short_pauses
 
 FP4 = {"kv_cache_dtype": "fp4_e2m1"}
 MODELS = ("qwen3", "mistral_windows", "gpt_oss", "llama4", "qwen3_5", "nemotron_h", "qwen3_5_moe")
@@ -45,7 +45,7 @@ def play(world: World, guesses: str, page: int, count: int) -> None:
     ("name", "guesses", "page"), [("qwen3", "half-right", 1), ("gpt_oss", "none", 4), ("qwen3_5", "right", 16)]
 )
 def test_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) -> None:
-    world = World(name, tmp_path, options=FP4)
+    world = World(name, tmp_path, options=FP4, num_prompts=FEW_PROMPTS)
     play(world, guesses, page, 1)
     _, runner = world.runner(page, guesses)
     (kinds,) = {tuple(sorted(store.group_scales())) for store in runner.model.caches if store.name == "kv"}
@@ -62,13 +62,19 @@ def test_many_random_schedules(name: str, guesses: str, page: int, tmp_path: Pat
     play(World(name, tmp_path, options=FP4), guesses, page, 20)
 
 
-def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, page: int, count: int) -> None:
+def _rank(
+    rank: int,
+    name: str,
+    folder: Path,
+    known: dict[str, Any],
+    ranks: RankLayout,
+    guesses: str,
+    page: int,
+    count: int,
+) -> None:
     with short_pauses(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
-        world = World(name, folder, ranks, rank, FP4)
-        world.grow_tree()
-        for ids in world.prompts:
-            world.alone(ids)
+        world = World(name, folder, ranks, rank, FP4, **known)
         for seed in range(count):
             Schedule(world, guesses, page, seed).run()
         parallel_state.shutdown()
@@ -81,5 +87,6 @@ def _rank(rank: int, name: str, folder: Path, ranks: RankLayout, guesses: str, p
 @pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
 @pytest.mark.parametrize("layout", SHARED)
 def test_several_ranks(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
-    run_ranks(_rank, (name, tmp_path, SHARED[layout], guesses, 4, 10), SHARED[layout].world_size)
+    with short_pauses():
+        known = World(name, tmp_path, options=FP4).known()
+    run_ranks(_rank, (name, tmp_path, known, SHARED[layout], guesses, 4, 10), SHARED[layout].world_size)

@@ -1,5 +1,6 @@
 """Final hidden states of prompts and outputs against transformers: at once, in chunks, among requests that decode, from
-the prefix cache, after a retraction, out of graphs, and beside guesses."""
+the prefix cache, after a retraction, out of graphs, and beside guesses. `make test` has each model and each of these
+ways, `make thorough` each way of each model."""
 
 from __future__ import annotations
 
@@ -85,6 +86,7 @@ def check(model: Model, collector: Collector, prompts: list[list[int]]) -> None:
         torch.testing.assert_close(values.view(expected.shape), expected, atol=1e-4, rtol=1e-4, msg=f"request {i}")
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("options", "graphs"),
     [

@@ -35,7 +35,7 @@ from srt.managers.test_host_tier import (
     HostWorld,
     loads_by_layers_sometimes,
 )
-from srt.managers.test_random_schedules import GUESSES, PAGES, World, short_pauses
+from srt.managers.test_random_schedules import FEW_PROMPTS, GUESSES, PAGES, World, short_pauses
 from srt.models.harness import save_tiny
 
 TURNS = 13_000
@@ -267,6 +267,7 @@ def test_a_cell(cell: Cell, tmp_path: Path) -> None:
     save_tiny(KINDS[cell.kind].model, tmp_path, **KINDS[cell.kind].changes)
     with short_prefixes():
         world = world_of(cell.kind, tmp_path)
+        world.num_prompts = FEW_PROMPTS
         world.use_place(0)
         world.grow_tree()
         seen = play(world, cell, 25)

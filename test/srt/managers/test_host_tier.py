@@ -36,7 +36,7 @@ from sglang.srt.models.causal_lm import DecoderLayer
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request
-from srt.managers.test_random_schedules import Schedule, World, short_pauses
+from srt.managers.test_random_schedules import FEW_PROMPTS, Schedule, World, short_pauses
 from srt.models.harness import random_tokens, save_tiny
 
 
@@ -154,7 +154,8 @@ OPTIONS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
     [("mistral_windows", "right", 4, "write_through_selective"), ("qwen3_5", "half-right", 4, "write_back")],
 )
 def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_path: Path) -> None:
-    world = HostWorld(name, tmp_path, options={**OPTIONS, "hicache_write_policy": policy})
+    options = {**OPTIONS, "hicache_write_policy": policy}
+    world = HostWorld(name, tmp_path, options=options, num_prompts=FEW_PROMPTS)
     seen: Counter[str] = Counter()
     for seed in range(4):
         seen += schedules(world, guesses, page, range(seed, seed + 1))
@@ -163,15 +164,14 @@ def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_p
     raise AssertionError(seen)
 
 
-def _rank(rank: int, name: str, folder: Path, layouts: dict[str, int]) -> None:
-    """With pages of so many tokens in each layout, one after the other. What it is alone is known before the ranks
-    meet."""
+WRITE_THROUGH = {**OPTIONS, "hicache_write_policy": "write_through"}
+
+
+def _rank(rank: int, name: str, folder: Path, known: dict[str, Any], layouts: dict[str, int]) -> None:
+    """With pages of so many tokens in each layout, one after the other."""
     host_tier.LEAST_GAIN = 1
     with short_pauses():
-        world = HostWorld(name, folder, rank=rank, options={**OPTIONS, "hicache_write_policy": "write_through"})
-        world.grow_tree()
-        for ids in world.prompts:
-            world.alone(ids)
+        world = HostWorld(name, folder, rank=rank, options=WRITE_THROUGH, **known)
         for layout, page in layouts.items():
             world.ranks = (SHARED | SHARED_OUT)[layout]
             seen = schedules(world, "none", page, range(2))
@@ -186,8 +186,8 @@ SHARED_OUT = {"DCP2": RankLayout(2, dcp_size=2), "DCP2 x PP2": RankLayout(2, pp_
 
 def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
     """Where they share a pool of latents, and where each has its own for a share of the tokens."""
-    save_tiny("deepseek_v3", tmp_path)
-    run_ranks(_rank, ("deepseek_v3", tmp_path, {"TP2": 1, "DCP2": 4}), 2)
+    known = HostWorld("deepseek_v3", tmp_path, options=WRITE_THROUGH, num_prompts=FEW_PROMPTS).known()
+    run_ranks(_rank, ("deepseek_v3", tmp_path, known, {"TP2": 1, "DCP2": 4}), 2)
 
 
 # --- one thing at a time ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ fewer."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import some
 from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
@@ -207,26 +209,23 @@ def _rank(
     assert 2 in replayed, "steps with padding"
 
 
+Models = Callable[[str], tuple[str, Outcome]]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Outcome]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Where each is, and what one process makes of the schedule."""
-    folders = {"embedded": str(DEFAULT_MODEL_PATH)}
-    for name, (tiny, changes) in TINY_MODELS.items():
-        folder = tmp_path_factory.mktemp(tiny)
-        save_tiny(tiny, folder, **changes)
-        folders[name] = str(folder)
-    return {name: (folder, outcome(folder, ONE_RANK, 0, None)) for name, folder in folders.items()}
 
+    @functools.cache
+    def of(name: str) -> tuple[str, Outcome]:
+        folder = str(DEFAULT_MODEL_PATH)
+        if name in TINY_MODELS:
+            tiny, changes = TINY_MODELS[name]
+            folder = str(tmp_path_factory.mktemp(tiny))
+            save_tiny(tiny, Path(folder), **changes)
+        return folder, outcome(folder, ONE_RANK, 0, None)
 
-def test_the_schedule_has_what_it_is_for(models: dict[str, tuple[str, Outcome]]) -> None:
-    for name, (_, one) in models.items():
-        assert one.num_retracted > 0 and one.num_cached > 0, name
-        assert one.finishes["aborted"] == "abort" and 0 < len(one.tokens["aborted"]) < NEW_TOKENS, name
-        whole = {rid for rid, finish in one.finishes.items() if finish == "length"}
-        assert whole == {*PROMPTS} - {"aborted", "grammar", "sampled grammar"}, name
-        assert {len(one.tokens[rid]) for rid in whole} == {NEW_TOKENS}
-        assert len(one.logprobs) == 5 * NEW_TOKENS, name
-        assert one.tokens["plain"] == one.tokens["same prompt"], name
+    return of
 
 
 QUICK = {
@@ -236,6 +235,22 @@ QUICK = {
     "TP2 x PP2": ("experts",),
 }
 """What `make test` runs: each model in a layout. Other layouts have the same paths."""
+
+
+QUICK_GUESSES = {"TP2": ("states",), "PP2": ("latent", "windows")}
+IN_QUICK_CASES = {name for layouts in (QUICK, QUICK_GUESSES) for names in layouts.values() for name in names}
+
+
+@pytest.mark.parametrize("name", some([*TINY_MODELS, "embedded"], IN_QUICK_CASES))
+def test_the_schedule_has_what_it_is_for(name: str, models: Models) -> None:
+    _, one = models(name)
+    assert one.num_retracted > 0 and one.num_cached > 0
+    assert one.finishes["aborted"] == "abort" and 0 < len(one.tokens["aborted"]) < NEW_TOKENS
+    whole = {rid for rid, finish in one.finishes.items() if finish == "length"}
+    assert whole == {*PROMPTS} - {"aborted", "grammar", "sampled grammar"}
+    assert {len(one.tokens[rid]) for rid in whole} == {NEW_TOKENS}
+    assert len(one.logprobs) == 5 * NEW_TOKENS
+    assert one.tokens["plain"] == one.tokens["same prompt"]
 
 
 def of_layouts(
@@ -252,13 +267,13 @@ def of_layouts(
 
 @of_layouts(LAYOUTS, QUICK)
 def test_ranks_give_the_tokens_of_one_process(
-    layout: str, names: tuple[str, ...], models: dict[str, tuple[str, Outcome]], tmp_path: Path
+    layout: str, names: tuple[str, ...], models: Models, tmp_path: Path
 ) -> None:
     ranks, _ = LAYOUTS[layout]
-    folders = {name: models[name][0] for name in names}
+    folders = {name: models(name)[0] for name in names}
     run_ranks(_rank, (ranks, folders, tmp_path, {}), ranks.world_size)
     for name in names:
-        one = models[name][1]
+        one = models(name)[1]
         every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
         for rank, got in enumerate(Outcome(**outcome) for outcome in every):
             assert got == (Outcome(**every[0]) if ranks.pp_size > 1 else one), f"{name}, rank {rank}"
@@ -275,18 +290,17 @@ GUESSING = {
     "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
-QUICK_GUESSES = {"TP2": ("states",), "PP2": ("latent", "windows")}
 
 
 @of_layouts(GUESSING, QUICK_GUESSES)
 def test_guesses_change_no_token_of_several_ranks(
-    layout: str, names: tuple[str, ...], models: dict[str, tuple[str, Outcome]], tmp_path: Path
+    layout: str, names: tuple[str, ...], models: Models, tmp_path: Path
 ) -> None:
     ranks, _ = GUESSING[layout]
-    known = {name: models[name][1].tokens for name in names}
-    run_ranks(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path, known), ranks.world_size)
+    known = {name: models(name)[1].tokens for name in names}
+    run_ranks(_rank, (ranks, {name: models(name)[0] for name in names}, tmp_path, known), ranks.world_size)
     for name in names:
-        one = models[name][1]
+        one = models(name)[1]
         every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
         for rank, got in enumerate(Outcome(**outcome) for outcome in every):
             assert got == Outcome(**every[0]), f"{name}, rank {rank}"

@@ -39,6 +39,9 @@ GUESSES = {"none": None, "right": 0, "wrong": 1, "half-right": 2}
 PAGES = (1, 4, 16)
 COMBINATIONS = len(MODELS) * len(GUESSES) * len(PAGES)
 OUTPUT, TRUNK = 40, 64
+NUM_PROMPTS, FEW_PROMPTS = 30, 12
+"""In a tree of conversations, and in one of the schedules that `make test` runs: what each gets alone takes longer to
+compute than these."""
 REQUESTS, POOL = 4, 176
 """Room for little more than one long request: they push each other's prefixes out, and each other back to the queue."""
 GARBAGE, GARBAGE_BYTE = 1e3, 0x7E
@@ -60,6 +63,7 @@ class World:
     """More arguments of the server."""
     whole: int = 1
     """The smallest page that holds whole entries of every cache."""
+    num_prompts: int = NUM_PROMPTS
     prompts: list[list[int]] = field(default_factory=list)
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     runners: dict[tuple[int, str, RankLayout], tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
@@ -103,11 +107,18 @@ class World:
             save_tiny(self.name, self.folder)
             self.grow_tree()
 
-    def grow_tree(self, count: int = 30) -> None:
+    def known(self) -> dict[str, Any]:
+        """What ranks take over: the prompts, and what each gets alone, which is computed once and before they meet."""
+        self.prepare()
+        for ids in self.prompts:
+            self.alone(ids)
+        return {"prompts": self.prompts, "outputs": self.outputs}
+
+    def grow_tree(self) -> None:
         """Two trunks; prompts leave them at every depth, go on from an output, or are a trunk's beginning."""
         rng = random.Random(0)
         trunks = [random_tokens(TRUNK, seed) for seed in (1, 2)]
-        for i in range(count):
+        for i in range(self.num_prompts):
             ids = rng.choice(trunks)[: rng.randrange(1, TRUNK + 1)]
             if i % 3 == 1 and self.prompts:
                 earlier = rng.choice(self.prompts)
@@ -232,6 +243,12 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
         yield [World(name, tmp_path_factory.mktemp(name)) for name in MODELS]
 
 
+@pytest.fixture(scope="module")
+def small_worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
+    with short_pauses():
+        yield [World(name, tmp_path_factory.mktemp(name), num_prompts=FEW_PROMPTS) for name in MODELS]
+
+
 @dataclass
 class Report:
     seen: Counter[str] = field(default_factory=Counter)
@@ -259,12 +276,12 @@ def schedules(worlds: list[World], seeds: range) -> Report:
     return report
 
 
-def test_random_schedules(worlds: list[World]) -> None:
+def test_random_schedules(small_worlds: list[World]) -> None:
     """Of four models with another kind of guesses each, so that few are loaded, and pages of two sizes."""
     report = Report()
     firsts = (0, 24, 51, 78)  # "qwen3" none, "mistral_windows" right, "qwen3_5" wrong, "nemotron_h" half-right
     for first, pages in zip(firsts, ((0, 2), (1, 3), (0, 2), (1, 3)), strict=True):
-        part = schedules(worlds, range(first + pages[0], first + pages[1]))
+        part = schedules(small_worlds, range(first + pages[0], first + pages[1]))
         report.seen += part.seen
         for page, depths in part.hits.items():
             report.hits[page] += depths
@@ -285,13 +302,18 @@ def test_a_thousand_random_schedules(worlds: list[World], part: int, capsys: pyt
     assert len(report.hits[1]) > 20 and len(report.hits[4]) > 8 and len(report.hits[16]) > 3
 
 
-def _stage(rank: int, name: str, folder: Path, guesses: list[str], pages: tuple[int, ...], num_schedules: int) -> None:
+def _stage(
+    rank: int,
+    name: str,
+    folder: Path,
+    known: dict[str, Any],
+    guesses: list[str],
+    pages: tuple[int, ...],
+    num_schedules: int,
+) -> None:
     """One group of ranks after the other: there can be one at a time."""
     with short_pauses():
-        world = World(name, folder, RankLayout(pp_size=2), rank)
-        world.grow_tree()
-        for ids in world.prompts:
-            world.alone(ids)
+        world = World(name, folder, RankLayout(pp_size=2), rank, **known)
         for kind in guesses:
             for page in pages:
                 for seed in range(num_schedules):
@@ -301,8 +323,9 @@ def _stage(rank: int, name: str, folder: Path, guesses: list[str], pages: tuple[
 
 @pytest.mark.parametrize("name", ["qwen3_5"])
 def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
-    run_ranks(_stage, (name, tmp_path, ["half-right"], (4,), 1), 2)
+    with short_pauses():
+        known = World(name, tmp_path, num_prompts=FEW_PROMPTS).known()
+    run_ranks(_stage, (name, tmp_path, known, ["half-right"], (4,), 1), 2)
 
 
 @pytest.mark.slow
@@ -310,23 +333,26 @@ def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_many_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
-    run_ranks(_stage, (name, tmp_path, list(GUESSES), PAGES, 4), 2)
+    with short_pauses():
+        known = World(name, tmp_path).known()
+    run_ranks(_stage, (name, tmp_path, known, list(GUESSES), PAGES, 4), 2)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_hit_at_every_depth(worlds: list[World], page: int) -> None:
-    """Of a trunk: its beginning first, then a prompt that leaves it there."""
-    world = worlds[MODELS.index("qwen3_5")]
+def test_a_hit_at_every_depth(small_worlds: list[World], page: int) -> None:
+    """Of a trunk, beyond several units of pauses and two of the largest pages: its beginning first, then a prompt that
+    leaves it there."""
+    world = small_worlds[MODELS.index("qwen3_5")]
     world.prepare()
     args, runner = world.runner(page, "none")
     trunk = random_tokens(TRUNK, seed=7)
-    for depth in range(page, TRUNK, page):
+    outputs = {"begins": 1, "leaves": 3}
+    for depth in range(page, 41, page):
         scheduler, collector = Scheduler(args, runner, StopChecker(None)), Collector()
         prompts = {"begins": trunk[: depth + page - 1], "leaves": [*trunk[:depth], 5, 6, 7]}
         for rid, ids in prompts.items():
-            add(scheduler, request(rid, ids, 3, temperature=0.0, ignore_eos=True))
+            add(scheduler, request(rid, ids, outputs[rid], temperature=0.0, ignore_eos=True))
             run_to_end(scheduler, collector)
-            assert collector.tokens[rid] == world.alone(ids, 3), (rid, depth)
+            assert collector.tokens[rid] == world.alone(ids, outputs[rid]), (rid, depth)
         assert scheduler.stats._cached == depth
         assert_clean(scheduler)

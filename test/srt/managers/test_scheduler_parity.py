@@ -35,8 +35,11 @@ class Reference:
         self.model = save_tiny(name, folder)
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 
-    def greedy(self, ids: list[int]) -> list[int]:
+    def greedy(self, ids: list[int], answer: list[int] | None = None) -> list[int]:
+        """answer: ours. One pass shows whether each of its tokens is the likeliest behind those before it."""
         key = tuple(ids)
+        if key not in self._outputs and answer and len(answer) == NEW_TOKENS and self._continues(ids, answer):
+            self._outputs[key] = answer
         if key not in self._outputs:
             with torch.inference_mode():
                 out = self.model.generate(
@@ -44,6 +47,11 @@ class Reference:
                 )
             self._outputs[key] = out[0, len(ids) :].tolist()
         return self._outputs[key]
+
+    def _continues(self, ids: list[int], answer: list[int]) -> bool:
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([ids + answer])).logits[0]
+        return logits[len(ids) - 1 : -1].argmax(-1).tolist() == answer
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -80,7 +88,8 @@ def check(reference: Reference, scheduler: Scheduler, prompts: list[list[int]]) 
         add(scheduler, request(f"r{i}", ids, NEW_TOKENS, temperature=0.0, ignore_eos=True))
     run_to_end(scheduler, collector)
     for i, ids in enumerate(prompts):
-        assert collector.tokens[f"r{i}"] == reference.greedy(ids), f"prompt {i}"
+        answer = collector.tokens[f"r{i}"]
+        assert answer == reference.greedy(ids, answer), f"prompt {i}"
     assert_clean(scheduler)
     return collector
 

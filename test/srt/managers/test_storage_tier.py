@@ -51,7 +51,7 @@ from srt.managers.test_host_tier import (
     Server,
     loads_by_layers_sometimes,
 )
-from srt.managers.test_random_schedules import GARBAGE, GUESSES, PAGES, short_pauses
+from srt.managers.test_random_schedules import FEW_PROMPTS, GARBAGE, GUESSES, PAGES, short_pauses
 from srt.models.harness import random_tokens, save_tiny
 
 STORAGE = {
@@ -206,7 +206,8 @@ EXTRA = {"hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}'}
     [("mistral_windows", "none", 4, "wait_complete"), ("qwen3_5", "half-right", 4, "timeout")],
 )
 def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_path: Path) -> None:
-    world = StorageWorld(name, tmp_path, options={**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy})
+    options = {**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy}
+    world = StorageWorld(name, tmp_path, options=options, num_prompts=FEW_PROMPTS)
     seen: Counter[str] = Counter()
     for seed in range(24):  # threads decide what is read
         seen += schedules(world, guesses, page, range(seed, seed + 1))

@@ -219,8 +219,10 @@ def played(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) ->
     return tokens
 
 
-def some_of(tried: list[Case]) -> list[Case]:
-    """With each of what decodes, what computes prompts, long ones, and graphs that occurs in all."""
+def some_of(tried: list[Case], left_out: str = "") -> list[Case]:
+    """With each of what decodes, what computes prompts, long ones, and graphs that occurs in all. left_out: a kind of
+    graphs."""
+    tried = [case for case in tried if case.graphs != left_out]
     chosen = covering([(case.decode, case.extend, case.graphs, str(case.long_prompts)) for case in tried], 1)
     return [tried[i] for i in sorted(chosen)]
 

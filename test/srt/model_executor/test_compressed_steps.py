@@ -43,6 +43,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> list[list[int]]:
+    """To the prompts, without guesses."""
+    return run(plain(server_args(folder)), prompts())
+
+
 def server_args(folder: Path, **options: Any) -> ServerArgs:
     return ServerArgs.from_kwargs(
         model_path=str(folder), skip_tokenizer_init=True,
@@ -70,9 +76,8 @@ def plain(args: ServerArgs) -> Scheduler:
 @pytest.mark.parametrize(
     ("spoil_every", "graphs"), [(1, False), (2, False), (3, False), (4, False), (3, True), (0, False)]
 )
-def test_guesses_are_taken_back(spoil_every: int, graphs: bool, folder: Path) -> None:
-    args = server_args(folder)
-    want = run(plain(args), prompts())
+def test_guesses_are_taken_back(spoil_every: int, graphs: bool, folder: Path, answers: list[list[int]]) -> None:
+    args, want = server_args(folder), answers
     outputs = {tuple(ids): tokens for ids, tokens in zip(prompts(), want, strict=True)}
     scheduler = verifying_scheduler(args, KnownTexts(4, spoil_every), outputs)
     with contextlib.ExitStack() as stack:

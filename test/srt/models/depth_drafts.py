@@ -140,7 +140,8 @@ def build_depths(name: str, folder: Path) -> DepthReference:
         key: [*changes[key], *[value] * DEPTHS] for key, value in form.lists.items() if key in changes
     }
     whole, target = hf_model(name, num_hidden_layers=total + DEPTHS, **more, **form.more), hf_model(name)
-    target.load_state_dict({k: v for k, v in whole.state_dict().items() if k in target.state_dict()})
+    weights = whole.state_dict()
+    target.load_state_dict({key: weights[key] for key in target.state_dict()})
     getattr(whole, "whole", whole).save_pretrained(folder / "whole")
     getattr(target, "whole", target).save_pretrained(folder)
     tensors, stored = load_file(folder / "whole" / "model.safetensors"), {}

@@ -786,6 +786,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FURTHER_FORMS = (
+    "qwen3_tied_bias", "qwen3_windows_only", "qwen3_moe_mixed", "llama_bias_llama3", "deepseek_v2_lite",
+    "deepseek_v32_selects_all", "mistral", "gemma3_capped", "gemma4_moe", "nemotron_h_latent", "glm5_next",
+    "deepseek_v4", "qwen4_exp",
+)  # fmt: skip
+"""Of families that have another one, with the same kinds of caches."""
 OF_WRAPPERS: dict[str, dict[str, int]] = {"MuseGlimmerConfig": {"out_hidden_size": 64, "projector_hidden_size": 40}}
 """What configs of these classes have beside a text and a tower."""
 PLACEHOLDERS = {"image_token_id": VOCAB, "video_token_id": VOCAB + 1}

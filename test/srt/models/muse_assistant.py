@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from .draft_references import Target
 from .harness import SIZES
+
+if TYPE_CHECKING:
+    from transformers import MuseGlimmerAssistantModel
 
 BLOCK, WINDOW = 5, 12
 KEYS: dict[str, Any] = {
@@ -36,6 +38,9 @@ KEYS: dict[str, Any] = {
 
 def save_assistant(folder: Path, **keys: Any) -> MuseGlimmerAssistantModel:
     """Saves one as transformers does, every weight of which is random."""
+    # Slow, and ranks of tests with it do not need it.
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
     torch.manual_seed(5)
     model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**KEYS | keys)).eval()
     with torch.no_grad():

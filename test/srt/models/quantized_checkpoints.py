@@ -3,7 +3,10 @@ codes and scales stand for, in fp32."""
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,14 +272,23 @@ def join_experts(tensors: Tensors, columns_first: bool = False) -> None:
             tensors[prefix + name] = joined.transpose(1, 2 if columns_first else 1).contiguous()
 
 
+@functools.lru_cache(maxsize=8)
+def _saved_once(name: str, more: str) -> tuple[tempfile.TemporaryDirectory[str], Tensors]:
+    """The files of a tiny model, and its tensors: tests of many forms begin with the same one. more: as JSON."""
+    folder = tempfile.TemporaryDirectory()
+    save_tiny(name, Path(folder.name), **json.loads(more))
+    return folder, load_file(Path(folder.name) / "model.safetensors")
+
+
 def save_quantized(
     name: str, form: Form, folder: Path, keep: tuple[str, ...] = (), experts_apart: bool = False, **more: Any
 ) -> Path:
     """The tiny model `name` in `form` in `folder`/quantized, and what it stands for in `folder`/reference, which is
     returned. Modules whose names contain one of `keep` stay as they are. `experts_apart`: they are one tensor in the
     reference, and quantized one by one. `more`: as of `save_tiny`."""
-    save_tiny(name, folder / "reference", **more)
-    tensors = load_file(folder / "reference" / "model.safetensors")
+    saved, whole = _saved_once(name, json.dumps(more, sort_keys=True))
+    shutil.copytree(saved.name, folder / "reference", ignore=lambda *_: ["model.safetensors"], dirs_exist_ok=True)
+    tensors = dict(whole)
     columns_first = name.startswith("llama4")
     if experts_apart:
         split_experts(tensors, columns_first)

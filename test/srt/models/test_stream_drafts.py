@@ -61,7 +61,8 @@ def build(folder: Path) -> StreamedMtp:
     kinds = TINY["qwen4_exp"][1]["layer_types"]
     whole = hf_model("qwen4_exp", **KEYS, num_hidden_layers=5, layer_types=[*kinds, "qwen_sparse_attention"])
     target, other = hf_model("qwen4_exp", **KEYS), hf_model("qwen4_exp", seed=5, **KEYS)
-    target.load_state_dict({k: v for k, v in whole.state_dict().items() if k in target.state_dict()})
+    weights = whole.state_dict()
+    target.load_state_dict({key: weights[key] for key in target.state_dict()})
     whole.save_pretrained(folder / "whole")
     target.save_pretrained(folder)
     at = "model.layers.4."

@@ -1,8 +1,14 @@
-"""Several ranks over gloo compute what one rank computes, for every family, whatever they share."""
+"""Several ranks over gloo compute what one rank computes, for every family, whatever they share.
+
+`make test` has each family on two ranks, and in other layouts one of each kind of attention, and of each way to route
+tokens to experts. `make thorough` has every form in each."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +19,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.ranks import RankLayout
 
-from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
+from .harness import FURTHER_FORMS, TINY, TinyRunner, plan_for, random_tokens, save_tiny
 
 TOKENS = random_tokens(30, seed=1)
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -32,6 +38,12 @@ FEW_KEY_HEADS = tuple(name for name in NAMES if TINY[name][1].get("linear_num_ke
 TWO_OUTPUT_GROUPS = tuple(name for name in TINY if TINY[name][1].get("o_groups") == 2)
 """Whose grouped output projections two ranks share at most."""
 FOR_FOUR = tuple(name for name in NAMES if name not in (*FEW_KEY_HEADS, *TWO_OUTPUT_GROUPS))
+QUICK_ON_FOUR = ("qwen3", "qwen3_moe", "minimax_m3", "mimo_v2", "llama4", "inkling", "nemotron_h", "kimi_linear")
+"""Latents, sinks, and norms over all heads are on four ranks where these have experts of their own."""
+QUICK_EXPERTS = (
+    "qwen3_moe", "qwen3_next", "deepseek_v3", "minimax_m3", "gpt_oss", "llama4", "inkling", "step3p7", "nemotron_h",
+    "gemma4_moe", "deepseek_v4_small", "qwen4_exp_small",
+)  # fmt: skip
 
 
 def _steps(runner: TinyRunner) -> torch.Tensor:
@@ -53,46 +65,58 @@ def _rank(rank: int, ranks: RankLayout, folder: Path, names: tuple[str, ...]) ->
     parallel_state.shutdown()
 
 
+Models = Callable[[str], tuple[Path, torch.Tensor]]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """All of them on disk, and what one rank computes."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Where each is, and what one rank computes."""
     folder = tmp_path_factory.mktemp("models")
-    for name in NAMES:
-        save_tiny(name, folder / name)
-    for name, (family, changes) in UNEVEN.items():
+
+    @functools.cache
+    def of(name: str) -> tuple[Path, torch.Tensor]:
+        family, changes = UNEVEN.get(name, (name, {}))
         save_tiny(family, folder / name, **changes)
-    return folder, {name: _steps(TinyRunner(plan_for(folder / name))) for name in (*NAMES, *UNEVEN)}
+        return folder / name, _steps(TinyRunner(plan_for(folder / name)))
+
+    return of
+
+
+def parts(ranks: RankLayout, names: tuple[str, ...], quick: tuple[str, ...], id: str) -> list[Any]:
+    """Those of `make test`, and the others."""
+    others = tuple(name for name in names if name not in quick)
+    return [
+        pytest.param(ranks, quick, id=id),
+        pytest.param(ranks, others, id=f"{id}, others", marks=pytest.mark.thorough),
+    ]
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (RankLayout(2), NAMES),
-        (RankLayout(3), ("qwen3_tied_bias", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe", *UNEVEN)),
-        (RankLayout(4), FOR_FOUR[::2]),
-        pytest.param(RankLayout(4), FOR_FOUR[1::2], marks=pytest.mark.thorough),
-        (RankLayout(2, 2), WITH_EXPERTS),
-        (RankLayout(4, 2), ("glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss")),
+        *parts(RankLayout(2), NAMES, tuple(name for name in NAMES if name not in FURTHER_FORMS), "TP2"),
+        pytest.param(
+            RankLayout(3), ("qwen3_tied_bias", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe", *UNEVEN), id="TP3"
+        ),
+        *parts(RankLayout(4), FOR_FOUR, QUICK_ON_FOUR, "TP4"),
+        *parts(RankLayout(2, 2), WITH_EXPERTS, QUICK_EXPERTS, "EP2"),
+        pytest.param(RankLayout(4, 2), ("glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss"), id="EP2 x TP2"),
     ],
-    ids=["TP2", "TP3", "TP4", "TP4, others", "EP2", "EP2 x TP2"],
 )
-def test_ranks_agree_with_one_rank(
-    ranks: RankLayout, names: tuple[str, ...], models: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    folder, wanted = models
+def test_ranks_agree_with_one_rank(ranks: RankLayout, names: tuple[str, ...], models: Models, tmp_path: Path) -> None:
     for name in names:
-        (tmp_path / name).symlink_to(folder / name)
+        (tmp_path / name).symlink_to(models(name)[0])
     run_ranks(_rank, (ranks, tmp_path, names), ranks.tp_size)
     for name in names:
         for rank in range(ranks.tp_size):
             got = torch.load(tmp_path / f"{name}{rank}.pt")
             torch.testing.assert_close(
-                got, wanted[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+                got, models(name)[1], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
 
 
 @pytest.mark.parametrize("name", TWO_KEY_HEADS)
-def test_ranks_without_a_key_head_are_refused(name: str, models: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_ranks_without_a_key_head_are_refused(name: str, models: Models) -> None:
     problem = "2 key heads of gated delta nets; what works: --tp-size 2 --pp-size 2 or .* --tp-size 1, 2"
     with pytest.raises(UserError, match=problem):
-        check_layout(plan_for(models[0] / name).description, RankLayout(4))
+        check_layout(plan_for(models(name)[0]).description, RankLayout(4))

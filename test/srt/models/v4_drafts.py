@@ -133,7 +133,8 @@ def save_v4(folder: Path, dspark: bool, name: str = TARGET, **keys: Any) -> V4Dr
     count = changes["num_hidden_layers"]
     more = {"num_hidden_layers": count + stages, "compress_ratios": [*changes["compress_ratios"], *[0] * stages]}
     whole, target = hf_model(name, **more), hf_model(name)
-    target.load_state_dict({k: v for k, v in whole.state_dict().items() if k in target.state_dict()})
+    weights = whole.state_dict()
+    target.load_state_dict({key: weights[key] for key in target.state_dict()})
     for model, where in ((whole, folder / "whole"), (target, folder)):
         model.save_pretrained(where)
         as_published_v4(where, changes)
