@@ -15,11 +15,11 @@ def test_the_files_of_the_table_exist() -> None:
 
 def test_long_files_come_first_and_the_rest_stays_in_order() -> None:
     longest, second = sorted(SECONDS, key=lambda name: -SECONDS[name])[:2]
-    names = ["test_names.py", second, "test_cli.py", longest]
+    names = ["test_names.py", second, "test_order.py", longest]
     items: Any = [SimpleNamespace(path=Path(HERE / name), name=i) for name in names for i in range(2)]
     long_files_first(items)
     files = [str(item.path.relative_to(HERE)) for item in items]
-    assert files[::2] == files[1::2] == [longest, second, "test_names.py", "test_cli.py"]
+    assert files[::2] == files[1::2] == [longest, second, "test_names.py", "test_order.py"]
     assert [item.name for item in items] == [0, 1] * 4
 
 
