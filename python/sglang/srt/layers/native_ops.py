@@ -557,10 +557,10 @@ def fused_moe(
             y = product(gated(product(x, w13, expert), activation), w2, expert)
             out += y.float() * scales[places[0]]
             continue
-        place = torch.tensor(places, device=x.device)
-        token = place // topk_ids.shape[1]
+        chosen_by = torch.tensor(places, device=x.device)
+        token = chosen_by // topk_ids.shape[1]
         y = product(gated(product(x[token], w13, expert), activation), w2, expert)
-        out.index_add_(0, token, y.float() * scales[place, None])
+        out.index_add_(0, token, y.float() * scales[chosen_by, None])
     return out.to(x.dtype)
 
 
