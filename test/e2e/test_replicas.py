@@ -110,10 +110,14 @@ def processes_below(pid: int) -> list[int]:
     ]
 
 
-def children(server: LiveServer, names: Sequence[str] = processes(RankLayout())) -> dict[str, int]:
-    """Returns their process ids by name."""
-    (fork_server,) = processes_below(server.process.pid)
-    spawned = processes_below(fork_server)
+def children(server: LiveServer, names: Sequence[str] = processes(RankLayout()), fresh: bool = False) -> dict[str, int]:
+    """Returns their process ids by name. fresh: they were spawned."""
+    spawned = processes_below(server.process.pid)
+    if fresh:
+        spawned = [pid for pid in spawned if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    else:
+        (fork_server,) = spawned
+        spawned = processes_below(fork_server)
     spawned.sort(key=lambda child: int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[19]))
     return dict(zip(names, spawned, strict=True))
 
@@ -302,8 +306,9 @@ def test_a_rank_that_dies_inside_a_half_takes_its_replica_down(
 ) -> None:
     """The other replica computes the next prompt, also in halves."""
     armed = dies_inside(half, rank, tmp_path, monkeypatch)
-    with live_server(*layout.split(), *HALVES, "--watchdog-timeout", "4", *FLAGS) as server:
-        pids = children(server, processes(LAYOUTS[layout]))
+    flags = (*layout.split(), *HALVES, "--watchdog-timeout", "4", *FLAGS)
+    with live_server(*flags, fresh=True) as server:  # Python runs what arms a rank when a process starts
+        pids = children(server, processes(LAYOUTS[layout]), fresh=True)
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
             armed.touch()
             body = {"input_ids": PROMPT, "sampling_params": greedy(2)}
