@@ -988,47 +988,43 @@ def _quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
             part(vocab, hidden, False, SCHEMES[name], False, arch, torch.float32)
 
 
+def _of_a_weight(launch: Callable[..., None]) -> Callable[..., None]:
+    """`launch` with a weight of these sizes, its bias, the sizes for which tiles are chosen, and the type of what it
+    computes; nothing where the scheme has no such weight."""
+
+    def part(
+        rows: int, cols: int, bias: bool, scheme: Scheme, static: bool, arch: ArchTraits, out: torch.dtype = BF16
+    ) -> None:
+        weight = linear_weight(rows, cols, scheme, static)
+        if weight is not None:
+            launch(_packed(weight, arch), empty(rows) if bias else None, (rows, cols, bias), out)
+
+    return part
+
+
+@_of_a_weight
 def _products(
-    rows: int,
-    cols: int,
-    bias: bool,
-    scheme: Scheme,
-    static: bool,
-    arch: ArchTraits,
-    out: torch.dtype = BF16,
+    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     """For as many rows of x as a row of the table is for."""
-    weight = linear_weight(rows, cols, scheme, static)
-    if weight is None:
-        return
-    held, own_bias = _packed(weight, arch), empty(rows) if bias else None
-    bands = linear_tiles.bands_of(scheme, (rows, cols, bias), arch)
+    bands = linear_tiles.bands_of(weight.weight.scheme, sizes, weight.arch)
     for tokens in (1, linear_tiles.FEW_ROWS):
-        quant_linear.few_rows(empty(tokens, cols), held, band_of(bands, tokens).tiles[0], own_bias, out)
-    tiles = _linear_tiles(held, arch)
+        quant_linear.few_rows(empty(tokens, sizes[1]), weight, band_of(bands, tokens).tiles[0], bias, out)
+    tiles = _linear_tiles(weight)
     for tokens in tiles:
-        quant_linear.many_rows(empty(tokens, cols), held, band_of(bands, tokens).tiles[0], own_bias, out)
-    last_resort = linear_tiles.last_resort(held.product.kind)
-    quant_linear.many_rows(empty(min(tiles), cols), held, last_resort, own_bias, out)
+        quant_linear.many_rows(empty(tokens, sizes[1]), weight, band_of(bands, tokens).tiles[0], bias, out)
+    last_resort = linear_tiles.last_resort(weight.product.kind)
+    quant_linear.many_rows(empty(min(tiles), sizes[1]), weight, last_resort, bias, out)
 
 
+@_of_a_weight
 def _tall_products(
-    rows: int,
-    cols: int,
-    bias: bool,
-    scheme: Scheme,
-    static: bool,
-    arch: ArchTraits,
-    out: torch.dtype = BF16,
+    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     """With every tile, stepped down to, for many rows of x: so many that columns are not split."""
-    weight = linear_weight(rows, cols, scheme, static)
-    if weight is None:
-        return
-    held, own_bias = _packed(weight, arch), empty(rows) if bias else None
     with patch.object(quant_linear, "operand", each_once(quant_linear.operand)):
-        for tile in (*_linear_tiles(held, arch).values(), linear_tiles.last_resort(held.product.kind)):
-            quant_linear.many_rows(empty(MANY, cols), held, tile, own_bias, out)
+        for tile in (*_linear_tiles(weight).values(), linear_tiles.last_resort(weight.product.kind)):
+            quant_linear.many_rows(empty(MANY, sizes[1]), weight, tile, bias, out)
 
 
 def _packed(weight: LinearWeight, arch: ArchTraits) -> quant_linear.PackedWeight:
@@ -1037,9 +1033,9 @@ def _packed(weight: LinearWeight, arch: ArchTraits) -> quant_linear.PackedWeight
         return quant_linear.pack(weight, arch)
 
 
-def _linear_tiles(weight: quant_linear.PackedWeight, arch: ArchTraits) -> dict[int, Tile]:
+def _linear_tiles(weight: quant_linear.PackedWeight) -> dict[int, Tile]:
     """By the most rows of x that the table has them for."""
-    rows = linear_tiles.tile_rows(weight.product.kind, arch.features)
+    rows = linear_tiles.tile_rows(weight.product.kind, weight.arch.features)
     return {int(min(row.max_rows, MANY)): row.tile for row in rows}
 
 
