@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .draft_references import Target
-from .harness import SIZES, TINY, hf_model
+from .harness import SIZES, TINY, hf_model, share_weights
 
 Tensors = dict[str, Tensor]
 DEPTHS = 3
@@ -140,8 +140,7 @@ def build_depths(name: str, folder: Path) -> DepthReference:
         key: [*changes[key], *[value] * DEPTHS] for key, value in form.lists.items() if key in changes
     }
     whole, target = hf_model(name, num_hidden_layers=total + DEPTHS, **more, **form.more), hf_model(name)
-    weights = whole.state_dict()
-    target.load_state_dict({key: weights[key] for key in target.state_dict()})
+    share_weights(whole, target)
     getattr(whole, "whole", whole).save_pretrained(folder / "whole")
     getattr(target, "whole", target).save_pretrained(folder)
     tensors, stored = load_file(folder / "whole" / "model.safetensors"), {}

@@ -825,6 +825,12 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     return text_half(model)
 
 
+def share_weights(whole: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Gives `target` those of `whole`, which has layers behind the same first ones: a draft's."""
+    weights = whole.state_dict()
+    target.load_state_dict({key: weights[key] for key in target.state_dict()})
+
+
 def text_half(model: PreTrainedModel) -> PreTrainedModel:
     """The model, or of Inkling's the class of its text alone, with the same parameters: that of text and images norms
     embeddings twice in transformers 5.17. `whole` of it is what has a checkpoint."""

@@ -19,7 +19,18 @@ from sglang.srt.errors import UserError
 
 from .draft_harness import DraftRunner, check_proposals, plan_with_draft
 from .draft_references import Target, chain
-from .harness import DSA, SIZES, TINY, ZERO_CENTRED, TinyRunner, hf_model, plan_for, random_tokens, save_tiny
+from .harness import (
+    DSA,
+    SIZES,
+    TINY,
+    ZERO_CENTRED,
+    TinyRunner,
+    hf_model,
+    plan_for,
+    random_tokens,
+    save_tiny,
+    share_weights,
+)
 
 Tensors = dict[str, Tensor]
 HIDDEN = SIZES["hidden_size"]
@@ -175,8 +186,7 @@ def build(name: str, folder: Path, form: Published | None = None) -> Mtp:
     more |= {key: [*changes[key], *values] for key, values in form.lists.items() if key in changes}
     whole = hf_model(name, **more)
     target = hf_model(name)
-    weights = whole.state_dict()
-    target.load_state_dict({key: weights[key] for key in target.state_dict()})
+    share_weights(whole, target)
     whole.save_pretrained(folder / "whole")
     target.save_pretrained(folder)
     tensors, prefix = load_file(folder / "whole" / "model.safetensors"), _layer_prefix(folder)

@@ -19,7 +19,7 @@ from sglang.srt.plan.mixers import GQA
 
 from .draft_harness import DraftRunner, check_proposals, plan_with_draft
 from .draft_references import Target, chain
-from .harness import TINY, hf_model, random_tokens
+from .harness import TINY, hf_model, random_tokens, share_weights
 
 KEYS = {"indexer_budget": 256}
 """The draft attends to all tokens, as its layer would that selects so many."""
@@ -61,8 +61,7 @@ def build(folder: Path) -> StreamedMtp:
     kinds = TINY["qwen4_exp"][1]["layer_types"]
     whole = hf_model("qwen4_exp", **KEYS, num_hidden_layers=5, layer_types=[*kinds, "qwen_sparse_attention"])
     target, other = hf_model("qwen4_exp", **KEYS), hf_model("qwen4_exp", seed=5, **KEYS)
-    weights = whole.state_dict()
-    target.load_state_dict({key: weights[key] for key in target.state_dict()})
+    share_weights(whole, target)
     whole.save_pretrained(folder / "whole")
     target.save_pretrained(folder)
     at = "model.layers.4."

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .draft_references import Target, chain, confidences, markov_bias, rms
-from .harness import SIZES, TINY, as_published_v4, hf_model
+from .harness import SIZES, TINY, as_published_v4, hf_model, share_weights
 
 Tensors = dict[str, Tensor]
 TARGET, STAGES, RANK, BLOCK = "deepseek_v4_small", 3, 12, 5
@@ -133,8 +133,7 @@ def save_v4(folder: Path, dspark: bool, name: str = TARGET, **keys: Any) -> V4Dr
     count = changes["num_hidden_layers"]
     more = {"num_hidden_layers": count + stages, "compress_ratios": [*changes["compress_ratios"], *[0] * stages]}
     whole, target = hf_model(name, **more), hf_model(name)
-    weights = whole.state_dict()
-    target.load_state_dict({key: weights[key] for key in target.state_dict()})
+    share_weights(whole, target)
     for model, where in ((whole, folder / "whole"), (target, folder)):
         model.save_pretrained(where)
         as_published_v4(where, changes)
