@@ -15,7 +15,6 @@ each other. Prints a row for each case, writes its log to DIR, and exits with 1 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -59,7 +58,7 @@ SANITIZER_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 
 @dataclass(frozen=True)
 class Case:
-    """config: of a published model; empty: the embedded model."""
+    """config: of a published model; empty: the embedded model. A published command has its flags by its name."""
 
     name: str
     config: str
@@ -116,12 +115,11 @@ def recipe_cases() -> Iterator[Case]:
 
 
 def published_cases() -> Iterator[Case]:
-    with (ROOT / "test" / "commands" / "published.tsv").open() as lines:
-        for row in csv.DictReader(lines, delimiter="\t"):
-            words = shlex.split(row["flags"])
-            elsewhere = {"--speculative-draft-model-path", "--gpu-memory-utilization"} & set(words)
-            if row["config"] != "-" and not elsewhere:
-                yield Case(row["id"], row["config"], on_one_gpu(words))
+    from commands.published import COMMANDS, NOT_SERVED
+
+    for name, row in COMMANDS.items():
+        if row["config"] != "-" and name not in NOT_SERVED and "--gpu-memory-utilization" not in row["flags"]:
+            yield Case(name, row["config"])
 
 
 def drafts_for_itself(config: str) -> bool:
@@ -136,14 +134,20 @@ def drafts_for_itself(config: str) -> bool:
 
 def command_flags(case: Case, folder: Path) -> list[str]:
     """Returns the flags of the server: the model's directory, which is written, and the case's own."""
-    if not case.config:
-        return ["--max-total-tokens", str(CACHE_TOKENS), *case.flags]
     from commands.configs import checkpoint
     from commands.cut import write_cut
+    from commands.published import COMMANDS, words_of
 
+    from sglang.cli import with_model
+
+    tokens = ("--max-total-tokens", str(CACHE_TOKENS))
+    if not case.config:
+        return with_model([*tokens, *case.flags])
     model = write_cut(checkpoint(case.config, folder / "published"), folder / "cut")
-    fixed = ["--model-path", str(model), "--load-format", "dummy", "--max-total-tokens", str(CACHE_TOKENS)]
-    return [*fixed, *case.flags]
+    fixed = ["--load-format", "dummy", *tokens]
+    if case.name in COMMANDS:
+        return [*fixed, *on_one_gpu(words_of(case.name, model, folder / "draft"))]
+    return ["--model-path", str(model), *fixed, *case.flags]
 
 
 def planned(case: Case, arch: str | None) -> int | None:
@@ -222,7 +226,8 @@ class Server:
                 text = answer.read().decode()
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-        whole = "[DONE]" in text and '"error"' not in text if body["stream"] else '"finish_reason":"length"' in text
+        end = "[DONE]" if body["stream"] else '"finish_reason":"length"'
+        whole = end in text and '"error"' not in text
         return "" if whole else text[-200:]
 
     def end(self, limit_s: float) -> str:

@@ -49,6 +49,8 @@ def _cut(value: Any, total: int, count: int, key: str = "") -> Any:
         return count
     if key in LAYER_INDICES and isinstance(value, list):
         return [i for i in value if i <= count]
+    if key.endswith("target_layer_ids") and isinstance(value, list):
+        return list(range(count - len(value), count))
     if key == "moe_layers_enum" and isinstance(value, str):
         return ",".join(i for i in value.split(",") if int(i) < count)
     if isinstance(value, list | str) and len(value) >= total > 2 and key not in ("architectures",):
