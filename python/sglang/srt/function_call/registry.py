@@ -15,7 +15,7 @@ from sglang.srt.function_call.json_calls import (
     calls_by_key,
     calls_in_brackets,
 )
-from sglang.srt.function_call.keyed_text import keyed_call
+from sglang.srt.function_call.keyed_text import keyed_calls
 from sglang.srt.function_call.llama4_calls import llama4_calls
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.muse import MUSE
@@ -37,6 +37,7 @@ def _glm(tag: str) -> CallFormat:
             value="<arg_value>",
             after_value="</arg_value>",
             end=f"</{tag}>",
+            next_tags=(f"<{tag}>",),
         ),
     )
 
@@ -53,6 +54,7 @@ def _hunyuan(suffix: str = "") -> CallFormat:
             value=f"<arg_value{suffix}>",
             after_value=f"</arg_value{suffix}>",
             end=f"</tool_call{suffix}>",
+            next_tags=(f"<tool_call{suffix}>", f"</tool_calls{suffix}>"),
         ),
     )
 
@@ -96,6 +98,7 @@ def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
             after_key={'" string="true">': True, '" string="false">': False},
             after_value=f"</{mark}parameter>",
             end=f"</{mark}invoke>",
+            next_tags=(f'<{mark}invoke name="', f"</{mark}{section}>"),
             no_value=(f'<{mark}parameter name="', f"</{mark}invoke>", f'<{mark}invoke name="'),
         ),
     )
@@ -136,6 +139,7 @@ def _invoke(section: str) -> CallFormat:
             after_key={'">': None},
             after_value="</parameter>",
             end="</invoke>",
+            next_tags=('<invoke name="', f"</{section}>"),
         ),
     )
 
@@ -154,12 +158,14 @@ _MINICPM5 = CallFormat(
         after_value="</param>",
         cdata=("<![CDATA[", "]]>"),
         end="</function>",
+        next_tags=('<function name="',),
     ),
 )
 
+_STEP3_BEGIN = '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="'
 _STEP3 = CallFormat(
     section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
-    begin=('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',),
+    begin=(_STEP3_BEGIN,),
     grammar=TaggedCalls(
         after_name='">',
         key='<steptml:parameter name="',
@@ -167,6 +173,7 @@ _STEP3 = CallFormat(
         after_value="</steptml:parameter>",
         end="</steptml:invoke>",
         after_end="<｜tool_call_end｜>",
+        next_tags=("<｜tool_call_end｜>", _STEP3_BEGIN, "<｜tool_calls_end｜>"),
     ),
 )
 
@@ -192,7 +199,7 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
     "deepseekv4": _dsml("tool_calls"),
     "deepseekv41": _dsml("calls", "｜DSML｜ "),
     "dots": _invoke("dots_function_call"),
-    "gemma4": CallFormat(begin=("<|tool_call>",), grammar=keyed_call),
+    "gemma4": CallFormat(begin=("<|tool_call>",), bare="c", grammar=keyed_calls),
     "gigachat3": _GIGACHAT3,
     "gigachat35": _dsml("tool_calls", "｜GCML｜"),
     "glm45": _glm("tool_call"),

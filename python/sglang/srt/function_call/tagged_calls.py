@@ -25,6 +25,9 @@ class TaggedCalls:
     own. `json_body`: a JSON object may stand in place of all arguments. `next_tags`: where one of these stands, the
     call has ended, if need be without `end`. `no_end`: texts that end a value on a line of its own, and on a line with
     others, without `after_value`. `no_value`: texts that no value has; the call breaks off there.
+
+    A value may have end tags in it: `after_value` counts where the next key or the end of the call follows, `end`
+    within a value where one of `next_tags` does, and both at the end of the text.
     """
 
     after_name: str = ""
@@ -38,7 +41,7 @@ class TaggedCalls:
     cdata: tuple[str, str] | None = None
     lines: bool = False
     json_body: bool = False
-    next_tags: tuple[str, ...] = ()
+    next_tags: tuple[str, ...]
     no_value: tuple[str, ...] = ()
     no_end: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
@@ -112,10 +115,12 @@ class TaggedCalls:
         output.arguments('"')
 
     def _read_value(self, reader: Reader, sink: Sink) -> Steps[None]:
+        behind = {self.after_value: Markers(self.key, self.end, *self.next_tags)}
         if self.cdata is not None and (yield from reader.one_of(Markers(self.cdata[0]))) is not None:
-            if (yield from reader.until(Markers(self.cdata[1]), sink)) is None:
+            cdata_end = self.cdata[1]
+            if (yield from reader.until(Markers(cdata_end), sink, {cdata_end: Markers(self.after_value)})) is None:
                 raise NotACall
-            reader.skip(len(self.cdata[1]))
+            reader.skip(len(cdata_end))
             yield from reader.space()
             if (yield from reader.one_of(Markers(self.after_value))) is None:
                 raise NotACall
@@ -125,8 +130,10 @@ class TaggedCalls:
         if self.lines and (yield from reader.peek()) == "\n":
             reader.skip(1)
             no_end = self.no_end[0]
-        ends = Markers(self.after_value, *no_end, *self.no_value)
-        end = yield from reader.until(ends, line_end.push if self.lines else sink)
+        others = (*no_end, *self.no_value)
+        behind |= {tag: Markers(*self.next_tags) for tag in others if tag.strip() == self.end}
+        ends = Markers(self.after_value, *others)
+        end = yield from reader.until(ends, line_end.push if self.lines else sink, behind)
         if end is None or end in self.no_value:
             raise NotACall
         if end == self.after_value:
