@@ -233,29 +233,28 @@ SHORT_IDS = frozenset(("mistral",))
 """Formats whose templates refuse ids of any other length."""
 
 _THINK = ReasoningFormat()
-_THINK_OR_CALL = ReasoningFormat(calls_end=True)
 _THINK_INSIDE = ReasoningFormat(inside=True)
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = {
-    "apertus2509": ReasoningFormat(begin="<|inner_prefix|>", end="<|inner_suffix|>", calls_end=True),
+    "apertus2509": ReasoningFormat(begin="<|inner_prefix|>", end="<|inner_suffix|>"),
     "deepseek-r1": _THINK_INSIDE,
     "deepseek-v3": _THINK,
     "deepseek-v4": _THINK,
     "gemma4": ReasoningFormat(begin="<|channel>thought", end="<channel|>"),
-    "glm45": _THINK_OR_CALL,
+    "glm45": _THINK,
     "gpt-oss": HARMONY,
-    "hunyuan": _THINK_OR_CALL,
-    "hunyuan-opensource": ReasoningFormat(begin="<think:opensource>", end="</think:opensource>", calls_end=True),
+    "hunyuan": _THINK,
+    "hunyuan-opensource": ReasoningFormat(begin="<think:opensource>", end="</think:opensource>"),
     "inkling": INKLING,
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
-    "kimi_k2": _THINK_OR_CALL,
+    "kimi_k2": _THINK,
     "minimax": _THINK_INSIDE,
     "minimax-append-think": ReasoningFormat(inside=True, in_text=True),
     "minimax-m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", lone_end=True),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]"),
     "muse": MUSE,
-    "qwen3": _THINK_OR_CALL,
-    "qwen3-thinking": ReasoningFormat(inside=True, calls_end=True),
+    "qwen3": _THINK,
+    "qwen3-thinking": _THINK_INSIDE,
 }
 
 OTHER_TAGS: Mapping[str, tuple[str, str]] = {"hunyuan": ("hunyuan-opensource", "<tool_calls:opensource>")}
