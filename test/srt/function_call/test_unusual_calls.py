@@ -298,6 +298,14 @@ def test_a_counter_in_place_of_the_name() -> None:
     assert calls_of(collect([*only.push(_counted('{"any": 1}')), *only.finish()])) == [("now", {"any": 1})]
 
 
+def test_sections_of_kimi_with_singular_tags() -> None:
+    call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    for first, last in itertools.product(("tool_calls", "tool_call"), repeat=2):
+        text = f"So: <|{first}_section_begin|>{call}\n{call}<|{last}_section_end|> Done."
+        output = read("kimi_k2", text)
+        assert (output.text, calls_of(output)) == ("So: Done.", [NOW, NOW])
+
+
 # --- calls within thoughts --------------------------------------------------------------------------------------------
 
 NOW_IN_JSON = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

@@ -17,24 +17,24 @@ CallGrammar = Callable[[Reader, Output], Steps[None]]
 class CallFormat:
     """The form in which a model writes calls.
 
-    Each begins with one of `begin`. `section` is what stands around a row of calls; a call may also come without.
+    Each begins with one of `begin`. `sections`: what stands around a row of calls; a call may also come without.
     `bare`: first characters of an output that is a call without any marker.
     """
 
     begin: tuple[str, ...]
     grammar: CallGrammar
-    section: tuple[str, str] | None = None
+    sections: tuple[tuple[str, str], ...] = ()
     bare: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that the parser must see, also where the tokenizer has them as special tokens."""
-        return self.begin + (self.section or ())
+        return self.begin + tuple(mark for section in self.sections for mark in section)
 
     @property
     def opening(self) -> tuple[str, ...]:
         """Texts with which a call begins."""
-        return self.begin + (self.section or ())[:1]
+        return self.begin + tuple(first for first, _ in self.sections)
 
     def read(self, reader: Reader, output: Output, end_of_thoughts: str = "") -> Steps[None]:
         """Text and calls, to the end of the text. `end_of_thoughts`: a call has ended the thoughts, and this mark of
@@ -68,7 +68,7 @@ class CallFormat:
         """Read what begins with `marker`, which comes next."""
         reader.mark()
         reader.skip(len(marker))
-        if self.section is not None and marker == self.section[1]:
+        if any(marker == last for _, last in self.sections):
             reader.unmark()
             output.drop_space()
         else:

@@ -45,7 +45,7 @@ def _glm(tag: str) -> CallFormat:
 def _hunyuan(suffix: str = "") -> CallFormat:
     """`suffix`: what ends the name of every tag."""
     return CallFormat(
-        section=(f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),
+        sections=((f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),),
         begin=(f"<tool_call{suffix}>",),
         grammar=TaggedCalls(
             after_name=f"<tool_sep{suffix}>",
@@ -60,7 +60,10 @@ def _hunyuan(suffix: str = "") -> CallFormat:
 
 
 _KIMI_K2 = CallFormat(
-    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    sections=tuple(
+        (f"<|{calls}_section_begin|>", f"<|{calls}_section_end|>")
+        for calls in ("tool_calls", "tool_call")  # the model writes the second one now and then
+    ),
     begin=("<|tool_call_begin|>",),
     grammar=NamedArguments(
         name=r"\s*(?:functions\.)?([^\s<>]+?)(?::\d+)?\s*",
@@ -73,7 +76,7 @@ _KIMI_K2 = CallFormat(
 
 def _deepseek(named: NamedArguments) -> CallFormat:
     return CallFormat(
-        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), begin=("<｜tool▁call▁begin｜>",), grammar=named
+        sections=(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),), begin=("<｜tool▁call▁begin｜>",), grammar=named
     )
 
 
@@ -88,7 +91,7 @@ _DEEPSEEK_V31 = _deepseek(NamedArguments(name=_NAME, arguments="<｜tool▁sep�
 def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
     """`mark` stands in front of the name of every tag."""
     return CallFormat(
-        section=(f"<{mark}{section}>", f"</{mark}{section}>"),
+        sections=((f"<{mark}{section}>", f"</{mark}{section}>"),),
         begin=(f'<{mark}invoke name="',),
         grammar=TaggedCalls(
             after_name='">',
@@ -105,7 +108,7 @@ def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
 
 
 _QWEN3_CODER = CallFormat(
-    section=("<tool_call>", "</tool_call>"),
+    sections=(("<tool_call>", "</tool_call>"),),
     begin=("<function=",),
     grammar=TaggedCalls(
         after_name=">",
@@ -131,7 +134,7 @@ _QWEN3_CODER = CallFormat(
 
 def _invoke(section: str) -> CallFormat:
     return CallFormat(
-        section=(f"<{section}>", f"</{section}>"),
+        sections=((f"<{section}>", f"</{section}>"),),
         begin=('<invoke name="',),
         grammar=TaggedCalls(
             after_name='">',
@@ -145,7 +148,7 @@ def _invoke(section: str) -> CallFormat:
 
 
 _MINIMAX_M3 = CallFormat(
-    section=(f"{TAG}<tool_call>", f"{TAG}</tool_call>"), begin=(f'{TAG}<invoke name="',), grammar=nested_tags
+    sections=((f"{TAG}<tool_call>", f"{TAG}</tool_call>"),), begin=(f'{TAG}<invoke name="',), grammar=nested_tags
 )
 
 _MINICPM5 = CallFormat(
@@ -164,7 +167,7 @@ _MINICPM5 = CallFormat(
 
 _STEP3_BEGIN = '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="'
 _STEP3 = CallFormat(
-    section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+    sections=(("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),),
     begin=(_STEP3_BEGIN,),
     grammar=TaggedCalls(
         after_name='">',
