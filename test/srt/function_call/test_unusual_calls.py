@@ -267,6 +267,15 @@ def test_minimax_m3() -> None:
     assert deep.calls == []
 
 
+def test_types_of_entries_in_schemas_that_are_joined() -> None:
+    place = {"properties": {"zip": {"type": "string"}, "floors": {"items": {"type": "string"}}}}
+    text = _m3("#<to>#<zip>75001#</zip>#<floors>#<item>1#</item>#<item>2#</item>#</floors>#</to>")
+    for schema in ({"$ref": "#/$defs/place"}, {"allOf": [{"$ref": "#/$defs/place"}]}, {"anyOf": [place, {}]}):
+        tools = {"get_weather": {"properties": {"to": schema}, "$defs": {"place": place}}}
+        output = collect(run(OutputParser(calls=TOOL_CALL_FORMATS["minimax-m3"], tools=tools), [text]))
+        assert calls_of(output) == [("get_weather", {"to": {"zip": "75001", "floors": ["1", "2"]}})]
+
+
 def test_minimax_m3_thinks_or_not() -> None:
     for text in ("<mm:think>well</mm:think>\n\nYes.", "</mm:think>\n\nYes.", "Yes."):
         output = read("minimax-m3", text, "minimax-m3")

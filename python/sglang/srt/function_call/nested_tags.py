@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang.srt.function_call.coercion import Types, as_json, parameter_types
+from sglang.srt.function_call.coercion import Types, as_json, joined_schemas, parameter_types
 from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
@@ -110,16 +110,23 @@ def _leaf(text: str, types: Types) -> str:
 
 def _is_array(schema: Mapping[str, Any]) -> bool:
     """Returns whether entries may be those of an array. An object may have a property of the same name."""
-    properties = schema.get("properties")
-    return not (isinstance(properties, dict) and _ITEM in properties)
+    return not any(_ITEM in _properties(part) for part in joined_schemas(schema, schema))
 
 
 def _schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    properties, items = schema.get("properties"), schema.get("items")
-    inner = properties.get(key) if isinstance(properties, dict) else None
-    if inner is None and key == _ITEM:
-        inner = items
-    return inner if isinstance(inner, dict) else {}
+    """The schema of an entry; several that are joined there, or that are alternatives, are alternatives."""
+    parts = joined_schemas(schema, schema)
+    inner = [_properties(part)[key] for part in parts if key in _properties(part)]
+    if not inner and key == _ITEM:
+        inner = [part["items"] for part in parts if "items" in part]
+    if len(inner) > 1:
+        return {"anyOf": inner}
+    return inner[0] if inner and isinstance(inner[0], dict) else {}
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
