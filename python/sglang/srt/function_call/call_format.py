@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang.srt.function_call.json_text import expect
 from sglang.srt.function_call.output import NotACall, Output, SkippedCall
-from sglang.srt.function_call.reader import SPACE, Markers, Reader, Steps
+from sglang.srt.function_call.reader import SPACE, Markers, Reader, Steps, markers_of
 
 CallGrammar = Callable[[Reader, Output], Steps[None]]
 """Reads a call from behind its marker on."""
@@ -40,8 +40,8 @@ class CallFormat:
         """Text and calls, to the end of the text. `end_of_thoughts`: a call has ended the thoughts, and this mark of
         their end may still come."""
         if end_of_thoughts:
-            yield from self._read_to(reader, output, Markers(*self.markers, end_of_thoughts), end_of_thoughts)
-        opening, opening_or_end = Markers(*self.opening), Markers(*self.markers)
+            yield from self._read_to(reader, output, markers_of(*self.markers, end_of_thoughts), end_of_thoughts)
+        opening, opening_or_end = markers_of(*self.opening), markers_of(*self.markers)
         if self.bare and not output.num_calls:
             following = yield from reader.run(SPACE, output.text)
             if following and following in self.bare:
@@ -76,7 +76,7 @@ class CallFormat:
 
     def _section(self) -> CallGrammar:
         """The grammar of a section's beginning with a call."""
-        call = Markers(*self.begin)
+        call = markers_of(*self.begin)
 
         def section(reader: Reader, output: Output) -> Steps[None]:
             yield from reader.space()

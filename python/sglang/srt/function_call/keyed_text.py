@@ -13,7 +13,7 @@ from sglang.srt.function_call.coercion import ANY, Types, as_json, parameter_typ
 from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.python_text import string_as_json
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps, markers_of
 
 END = "<tool_call|>"
 MAX_DEPTH = 64
@@ -49,7 +49,7 @@ def _call(reader: Reader, output: Output) -> Steps[None]:
     name = name.strip()
     output.start_call(name)
     yield from _Arguments(reader, output.arguments).read("{", 1, output.tools[name])
-    yield from reader.past_space(Markers(END))
+    yield from reader.past_space(markers_of(END))
 
 
 class _Arguments:
@@ -124,7 +124,7 @@ class _Arguments:
 
     def _string(self) -> Steps[None]:
         """A text between the format's own quotes."""
-        quote = Markers(_QUOTE)
+        quote = markers_of(_QUOTE)
         self._reader.skip(len(_QUOTE))
         self._sink('"')
         if (
@@ -141,7 +141,7 @@ class _Arguments:
         reader, parts = self._reader, [quote]
         reader.mark()
         reader.skip(1)
-        ends = Markers("\\", quote)
+        ends = markers_of("\\", quote)
         while (end := (yield from reader.until(ends, parts.append, {quote: _BEHIND_VALUE}))) is not None:
             reader.skip(1)
             parts.append(end)

@@ -1,5 +1,6 @@
 """Calls of MiniMax-M3: arguments are tags with their names, and so are the entries of objects and arrays in them. In
-front of every tag stands the same special token, so that no value can be taken for one.
+front of every tag stands the same special token. A value may have one in it: its own end tag counts where another tag
+follows.
 
 ]<]minimax[>[<invoke name="f">]<]minimax[>[<city>Paris]<]minimax[>[</city>]<]minimax[>[</invoke>
 """
@@ -12,7 +13,7 @@ from typing import Any
 from sglang.srt.function_call.coercion import Types, as_json, joined_schemas, parameter_types
 from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps, markers_of
 
 TAG = "]<]minimax[>["
 MAX_DEPTH = 64
@@ -64,7 +65,7 @@ def _tag(reader: Reader, parent: str) -> Steps[str | None]:
     if (yield from reader.one_of(_TAG)) is None:
         raise NotACall
     yield from reader.space()
-    if (yield from reader.one_of(Markers(end))) is not None:
+    if (yield from reader.one_of(markers_of(end))) is not None:
         return None
     if (yield from reader.peek()) != _OPEN:
         raise NotACall
@@ -80,20 +81,25 @@ def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, dept
     """Pass on the text between the tags of `key`, as JSON."""
     inner = _schema_of(schema, key)
     types = parameter_types({"properties": {key: inner}, **_definitions(schema)}, key)
+    end = f"{TAG}{_CLOSE}{key}>"
+    ends, behind = markers_of(end), {end: _TAG}
     if types == _STRING:
         sink('"')
-        if (yield from reader.until(Markers(f"{TAG}{_CLOSE}{key}>"), lambda text: sink(escaped(text)))) is None:
+        if (yield from reader.until(ends, lambda text: sink(escaped(text)), behind)) is None:
             raise NotACall
-        yield from _tag(reader, key)
+        reader.skip(len(end))
         sink('"')
         return
     parts: list[str] = []
     if (yield from reader.until(_TAG, parts.append)) is None:
         raise NotACall
-    text = "".join(parts)
-    if (yield from reader.one_of(Markers(f"{TAG}{_CLOSE}{key}>"))) is not None:
-        sink(_leaf(text, types))
-    elif text.strip() or depth == MAX_DEPTH:
+    is_text, is_end = "".join(parts).strip() != "", (yield from reader.next_of(ends)) is not None
+    if is_end or (is_text and (not types or "string" in types)):
+        if (yield from reader.until(ends, parts.append, behind)) is None:
+            raise NotACall
+        reader.skip(len(end))
+        sink(_leaf("".join(parts), types))
+    elif is_text or depth == MAX_DEPTH:
         raise NotACall
     else:
         yield from _entries(reader, sink, {**_definitions(schema), **inner}, key, depth + 1)

@@ -6,6 +6,7 @@ consumes and passes on depends on the text alone, never on where the pieces were
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,12 @@ class Markers:
     def may_begin(self, text: str, start: int, end: int) -> bool:
         """Returns whether the rest of the text is nothing or the beginning of a marker."""
         return end - start <= self._longest and (start == end or text[start:end] in self._beginnings)
+
+
+@functools.lru_cache(maxsize=1024)
+def markers_of(*texts: str) -> Markers:
+    """`Markers` that are needed again and again, for every argument of a call."""
+    return Markers(*texts)
 
 
 @dataclass(slots=True)

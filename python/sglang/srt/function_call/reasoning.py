@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.events import CallEnd
 from sglang.srt.function_call.output import Output, SpaceHold
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps, ignore
+from sglang.srt.function_call.reader import Reader, Sink, Steps, ignore, markers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,12 @@ class ReasoningFormat:
         """
         reader.mark()
         yield from reader.space()
-        begun = (yield from reader.one_of(Markers(self.begin))) is not None
+        begun = (yield from reader.one_of(markers_of(self.begin))) is not None
         opening = reader.since_mark()
         reader.unmark()
         if not (begun or inside):
             output.text(opening)
-            if self.lone_end and separate and (yield from reader.one_of(Markers(self.end))) is not None:
+            if self.lone_end and separate and (yield from reader.one_of(markers_of(self.end))) is not None:
                 output.drop_space()
                 yield from reader.space()
             return False
@@ -90,7 +90,7 @@ class ReasoningFormat:
 
     def _thoughts(self, reader: Reader, output: Output, sink: Sink, calls: CallFormat | None) -> Steps[str | None]:
         """Passes them on, up to their end mark, which is returned and stays, to a call, or to the end of the text."""
-        markers = Markers(self.end, *(calls.opening if calls is not None else ()))
+        markers = markers_of(self.end, *(calls.opening if calls is not None else ()))
         while True:
             marker = yield from reader.until(markers, sink)
             if marker is None or marker == self.end:
@@ -108,7 +108,7 @@ class ReasoningFormat:
         """Returns whether what `marker` begins is a call that ends the thoughts; else consumes what is a thought.
 
         trial: takes the events, which nobody needs."""
-        end, following = Markers(self.end), Markers(self.end, *calls.markers)
+        end, following = markers_of(self.end), markers_of(self.end, *calls.markers)
         trial.begin_reasoning(ignore)
         reader.fence(end)
         yield from calls.read_marker(reader, trial, marker)
@@ -134,7 +134,7 @@ class ReasoningFormat:
         reader.mark()
         reader.skip(len(self.end))
         yield from reader.space()
-        begins = (yield from reader.next_of(Markers(*calls.opening))) is not None
+        begins = (yield from reader.next_of(markers_of(*calls.opening))) is not None
         reader.rewind()
         return begins
 
