@@ -132,10 +132,9 @@ class GraphRunner:
         for tokens in reversed(self.sizes.prompt_tokens):
             for decodes in reversed([size for size in self.sizes.mixed_decodes if size <= tokens]):
                 yield StepShape(tokens, decodes, has_prompts=True)
-        decodes = [
-            StepShape(size * width, size, width) for size in self.sizes.batch_sizes for width in self.sizes.widths
-        ]
-        yield from sorted(decodes, key=lambda shape: (shape.num_tokens, shape.num_decodes), reverse=True)
+        sizes, widths = self.sizes.batch_sizes, self.sizes.widths
+        without_prompts = [StepShape(size * width, size, width) for size in sizes for width in widths]
+        yield from sorted(without_prompts, reverse=True)
 
     def shape_of(self, step: StepInput) -> StepShape | None:
         """Returns the shape of the graph that the step runs in; None if it has none."""
