@@ -25,7 +25,7 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
     rid = uuid.uuid4().hex
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid, budget)
+    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid, budget, folds=True)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -56,5 +56,5 @@ def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput)
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    count = await count_prompt(service, chat_request(body), len(await request.body()))
+    count = await count_prompt(service, chat_request(body), len(await request.body()), folds=True)
     return json_response({"input_tokens": count})

@@ -93,7 +93,7 @@ async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
     items, num_bytes = _conversation(store, body, len(await request.body()))
-    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes)
+    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes, folds=True)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -107,9 +107,11 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
         if media_of(request.messages):
             raise ApiError(400, "truncation auto is not supported with images; leave it out", param="truncation")
         context_len = service.manager.model_config.context_len
-        await fit_context(request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len))
+        await fit_context(
+            request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len, folds=True)
+        )
     rid = uuid.uuid4().hex
-    call, formats = await chat_call(service, request, num_bytes, rid)
+    call, formats = await chat_call(service, request, num_bytes, rid, folds=True)
     model = body.model or service.model_name
     head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, service.report_cached_tokens)
     return _Answer(service, store, head, items, call, formats, num_bytes)
