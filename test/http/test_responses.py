@@ -349,7 +349,6 @@ MISTAKES = [
     ({"input": [IMAGE]}, "images are not supported"),
     ({"input": [RESULT]}, "no function_call"),
     ({"input": [{"type": "web_search_call", "id": "1"}]}, "web_search_call"),
-    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments"),
     ({"input": [{"role": "nobody", "content": "a"}]}, "role"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 10**9}, "max_new_tokens"),

@@ -72,7 +72,8 @@ class ToolResultBlock(Block, tag="tool_result"):
 class ToolUseBlock(Block, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | list[Any] | str | None = None
+    """An object, or what the model wrote in its place and the client could not read."""
 
 
 class ThinkingBlock(Block, tag="thinking"):
