@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
     UserMessage,
+    blocks_of,
 )
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.media_parts import base64_part, image_part
@@ -93,7 +94,7 @@ def _continues(body: CountTokensRequest) -> bool:
     last = body.messages[-1]
     if not isinstance(last, AssistantMessage):
         return False
-    blocks = _blocks(last.content)
+    blocks = blocks_of(last.content)
     if any(isinstance(block, ToolUseBlock) for block in blocks):
         raise bad_request("messages: the last message calls tools; send their tool_result blocks", param="messages")
     if not _text(blocks).strip():
@@ -104,11 +105,11 @@ def _continues(body: CountTokensRequest) -> bool:
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(_blocks(body.system))})
+        messages.append({"role": "system", "content": _text(blocks_of(body.system))})
     tool_names: dict[str, str] = {}
     """The names of the calls so far, by id."""
     for message in body.messages:
-        blocks = _blocks(message.content)
+        blocks = blocks_of(message.content)
         if isinstance(message, UserMessage):
             messages += _user_messages(blocks, tool_names)
         elif isinstance(message, SystemMessage):
@@ -117,10 +118,6 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
             messages.append(_assistant_message(blocks))
             tool_names.update({block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)})
     return messages
-
-
-def _blocks(content: Any) -> list[Block]:
-    return [TextBlock(content)] if isinstance(content, str) else content
 
 
 def _text(blocks: list[Block]) -> str:
@@ -168,7 +165,7 @@ def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[
             f"messages: tool_result for {block.tool_use_id[:64]!r}, but no tool_use block before it has this id",
             param="messages",
         )
-    content = _content(_blocks(block.content))
+    content = _content(blocks_of(block.content))
     if block.is_error:
         mark = {"type": "text", "text": _ERROR_MARK}
         content = _ERROR_MARK + content if isinstance(content, str) else [mark, *content]

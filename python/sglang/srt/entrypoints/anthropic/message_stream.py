@@ -19,7 +19,8 @@ def _sse(name: str, **fields: Any) -> bytes:
 
 
 class MessageStream:
-    """Writes the events of one answer. `new_message`: the message as it begins, with its usage."""
+    """Writes the events of one answer. `new_message`: the message as it begins, with its usage. `context`: what the end
+    tells of the edits of the conversation."""
 
     def __init__(
         self,
@@ -28,12 +29,14 @@ class MessageStream:
         new_message: Callable[[TokenMeta], dict[str, Any]],
         usage: Callable[[TokenMeta], dict[str, Any]],
         stop_sequences: list[str] | None,
+        context: dict[str, Any],
     ) -> None:
         self._formats = formats
         self._output = output
         self._new_message = new_message
         self._usage = usage
         self._stop_sequences = stop_sequences
+        self._context = context
         self._begun = False
         self._num_blocks = 0
         self._open: str | None = None
@@ -51,7 +54,8 @@ class MessageStream:
         if output.finish is not None:
             delta = parts.ending(output.finish, self._has_calls, self._stop_sequences)
             events += self._close()
-            events += _sse("message_delta", delta=delta, usage=self._usage(output.meta)) + _sse("message_stop")
+            events += _sse("message_delta", delta=delta, usage=self._usage(output.meta), **self._context)
+            events += _sse("message_stop")
         return events
 
     def end(self) -> bytes:

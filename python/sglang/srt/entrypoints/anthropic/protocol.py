@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from sglang.srt.entrypoints.anthropic.context_protocol import AnyEdit, ContextManagement
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive
@@ -83,6 +84,11 @@ class RedactedThinkingBlock(Block, tag="redacted_thinking"):
     """Thoughts that only their author can read; the model does not see them."""
 
 
+def blocks_of(content: Any) -> list[Any]:
+    """Returns the content of a message or of a result as blocks."""
+    return [TextBlock(content)] if isinstance(content, str) else content
+
+
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
 UserContent = Annotated[list[TextBlock | ToolResultBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_BLOCKS)]
 AssistantContent = Annotated[
@@ -104,6 +110,9 @@ class AssistantMessage(Message, tag="assistant"):
 
 class SystemMessage(Message, tag="system"):
     content: str | TextBlocks
+
+
+AnyMessage = UserMessage | AssistantMessage | SystemMessage
 
 
 class ClientTool(msgspec.Struct):
@@ -152,15 +161,14 @@ class CountTokensRequest(Body, kw_only=True):
     unsupported: ClassVar = MESSAGES
 
     model: Name = ""
-    messages: Annotated[
-        list[UserMessage | AssistantMessage | SystemMessage], Meta(min_length=1, max_length=MAX_MESSAGES)
-    ]
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | TextBlocks | None = None
     tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
     thread: Any = None
     """A conversation that the server would hold. Refused in a way after which clients send the whole conversation."""
 
@@ -179,6 +187,10 @@ class CountTokensRequest(Body, kw_only=True):
             raise bad_request(
                 f"tool_choice names {(choice.name or '')[:64]!r}, which is not one of the tools", param="tool_choice"
             )
+
+    @property
+    def edits(self) -> list[AnyEdit]:
+        return [] if self.context_management is None else self.context_management.edits or []
 
     @property
     def retention(self) -> Literal["5m", "1h"] | None:

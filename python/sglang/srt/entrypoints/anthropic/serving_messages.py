@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.anthropic import message_parts as parts
+from sglang.srt.entrypoints.anthropic.context_edits import apply_edits
 from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.message_stream import MessageStream
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
@@ -24,8 +25,10 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
     rid = uuid.uuid4().hex
+    num_bytes = len(await request.body())
+    context = await _edit(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid, budget)
+    call, formats = await chat_call(service, chat_request(body), num_bytes, rid, budget)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -35,12 +38,21 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
         return parts.message(f"msg_{rid}", body.model or service.model_name, content, usage(meta))
 
     if body.stream:
-        writer = MessageStream(formats, choice, lambda meta: message(meta, []), usage, body.stop_sequences)
+        writer = MessageStream(formats, choice, lambda meta: message(meta, []), usage, body.stop_sequences, context)
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
     content, has_calls = _content(formats, choice, output)
-    return json_response(message(output.meta, content) | parts.ending(output.finish, has_calls, body.stop_sequences))
+    ending = parts.ending(output.finish, has_calls, body.stop_sequences)
+    return json_response(message(output.meta, content) | ending | context)
+
+
+async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> dict[str, Any]:
+    """Applies `context_management` to the messages. Returns its field of the answer, if the client asked for any."""
+    if body.context_management is None:
+        return {}
+    applied = await apply_edits(body, lambda: count_prompt(service, chat_request(body), num_bytes))
+    return {"context_management": {"applied_edits": applied}}
 
 
 def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput) -> tuple[list[dict[str, Any]], bool]:
@@ -56,5 +68,11 @@ def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput)
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    count = await count_prompt(service, chat_request(body), len(await request.body()))
-    return json_response({"input_tokens": count})
+    num_bytes = len(await request.body())
+    count = await count_prompt(service, chat_request(body), num_bytes)
+    if body.context_management is None:
+        return json_response({"input_tokens": count})
+    original = {"context_management": {"original_input_tokens": count}}
+    if (await _edit(service, body, num_bytes))["context_management"]["applied_edits"]:
+        count = await count_prompt(service, chat_request(body), num_bytes)
+    return json_response({"input_tokens": count, **original})
