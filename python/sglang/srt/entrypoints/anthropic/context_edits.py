@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.anthropic.content import blocks_of
 from sglang.srt.entrypoints.anthropic.context_protocol import AnyEdit, ClearThinking, ClearToolUses, InputTokens
 from sglang.srt.entrypoints.anthropic.protocol import (
     AnyMessage,
@@ -17,7 +18,6 @@ from sglang.srt.entrypoints.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
     UserMessage,
-    blocks_of,
 )
 
 CLEARED = "[The result of this call was cleared.]"

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.anthropic.hidden_thoughts import signature_of
 from sglang.srt.managers.front.generate_request import refuse_aborted
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
@@ -16,9 +17,11 @@ def text_block(text: str = "") -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def thinking_block(thinking: str = "") -> dict[str, Any]:
-    """Thoughts are not signed: they come back as text, and the model may read them."""
-    return {"type": "thinking", "thinking": thinking, "signature": ""}
+def thinking_block(thinking: str = "", hidden: bool = False) -> dict[str, Any]:
+    """Thoughts are not signed: they come back as text, and the model may read them. `hidden`: they do so in the
+    signature alone."""
+    shown, signature = ("", signature_of(thinking)) if hidden and thinking else (thinking, "")
+    return {"type": "thinking", "thinking": shown, "signature": signature}
 
 
 def tool_use_block(call_id: str, name: str, arguments: str = "{}") -> dict[str, Any]:

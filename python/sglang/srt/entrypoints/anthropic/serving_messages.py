@@ -38,11 +38,13 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
         return parts.message(f"msg_{rid}", body.model or service.model_name, content, usage(meta))
 
     if body.stream:
-        writer = MessageStream(formats, choice, lambda meta: message(meta, []), usage, body.stop_sequences, context)
+        writer = MessageStream(
+            formats, choice, lambda meta: message(meta, []), usage, body.stop_sequences, context, body.hides_thoughts
+        )
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
-    content, has_calls = _content(formats, choice, output)
+    content, has_calls = _content(formats, choice, output, body.hides_thoughts)
     ending = parts.ending(output.finish, has_calls, body.stop_sequences)
     return json_response(message(output.meta, content) | ending | context)
 
@@ -55,10 +57,12 @@ async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int
     return {"context_management": {"applied_edits": applied}}
 
 
-def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput) -> tuple[list[dict[str, Any]], bool]:
+def _content(
+    formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput, hides_thoughts: bool
+) -> tuple[list[dict[str, Any]], bool]:
     """The blocks of a whole answer, and whether it has calls."""
     parsed = collect_events(choice.push(output))
-    content = [parts.thinking_block(parsed.reasoning)] if parsed.reasoning else []
+    content = [parts.thinking_block(parsed.reasoning, hides_thoughts)] if parsed.reasoning else []
     if parsed.text:
         content.append(parts.text_block(parsed.text))
     for number, call in enumerate(parsed.calls):
