@@ -229,7 +229,6 @@ MISTAKES = [
     ({"top_p": 0}, "top_p"),
     ({"stop_sequences": ["a"] * 33}, "stop"),
     ({"mcp_servers": [{"url": "http://127.0.0.1"}]}, "mcp_servers"),
-    ({"max_tokens": 10**9}, "max_new_tokens"),
 ]
 
 

@@ -89,7 +89,7 @@ _BY_PATH: dict[str, Schema] = {
         role="assistant",
         model=_TEXT,
         content=_list(_record(type={"enum": ["text", "thinking", "tool_use"]})),
-        stop_reason={"enum": ["end_turn", "max_tokens", "tool_use", "stop_sequence"]},
+        stop_reason={"enum": ["end_turn", "max_tokens", "tool_use", "stop_sequence", "model_context_window_exceeded"]},
         stop_sequence=_or_null(_TEXT),
         usage=_record(input_tokens=_COUNT, output_tokens=_COUNT),
     ),

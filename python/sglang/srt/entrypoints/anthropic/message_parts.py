@@ -55,10 +55,15 @@ def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
     }
 
 
-def ending(finish: FinishReason, has_calls: bool, stop_sequences: list[str] | None) -> dict[str, Any]:
-    """`stop_reason` and `stop_sequence`. Raises RequestError 503 for an aborted answer, which has none."""
+def ending(
+    finish: FinishReason, has_calls: bool, stop_sequences: list[str] | None, room_left: bool = False
+) -> dict[str, Any]:
+    """`stop_reason` and `stop_sequence`. `room_left`: `max_tokens` allowed more. Raises RequestError 503 for an aborted
+    answer, which has none."""
     refuse_aborted(finish)
     if finish.type == "stop" and finish.matched in (stop_sequences or ()):
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
-    reason = "max_tokens" if finish.type == "length" else "tool_use" if has_calls else "end_turn"
+    reason = "tool_use" if has_calls else "end_turn"
+    if finish.type == "length":
+        reason = "model_context_window_exceeded" if room_left else "max_tokens"
     return {"stop_reason": reason, "stop_sequence": None}

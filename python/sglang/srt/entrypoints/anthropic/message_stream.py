@@ -9,6 +9,7 @@ import msgspec
 
 from sglang.srt.entrypoints.anthropic import message_parts as parts
 from sglang.srt.entrypoints.anthropic.hidden_thoughts import signature_of
+from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.managers.front.generate_request import GenerateOutput
@@ -21,25 +22,23 @@ def _sse(name: str, **fields: Any) -> bytes:
 
 class MessageStream:
     """Writes the events of one answer. `new_message`: the message as it begins, with its usage. `context`: what the end
-    tells of the edits of the conversation. `hides_thoughts`: they are in the signatures of their blocks alone."""
+    tells of the edits of the conversation."""
 
     def __init__(
         self,
+        body: MessagesRequest,
         formats: ChatFormats,
         output: ChoiceOutput,
         new_message: Callable[[TokenMeta], dict[str, Any]],
         usage: Callable[[TokenMeta], dict[str, Any]],
-        stop_sequences: list[str] | None,
         context: dict[str, Any],
-        hides_thoughts: bool = False,
     ) -> None:
         self._formats = formats
         self._output = output
         self._new_message = new_message
         self._usage = usage
-        self._stop_sequences = stop_sequences
+        self._body = body
         self._context = context
-        self._hides_thoughts = hides_thoughts
         self._hidden: list[str] = []
         """The thoughts of the block that is open."""
         self._begun = False
@@ -57,7 +56,8 @@ class MessageStream:
         for piece in pieces:
             events += self._piece(piece)
         if output.finish is not None:
-            delta = parts.ending(output.finish, self._has_calls, self._stop_sequences)
+            room_left = output.meta.completion_tokens < self._body.max_tokens
+            delta = parts.ending(output.finish, self._has_calls, self._body.stop_sequences, room_left)
             events += self._close()
             events += _sse("message_delta", delta=delta, usage=self._usage(output.meta), **self._context)
             events += _sse("message_stop")
@@ -82,7 +82,7 @@ class MessageStream:
                 return self._close()
 
     def _thoughts(self, text: str) -> bytes:
-        if not self._hides_thoughts:
+        if not self._body.hides_thoughts:
             return self._delta(type="thinking_delta", thinking=text)
         self._hidden.append(text)
         return b""

@@ -38,14 +38,14 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
         return parts.message(f"msg_{rid}", body.model or service.model_name, content, usage(meta))
 
     if body.stream:
-        writer = MessageStream(
-            formats, choice, lambda meta: message(meta, []), usage, body.stop_sequences, context, body.hides_thoughts
-        )
+        writer = MessageStream(body, formats, choice, lambda meta: message(meta, []), usage, context)
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
     content, has_calls = _content(formats, choice, output, body.hides_thoughts)
-    ending = parts.ending(output.finish, has_calls, body.stop_sequences)
+    ending = parts.ending(
+        output.finish, has_calls, body.stop_sequences, output.meta.completion_tokens < body.max_tokens
+    )
     return json_response(message(output.meta, content) | ending | context)
 
 

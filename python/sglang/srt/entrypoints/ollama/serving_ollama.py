@@ -47,7 +47,8 @@ async def generate(service: OpenAIService, body: OllamaGenerateRequest, request:
     else:
         params = sampling_dict(chat_body, chat_body.max_tokens)
         media = media_of(chat_body.messages)
-        call = GenerateRequest(text=body.prompt, sampling_params=params, stream=bool(chat_body.stream))
+        streams = bool(chat_body.stream)
+        call = GenerateRequest(text=body.prompt, sampling_params=params, stream=streams, cuts_length=True)
         call.media = [media] if media else None
         formats = ChatFormats(ModelFormats(), chat_body, "")
     return await _answer(service, body, request, call, formats)

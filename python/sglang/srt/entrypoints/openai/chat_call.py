@@ -141,6 +141,7 @@ def _generate_request(
         text=prompt,
         input_ids=body.input_ids,
         add_special_tokens=False,
+        cuts_length=True,
         sampling_params=params,
         stream=bool(body.stream),
         return_logprob=bool(body.logprobs),

@@ -78,6 +78,7 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
     return GenerateRequest(
         text=prompt if is_text else None,  # type: ignore[arg-type]
         input_ids=None if is_text else prompt,  # type: ignore[arg-type]
+        cuts_length=True,
         sampling_params=sampling_dict(body, max_tokens),
         stream=bool(body.stream),
         return_logprob=body.logprobs is not None,

@@ -44,6 +44,16 @@ def call_item(status: str, call_id: str, name: str, arguments: str = "") -> dict
     }
 
 
+def typed_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Returns an item of the input as the API lists it: with its type and status, and content as parts."""
+    item = {"type": "message", "status": "completed", **item}
+    if item["type"] == "message" and isinstance(item.get("content"), str):
+        said = item.get("role") == "assistant"
+        part = text_part(item["content"]) if said else {"type": "input_text", "text": item["content"]}
+        item["content"] = [part]
+    return item
+
+
 def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
     return {
         "input_tokens": meta.prompt_tokens,

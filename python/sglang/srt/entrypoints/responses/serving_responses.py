@@ -201,7 +201,7 @@ def input_items(store: ResponseStore, response_id: str, limit: int, after: str |
         if position is None:
             raise ApiError(400, f"after: there is no item {after[:64]!r}", param="after")
         items = items[position + 1 :]
-    page = items[:limit]
+    page = [parts.typed_item(item) for item in items[:limit]]
     ids = [item["id"] for item in page] or [""]
     return json_response(
         {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > limit}

@@ -153,7 +153,7 @@ class RequestPreparer:
                 await asyncio.sleep(0)
             input_ids, items = await self.placed(prompt, sources, req.add_special_tokens, req.media_items)
             placed_items += items
-            p = self._fit(input_ids, p, explicit_length)
+            p = self._fit(input_ids, p, explicit_length and not req.cuts_length)
             num_tokens += (len(input_ids) + len(wanted[3] or ())) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
                 raise RequestError(
@@ -335,13 +335,14 @@ class RequestPreparer:
                 )
         return text
 
-    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> SamplingParams:
-        """The prompt and its output must fit the context together. A default output length just shrinks."""
+    def _fit(self, ids: list[int], params: SamplingParams, refuses: bool) -> SamplingParams:
+        """Returns the parameters with an output length that fits the context together with the prompt. Raises
+        RequestError instead of a shorter one if it `refuses`."""
         room = self._context_len - len(ids)
         wanted = params.max_new_tokens
         if wanted is None or wanted <= room:
             return params
-        if explicit_length and not self._allow_truncate:
+        if refuses and not self._allow_truncate:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens with max_new_tokens of {wanted} is longer than the model's context "
                 f"length of {self._context_len} tokens. "
