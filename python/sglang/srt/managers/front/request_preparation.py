@@ -264,11 +264,13 @@ class RequestPreparer:
         items: Sequence[MediaItem] = (),
     ) -> tuple[list[int], list[MediaItem]]:
         """The token ids of a prompt with its images and videos, and their items, held for the caller. `items`: those
-        that are in the ids already. Raises RequestError."""
+        that are in the ids already. A placeholder among the ids of a prompt without images is a token. Raises
+        RequestError."""
+        only_tokens = not media and not isinstance(prompt, str)
         if self._media is not None and isinstance(prompt, str):
             prompt, media = self._media.tokens.with_placeholders(prompt, media)
         ids = await self.input_ids(prompt, add_special_tokens)
-        if self._media is None:
+        if self._media is None or (only_tokens and not items):
             return ids, []
         if items:
             self._media.files.hold(items)
