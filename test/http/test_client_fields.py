@@ -87,3 +87,101 @@ def test_tokens_of_thoughts_are_counted_where_clients_look(parsing_server: LiveS
         budget = {"thinking": {"type": "enabled", "budget_tokens": 4}}
         short = client.chat.completions.create(**options, extra_body=budget)
         assert short.usage.completion_tokens_details.reasoning_tokens < thoughts  # type: ignore[union-attr]
+
+
+TOOL = {"type": "function", "function": {"name": "add_numbers", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["alone", "with tools"])
+def test_the_tokens_of_a_conversation(parsing: httpx.Client, tools: list[dict[str, Any]]) -> None:
+    """They are those of the answer's prompt, and its text."""
+    body = {"model": "tiny", "messages": HELLO, "tools": tools}
+    found = parsing.post("/tokenize", json={**body, "return_token_strs": True}).json()
+    usage = parsing.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()["usage"]
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) == usage["prompt_tokens"]
+    shown = parsing.post("/detokenize", json={"tokens": found["tokens"], "skip_special_tokens": False}).json()["text"]
+    assert "What is 15+27?" in shown and ("add_numbers" in shown) == bool(tools)
+    whole = parsing.post("/v1/tokenize", json={**body, "add_generation_prompt": False}).json()["tokens"]
+    assert whole == found["tokens"][: len(whole)] and len(whole) < found["count"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({}, "either prompt or messages"),
+        ({"prompt": "a", "messages": HELLO}, "either prompt or messages"),
+        ({"messages": [{"role": "king"}]}, "role"),
+        ({"messages": HELLO, "chat_template": "x"}, "chat_template"),
+        ({"messages": [{"role": "user", "content": "a" * (3 << 20)}]}, "characters"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]}, "images"),
+    ],
+)
+def test_conversations_that_have_no_tokens(http: httpx.Client, body: dict[str, Any], reason: str) -> None:
+    answer = http.post("/tokenize", json=body)
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+
+
+def test_models_as_anthropics_clients_read_them(server: LiveServer) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        page = client.models.list(limit=1)
+        (model,) = page  # and no other page
+        assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "tiny")
+        assert client.models.retrieve("tiny") == model
+    assert (model.type, model.id, model.display_name, model.lifecycle) == ("model", "tiny", "tiny", "active")
+    assert (model.max_input_tokens, model.max_tokens) == (CONTEXT, CONTEXT) and model.created_at.year > 2000
+
+
+def test_ids_of_requests(server: LiveServer, http: httpx.Client) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        answer = client.messages.create(model="tiny", max_tokens=2, messages=HELLO)  # type: ignore[arg-type]
+        assert answer._request_id == answer.id.replace("msg_", "req_")
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.messages.create(model="tiny", max_tokens=0, messages=HELLO)  # type: ignore[arg-type]
+        assert (refused.value.request_id or "").startswith("req_")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        chat = client.chat.completions.create(model="tiny", max_tokens=2, messages=HELLO)  # type: ignore[arg-type]
+        assert chat._request_id == chat.id.replace("chatcmpl-", "req_")
+        with client.responses.with_streaming_response.create(model="tiny", input="Hi", max_output_tokens=2) as stream:
+            assert stream.request_id == stream.parse().id.replace("resp_", "req_")
+    given = http.get("/nowhere", headers={"x-request-id": "my-1"})
+    assert given.status_code == 404
+    assert [given.headers[name] for name in ("request-id", "x-request-id")] == ["my-1", "my-1"]
+    for odd in ("a b", "x" * 129, ""):
+        assert http.get("/health", headers={"x-request-id": odd}).headers["x-request-id"].startswith("req_")
+
+
+def test_an_answer_is_aborted_by_the_id_in_its_headers(http: httpx.Client) -> None:
+    body = {"messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 3000}
+    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert http.post("/abort_request", json={"rid": stream.headers["request-id"]}).status_code == 200
+        assert any("aborted" in line for line in lines)
+
+
+HEADERS = {
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "claude-code-20250219,context-management-2025-06-27,unknown-2031-01-01",
+    "anthropic-dangerous-direct-browser-access": "true",
+    "anthropic-user-profile-id": "u",
+    "anthropic-workspace-id": "w",
+    "openai-beta": "responses=experimental",
+    "openai-organization": "o",
+    "openai-project": "p",
+    "x-app": "cli",
+    "x-stainless-retry-count": "0",
+    "session_id": "s",
+    "conversation_id": "c",
+    "originator": "codex_cli_rs",
+    "http-referer": "https://host",
+    "x-title": "t",
+}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages?beta=true", "/v1/messages/count_tokens?beta=true", "/v1/chat/completions", "/v1/responses"]
+)
+def test_headers_of_clients_ask_for_nothing(http: httpx.Client, path: str) -> None:
+    body = {"model": "any", "messages": HELLO, "input": "Hi", "max_tokens": 2, "max_output_tokens": 16}
+    answer = http.post(path, json=body, headers=HEADERS)
+    assert answer.status_code == 200, answer.text

@@ -93,7 +93,10 @@ def test_results_of_tools(fields: dict[str, Any], content: str) -> None:
     assert request.messages[-1]["role"] == "tool" and request.messages[-1]["content"] == content
 
 
-@pytest.mark.parametrize("place", [{"output_format": 1}, {"output_config": {"format": 1}}, {"output_format": 1, "output_config": {"effort": "low"}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "place",
+    [{"output_format": 1}, {"output_config": {"format": 1}}, {"output_format": 1, "output_config": {"effort": "low"}}],
+)
 def test_the_format_of_an_answer_has_two_places(place: dict[str, Any]) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     fields: Any = msgspec.json.decode(msgspec.json.encode(place).replace(b"1", msgspec.json.encode(form)))

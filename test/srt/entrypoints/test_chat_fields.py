@@ -103,7 +103,9 @@ def test_services_that_only_responses_name() -> None:
     assert request.reasoning_effort == "low"
 
 
-@pytest.mark.parametrize(("context", "kept"), [(None, ["t0", "t1"]), ("all_turns", ["t0", "t1"]), ("current_turn", ["t1"])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("context", "kept"), [(None, ["t0", "t1"]), ("all_turns", ["t0", "t1"]), ("current_turn", ["t1"])]
+)
 def test_thoughts_of_earlier_turns(context: str | None, kept: list[str]) -> None:
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}

@@ -83,11 +83,17 @@ def results(messages: list[dict[str, Any]]) -> str:
         [{"type": THINKING, "keep": {"type": "all"}}],
         [{"type": THINKING, "keep": {"type": "thinking_turns", "value": 3}}],
         [{"type": TOOL_USES}],
-        [{"type": TOOL_USES, "trigger": {"type": "input_tokens", "value": 1000}, "keep": {"type": "tool_uses", "value": 0}}],
+        [
+            {
+                "type": TOOL_USES,
+                "trigger": {"type": "input_tokens", "value": 1000},
+                "keep": {"type": "tool_uses", "value": 0},
+            }
+        ],
         [{"type": TOOL_USES, "trigger": {"type": "tool_uses", "value": 5}, "clear_tool_inputs": True}],
         [{"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 50000}, "instructions": None}],
     ],
-)  # fmt: skip
+)
 def test_edits_that_clear_nothing(edits: list[dict[str, Any]]) -> None:
     messages, applied = edited(*edits)
     assert applied == [] and messages == edited()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.message_stream import MessageStream
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
@@ -24,7 +24,7 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
-    rid = uuid.uuid4().hex
+    rid = rid_of(request)
     num_bytes = len(await request.body())
     context = await _edit(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens

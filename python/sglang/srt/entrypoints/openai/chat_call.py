@@ -84,7 +84,7 @@ async def count_prompt(
     prompt = await rendered_prompt(service, body, num_bytes)
     if not media:
         return await service.manager.count_tokens(prompt, enough)
-    return await service.manager.count_with_media(prompt, media)
+    return len(await service.manager.ids_with_media(prompt, media))
 
 
 async def _in_thread_if_long(

@@ -338,9 +338,38 @@ def _check(name: str, entries: list[dict[str, Any]], kind: Any) -> None:
 
 
 class TokenizeRequest(Body, kw_only=True):
+    """`prompt`, or `messages` with what a template reads of a chat request. `add_special_tokens`: left out, they are
+    added to texts; templates write their own."""
+
+    unsupported: ClassVar = CHAT
+
     model: Name = ""
-    prompt: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)]
-    add_special_tokens: bool = True
+    prompt: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)] | None = None
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = False
+    add_generation_prompt: bool | None = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", param="prompt")
+
+    def chat(self) -> ChatCompletionRequest | None:
+        """The conversation as a chat request. Raises ApiError 400."""
+        if self.messages is None:
+            return None
+        return ChatCompletionRequest(
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
+            continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt is not False,
+        )
 
 
 class DetokenizeRequest(Body, kw_only=True):

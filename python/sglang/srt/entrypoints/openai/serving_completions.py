@@ -30,7 +30,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
     _check(body)
     _ = service.tokenizer  # an answer of token ids alone would be an empty text
-    head, rid = new_head("cmpl-", body, service)
+    head, rid = new_head("cmpl-", body, service, request)
     call = _generate_request(body, rid)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
+from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -76,7 +76,7 @@ class _Answer:
 
 
 async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
-    answer = await _new_answer(service, store, body, len(await request.body()))
+    answer = await _new_answer(service, store, body, request)
     if body.background:
         return json_response(_start(answer))
     if body.stream:
@@ -97,9 +97,9 @@ async def count_tokens(
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, num_bytes: int) -> _Answer:
+async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, http: Request) -> _Answer:
     """Raises ApiError."""
-    items, num_bytes = _conversation(store, body, num_bytes)
+    items, num_bytes = _conversation(store, body, len(await http.body()))
     if body.background and num_bytes > MAX_BACKGROUND_BYTES:
         raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
     request = chat_request(body, read_items(items))
@@ -108,7 +108,7 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
             raise ApiError(400, "truncation auto is not supported with images; leave it out", param="truncation")
         context_len = service.manager.model_config.context_len
         await fit_context(request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len))
-    rid = uuid.uuid4().hex
+    rid = rid_of(http)
     call, formats = await chat_call(service, request, num_bytes, rid)
     model = body.model or service.model_name
     head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, service.report_cached_tokens)
