@@ -39,6 +39,7 @@ def refused(response: httpx.Response, status: int = 400) -> str:
     return message
 
 
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
 NESTED = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
@@ -169,7 +170,14 @@ def test_numbers_that_are_none(http: httpx.Client, field: str, number: str) -> N
         ({"messages": HELLO, "tool_choice": "required"}, "tools"),
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "function"),
         ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
-        ({"messages": HELLO, "max_tokens": 100_000}, "context"),
+        ({"messages": HELLO, "moderation": {"model": "m"}}, "content is not moderated"),
+        ({"messages": HELLO, "reasoning": {"exclude": True}}, "exclude is not supported"),
+        ({"messages": HELLO, "documents": [{"text": "a"}]}, "documents is not supported"),
+        ({"messages": HELLO, "include_reasoning": False}, "include_reasoning is not supported"),
+        ({"messages": HELLO, "prompt_cache_options": {"prewarm": True}}, "prewarm is not supported"),
+        ({"messages": HELLO, "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}}, "'f', which is not"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "send tool_calls"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio is not supported"),
         ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is not supported: use tools"),
         ({"messages": HELLO, "modalities": ["text", "audio"]}, "modalities is not supported"),
         ({"messages": [{"role": "user", "content": "hi", "tool_calls": "x"}]}, "messages[0].tool_calls"),
@@ -195,7 +203,6 @@ def test_invalid_chats(http: httpx.Client, body: dict[str, Any], part: str) -> N
         ({"prompt": "a", "logprobs": -1}, "logprobs"),
         ({"prompt": "many words " * 5000}, "context"),
         ({"prompt": "x" * (3 << 20)}, "context"),
-        ({"prompt": "a", "max_tokens": 5000}, "context"),
     ],
 )
 def test_invalid_completions(http: httpx.Client, body: dict[str, Any], part: str) -> None:

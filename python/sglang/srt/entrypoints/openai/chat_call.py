@@ -110,7 +110,7 @@ async def count_prompt(
     prompt = await rendered_prompt(service, body, num_bytes)
     if not media:
         return await service.manager.count_tokens(prompt, enough)
-    return await service.manager.count_with_media(prompt, media)
+    return len(await service.manager.ids_with_media(prompt, media))
 
 
 async def _in_thread_if_long(
@@ -167,6 +167,7 @@ def _generate_request(
         text=prompt,
         input_ids=body.input_ids,
         add_special_tokens=False,
+        cuts_length=True,
         sampling_params=params,
         stream=bool(body.stream),
         return_logprob=bool(body.logprobs),

@@ -30,8 +30,8 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
-    head, rid = new_head("chatcmpl-", body, service)
-    call, formats = await chat_call(service, body, len(await request.body()), rid)
+    head, rid = new_head("chatcmpl-", body, service, request)
+    call, formats = await chat_call(service, body, len(await request.body()), rid, body.wanted_thoughts)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
         return await stream_events(

@@ -77,14 +77,27 @@ def template_message(message: dict[str, Any], form: CallForm, keeps_parts: bool 
     fields = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
     if message["role"] == "developer":
         fields["role"] = "system"
-    fields["content"] = _template_content(message.get("content"), keeps_parts)
-    if message.get("reasoning_content") and not fields["content"]:
-        fields.setdefault("thinking", message["reasoning_content"])  # its name in templates of Harmony
+    fields["content"] = _template_content(message.get("content") or message.get("refusal"), keeps_parts)
+    thoughts = _thoughts(message)
+    if thoughts:
+        fields["reasoning_content"] = thoughts
+    if thoughts and not fields["content"]:
+        fields.setdefault("thinking", thoughts)  # its name in templates of Harmony
     if message.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(call, form) for call in message["tool_calls"]]
         if form.no_content and not fields["content"]:
             fields["content"] = None
     return fields
+
+
+def _thoughts(message: dict[str, Any]) -> str:
+    """The thoughts of a message by any of the names that servers give them."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(message.get(name), str) and message[name]:
+            return str(message[name])
+    details = message.get("reasoning_details")
+    texts = [detail.get("text") for detail in details if isinstance(detail, dict)] if isinstance(details, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _template_content(content: str | list[dict[str, Any]] | None, keeps_parts: bool) -> str | list[dict[str, Any]]:
@@ -103,6 +116,8 @@ def _template_part(part: dict[str, Any]) -> dict[str, Any]:
     kind = media_kind(part)
     if kind is not None:
         return {"type": kind}
+    if part["type"] == "refusal" and part.get("refusal"):
+        return {"type": "text", "text": part["refusal"]}
     if part["type"] != "text":
         raise bad_request(
             f"message content of type {part['type'][:64]!r} is not supported; send text, image_url or video_url",

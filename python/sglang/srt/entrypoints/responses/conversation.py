@@ -47,6 +47,7 @@ _SAME_NAME = (
     "cache_salt",
     "extra_key",
     "prompt_cache_retention",
+    "prompt_cache_options",
 )
 
 
@@ -66,7 +67,7 @@ def chat_request(
     belong to no call."""
     catalog = tool_catalog(body, items) if catalog is None else catalog
     chosen = body.chosen_names(catalog)
-    messages = [*_instructions(body), *_messages(items)]
+    messages = [*_instructions(body), *_with_thoughts(body, _messages(items))]
     if not messages:
         raise bad_request("input: it has no text, call or result that a model could read", param="input")
     request = ChatCompletionRequest(
@@ -103,6 +104,16 @@ def _response_format(body: ResponseContext) -> ResponseFormat | None:
 
 def _instructions(body: ResponseContext) -> list[dict[str, Any]]:
     return [{"role": "system", "content": body.instructions}] if body.instructions else []
+
+
+def _with_thoughts(body: ResponseContext, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with those thoughts that `reasoning.context` wants."""
+    if body.reasoning is None or body.reasoning.context != "current_turn":
+        return messages
+    begin = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+    for message in messages[:begin]:
+        message.pop("reasoning_content", None)
+    return messages
 
 
 def _messages(items: list[ConversationItem]) -> list[dict[str, Any]]:

@@ -12,7 +12,16 @@ from msgspec import Meta
 
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import bad_request, from_decode_error
-from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive, Retention
+from sglang.srt.entrypoints.openai.protocol import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Detail,
+    Int,
+    Name,
+    Positive,
+    PromptCacheOptions,
+    Retention,
+)
 from sglang.srt.entrypoints.responses.tools import (
     LEFT_OUT,
     TEXT,
@@ -27,8 +36,17 @@ MAX_PARTS = 4_096
 """The limit of parts in the content of one item."""
 Label = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
-IGNORED_INCLUDES = ("reasoning.encrypted_content",)
-"""Reasoning items have their text, which goes on being readable when the server stores nothing."""
+IGNORED_INCLUDES = (
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+)
+"""Reasoning items have their text, which goes on being readable when the server stores nothing; items of the input come
+back whole; and of the others there are none."""
 
 
 class Part(msgspec.Struct, tag_field="type"):
@@ -48,10 +66,10 @@ class Refusal(Part, tag="refusal"):
 
 
 class InputImage(Part, tag="input_image"):
-    """`image_url`: http, https, data or file. `detail` low shows the image at 512 pixels a side at most."""
+    """`image_url`: http, https, data or file."""
 
     image_url: str | None = None
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
     file_id: str | None = None
 
     def __post_init__(self) -> None:
@@ -273,11 +291,11 @@ class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
 
 
 class ReasoningOptions(msgspec.Struct):
-    """`effort` none switches thinking off. Thoughts are returned whole; no summary is made of them."""
+    """`effort` none switches thinking off. Thoughts are returned whole; no summary is made of them. `context`
+    current_turn keeps those of earlier turns from the model; else its template decides."""
 
     effort: Annotated[str, Meta(max_length=64)] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
 
 
 class TextFormat(msgspec.Struct):
@@ -299,6 +317,10 @@ class TextOptions(msgspec.Struct):
     def __post_init__(self) -> None:
         if self.verbosity not in (None, "medium"):
             raise ValueError("verbosity is not supported: ask for it in a message")
+
+
+class Compaction(msgspec.Struct, tag_field="type", tag="compaction"):
+    """Never done: no summary is written here, and an answer has no item of one."""
 
 
 class ResponseContext(Body, kw_only=True):
@@ -360,6 +382,8 @@ class ResponsesRequest(ResponseContext, kw_only=True):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Retention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    context_management: Annotated[list[Compaction], Meta(max_length=64)] | None = None
     service_tier: Label | None = None
 
     top_k: Int | None = None

@@ -34,6 +34,16 @@ def reasoning_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
     return {"id": item_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": list(content)}
 
 
+def typed_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Returns an item of the input as the API lists it: with its type and status, and content as parts."""
+    item = {"type": "message", "status": "completed", **item}
+    if item["type"] == "message" and isinstance(item.get("content"), str):
+        said = item.get("role") == "assistant"
+        part = text_part(item["content"]) if said else {"type": "input_text", "text": item["content"]}
+        item["content"] = [part]
+    return item
+
+
 def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
     return {
         "input_tokens": meta.prompt_tokens,

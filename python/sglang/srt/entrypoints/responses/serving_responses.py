@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
+from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -78,7 +78,7 @@ class _Answer:
 
 
 async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
-    answer = await _new_answer(service, store, body, len(await request.body()))
+    answer = await _new_answer(service, store, body, request)
     if body.background:
         return json_response(_start(answer))
     if body.stream:
@@ -99,9 +99,9 @@ async def count_tokens(
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, num_bytes: int) -> _Answer:
+async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, http: Request) -> _Answer:
     """Raises ApiError."""
-    items, num_bytes = _conversation(store, body, num_bytes)
+    items, num_bytes = _conversation(store, body, len(await http.body()))
     if body.background and num_bytes > MAX_BACKGROUND_BYTES:
         raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
     read = read_items(items)
@@ -114,7 +114,7 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
         await fit_context(
             request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len, folds=True)
         )
-    rid = uuid.uuid4().hex
+    rid = rid_of(http)
     call, formats = await chat_call(service, request, num_bytes, rid, folds=True)
     model = body.model or service.model_name
     head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, catalog, service.report_cached_tokens)
@@ -207,7 +207,7 @@ def input_items(store: ResponseStore, response_id: str, limit: int, after: str |
         if position is None:
             raise ApiError(400, f"after: there is no item {after[:64]!r}", param="after")
         items = items[position + 1 :]
-    page = items[:limit]
+    page = [parts.typed_item(item) for item in items[:limit]]
     ids = [item["id"] for item in page] or [""]
     return json_response(
         {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > limit}
