@@ -10,7 +10,6 @@ from sglang.srt.entrypoints.anthropic.hidden_thoughts import shown_thoughts
 from sglang.srt.entrypoints.anthropic.protocol import (
     AnyMessage,
     AssistantMessage,
-    ClientTool,
     CompactionBlock,
     CountTokensRequest,
     MessagesRequest,
@@ -20,6 +19,7 @@ from sglang.srt.entrypoints.anthropic.protocol import (
     ToolUseBlock,
     UserMessage,
 )
+from sglang.srt.entrypoints.anthropic.tools import MessageTool, offered_tools
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.media_parts import base64_part, image_part
 from sglang.srt.entrypoints.openai.protocol import (
@@ -42,7 +42,7 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     request = ChatCompletionRequest(
         model=body.model,
         messages=_messages(body),
-        tools=[_tool(tool) for tool in body.tools or ()],
+        tools=[_tool(tool) for tool in offered_tools(body.tools)],
         tool_choice=_tool_choice(body),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         continue_final_message=_continues(body),
@@ -61,12 +61,12 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     return request
 
 
-def _tool(tool: ClientTool) -> dict[str, Any]:
+def _tool(tool: MessageTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
+    if tool.shown_description is not None:
+        function["description"] = tool.shown_description
     examples = {"examples": tool.input_examples} if tool.input_examples else {}
-    function["parameters"] = {**tool.input_schema, **examples}  # in the order in which templates print them
+    function["parameters"] = {**tool.schema, **examples}  # in the order in which templates print them
     if tool.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
