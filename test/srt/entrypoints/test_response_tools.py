@@ -81,7 +81,6 @@ def test_a_call_comes_back_with_its_namespace() -> None:
     item = {"id": "fc_1", "type": "function_call", "status": "completed", "call_id": "call_1", "name": "close"}
     assert call_item([AGENTS, CLOSE], "agents__close", "{}") == {**item, "namespace": "agents", "arguments": "{}"}
     assert call_item([AGENTS, CLOSE], "close", "{}") == {**item, "arguments": "{}"}
-    # a model may leave out the namespace
     assert call_item([AGENTS], "close", "{}") == {**item, "namespace": "agents", "arguments": "{}"}
     assert call_item([AGENTS], "unknown", "{}")["name"] == "unknown"
 
