@@ -68,6 +68,15 @@ def test_messages(server: ScriptedServer, given: Any) -> None:
     assert post(server, "/v1/messages", max_tokens=99, messages=history, tools=[tool])["content"][0]["text"] == "I see."
 
 
+def test_messages_of_claude_code(server: ScriptedServer) -> None:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "write", "input": {"__unparsedToolInput": {"raw": BROKEN[0]}}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": RESULT}
+    history = [QUESTION, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    post(server, "/v1/messages", max_tokens=99, messages=history)
+    prompt = server.prompts()[-1]["prompt"]
+    assert "a.py" in prompt and "__unparsedToolInput" not in prompt
+
+
 @pytest.mark.parametrize("limit", range(20, 80, 6))
 def test_a_call_that_was_cut_goes_on(server: ScriptedServer, limit: int) -> None:
     """Streams have sent half of a call when the limit of tokens comes."""

@@ -32,6 +32,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 _SEPARATOR = "\n"
 """Separator between text blocks that follow one another."""
+_UNREADABLE = "__unparsedToolInput"
+"""Claude Code's name for what was no JSON."""
 _ERROR_MARK = "Error: "
 """Prefix of a tool's result that is an error, as chat templates have no other place for it."""
 
@@ -208,10 +210,17 @@ def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
     if any(thoughts):
         message["reasoning_content"] = _SEPARATOR.join(filter(None, thoughts))
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": _arguments(block.input)}}
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _arguments(given: Any) -> Any:
+    """The input of a call; the model's own text where the client says that it could not read it."""
+    broken = given.get(_UNREADABLE) if isinstance(given, dict) and len(given) == 1 else None
+    raw = broken.get("raw") if isinstance(broken, dict) else None
+    return raw if isinstance(raw, str) else given

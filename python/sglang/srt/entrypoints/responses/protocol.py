@@ -354,11 +354,11 @@ class ResponseContext(Body, kw_only=True):
             named = [(choice.name, choice.namespace)]
         else:
             named = [(tool.name or tool.type, None) for tool in choice.tools if tool.type not in LEFT_OUT]
-        found = [(name, catalog.find(name, namespace)) for name, namespace in named]
-        unknown = next((name for name, tool in found if tool is None), None)
+        tools = [(name, catalog.find(name, namespace)) for name, namespace in named]
+        unknown = next((name for name, tool in tools if tool is None), None)
         if unknown is not None:
             raise bad_request(f"tool_choice names {unknown[:64]!r}, which is not one of the tools", "tool_choice")
-        return [tool.name for _, tool in found if tool is not None]
+        return [tool.name for _, tool in tools if tool is not None]
 
     def items(self) -> list[dict[str, Any]]:
         """`input` as items."""
