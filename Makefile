@@ -25,6 +25,7 @@ UPSTREAM ?= newest
 OUT ?= build/upstream
 TRITON ?= 3.9.0
 AGENTS ?= @anthropic-ai/claude-code @openai/codex
+CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -53,7 +54,8 @@ site: install
 
 clients: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'
-	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS); \
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS) && \
+		if [ -f $(CLAUDE)/install.cjs ]; then (cd $(CLAUDE) && node install.cjs); fi; \
 	else echo "npm is not installed: the tests of $(AGENTS) are skipped."; fi
 	$(BIN)/pytest -m clients test/clients $(ARGS)
 
