@@ -72,7 +72,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
 class SamplingFields(Body, kw_only=True):
     """Fields that chat and completion requests share. None means: not given."""
 
-    model: Name = ""
+    model: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
@@ -169,11 +169,13 @@ class ContentPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message. Fields that only some templates know (`reasoning_content`, `name`, ...) are passed on to them."""
+    """One message. Fields that only some templates know (`reasoning_content`, ...) are passed on to them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
@@ -189,6 +191,7 @@ class FunctionSpec(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct):
@@ -343,7 +346,7 @@ class TokenizeRequest(Body, kw_only=True):
 
     unsupported: ClassVar = CHAT
 
-    model: Name = ""
+    model: Name | None = None
     prompt: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)] | None = None
     messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
@@ -373,7 +376,7 @@ class TokenizeRequest(Body, kw_only=True):
 
 
 class DetokenizeRequest(Body, kw_only=True):
-    model: Name = ""
+    model: Name | None = None
     tokens: list[Int | list[Int]]
     skip_special_tokens: bool = True
 
