@@ -108,8 +108,7 @@ class ModelRunner:
         sizes = graph_sizes(plan, self.state, self.widths)
         if sizes.any:
             with torch.inference_mode():
-                in_graphs = None if attention.decode_plans_on_host else drafts
-                self.graphs = GraphRunner(self.state, sizes, keeps_hidden or drafts is not None, in_graphs)
+                self.graphs = GraphRunner(self.state, sizes, keeps_hidden, drafts, not attention.decode_plans_on_host)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             for prefix in attention.prefixes(16, plan.context_len):  # compiles what prompts too long for a graph need
