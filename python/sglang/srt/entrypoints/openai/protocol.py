@@ -232,10 +232,7 @@ class ReasoningControls(msgspec.Struct):
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.exclude:
-            raise ValueError("exclude is not supported: thoughts come in a field of their own, which may be ignored")
+    """As `include_reasoning` false."""
 
 
 class ThinkingControls(msgspec.Struct):
@@ -278,6 +275,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    include_reasoning: bool | None = True
+    """False: the answer is without its thoughts."""
     input_ids: list[Int] | None = None
 
     def __post_init__(self) -> None:
@@ -324,6 +323,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if variables:
             self.chat_template_kwargs = {**variables, **(self.chat_template_kwargs or {})}
         self.reasoning_effort = self.reasoning_effort or controls.effort
+
+    @property
+    def hides_thoughts(self) -> bool:
+        return self.include_reasoning is False or (self.reasoning is not None and bool(self.reasoning.exclude))
 
     @property
     def wanted_thoughts(self) -> int | None:
