@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Servers as an owner starts them, on one GPU: recipes and published commands with their own flags, and with none.
 
-    python scripts/first_hour.py --out DIR [--limit 560] [--only TEXT] [--sanitize memcheck] [--list]
+    python scripts/first_hour.py --out DIR [--limit 560] [--all] [--only TEXT] [--sanitize memcheck] [--list]
 
 Each case is a published config cut to a few layers (real widths and format, random weights), or the embedded model with
 one of its drafts. The server must start, canary included, with the graphs that its flags ask for, answer 32 requests of
@@ -9,6 +9,7 @@ many lengths, 16 at a time, without an error, a traceback or a kernel compiled w
 to. Flags that lay out several GPUs are left out, and the size of the cache is given, so that several servers fit beside
 each other. Prints a row for each case, writes its log to DIR, and exits with 1 if one failed or was not reached.
 
+Without --all each architecture has one recipe, one that drafts and one published command, in about ten minutes.
 --sanitize runs every server under compute-sanitizer with that tool.
 """
 
@@ -42,6 +43,8 @@ REQUESTS, AT_ONCE, NEW_TOKENS = 32, 16, 24
 CACHE_TOKENS = 1 << 17
 BESIDE_PLAN = 3 * GIB
 """Memory of a server that its plan does not count: the context, libraries, and what a start needs for a while."""
+LEAST_S = 30.0
+"""No server is started that has less time left."""
 START_LIMIT_S, ANSWER_LIMIT_S, EXIT_LIMIT_S = 300.0, 180.0, 40.0
 SANITIZED_FACTOR = 4
 """So many times the limits for a server under compute-sanitizer."""
@@ -63,6 +66,7 @@ class Case:
     name: str
     config: str
     flags: tuple[str, ...] = ()
+    kind: str = "embedded"
 
 
 @dataclass
@@ -72,6 +76,9 @@ class Result:
     start_s: float = 0.0
     answer_s: float = 0.0
     reached: bool = False
+
+    def refuse(self, why: str) -> None:
+        self.reached, self.problems = True, [why]
 
     def row(self) -> str:
         if not self.reached:
@@ -109,9 +116,9 @@ def recipe_cases() -> Iterator[Case]:
     from docs.recipes import CONFIGS, recipe_flags
 
     for model, config in CONFIGS.items():
-        yield Case(model, config, on_one_gpu(recipe_flags(model) or ()))
+        yield Case(model, config, on_one_gpu(recipe_flags(model) or ()), "recipe")
         if drafts_for_itself(config):
-            yield Case(f"{model}, drafts", config, ("--speculative-algorithm", "NEXTN"))
+            yield Case(f"{model}, drafts", config, ("--speculative-algorithm", "NEXTN"), "drafts")
 
 
 def published_cases() -> Iterator[Case]:
@@ -119,7 +126,7 @@ def published_cases() -> Iterator[Case]:
 
     for name, row in COMMANDS.items():
         if row["config"] != "-" and name not in NOT_SERVED and "--gpu-memory-utilization" not in row["flags"]:
-            yield Case(name, row["config"])
+            yield Case(name, row["config"], kind="published")
 
 
 def drafts_for_itself(config: str) -> bool:
@@ -169,7 +176,7 @@ class Memory:
     """The GPU's memory: a server waits until as much as it needs is free."""
 
     def __init__(self, total: int) -> None:
-        self.free, self.changed = total, threading.Condition()
+        self.total, self.free, self.changed = total, total, threading.Condition()
 
     def take(self, size: int, until: float) -> bool:
         with self.changed:
@@ -209,7 +216,7 @@ class Server:
         return False
 
     def ask(self, number: int, limit_s: float) -> str:
-        """Sends request `number`, of a length of its own, half of them streamed. Returns what was wrong, if anything."""
+        """Sends request `number`, of a length of its own, every other one streamed. Returns what was wrong, or ""."""
         words = " ".join(str(number * 7919 + i) for i in range(1 + (number % 8) ** 3))
         body: dict[str, Any] = {
             "model": "m",
@@ -256,8 +263,10 @@ def play(case: Case, result: Result, flags: Sequence[str], log: Path, sanitize: 
     try:
         if not server.wait_up(min(until, began + START_LIMIT_S * slower)):
             status = server.process.poll()
+            result.reached = status is not None or time.monotonic() < until
             result.problems.append("did not come up in time" if status is None else f"start ended with {status}")
             return
+        result.reached = True
         result.start_s = time.monotonic() - began
         asked = time.monotonic()
         limit_s = max(1.0, min(ANSWER_LIMIT_S * slower, until - asked))
@@ -284,62 +293,79 @@ def run_all(cases: Sequence[Case], out: Path, limit_s: float, jobs: int, sanitiz
     import torch
 
     memory = Memory(torch.cuda.get_device_properties(0).total_memory - 4 * GIB)
-    until = time.monotonic() + limit_s
+    places, until = threading.BoundedSemaphore(jobs), time.monotonic() + limit_s
+    results = [Result(case) for case in cases]
 
-    def one(number: int) -> Result:
-        case = cases[number]
-        result = Result(case)
-        folder = out / "models" / str(number)
+    def one(result: Result, folder: Path) -> None:
+        """A case waits for memory before it waits for a place, so that small ones pass large ones."""
         try:
-            size = planned(case, None)
-            flags = command_flags(case, folder)
-            copy_tokenizer(folder / "cut")
+            size, flags = planned(result.case, None), command_flags(result.case, folder)
         except Exception as error:  # one case must not end the others
-            result.reached, result.problems = True, [f"no plan: {type(error).__name__}: {str(error)[:300]}"]
-            return result
+            result.refuse(f"no plan: {type(error).__name__}: {str(error)[:300]}")
+            return
         if size is None:
-            result.reached, result.problems = True, ["no kernel serves it on this GPU"]
-            return result
-        size = min(size + BESIDE_PLAN, memory.free if number == 0 else size + BESIDE_PLAN)
-        if not memory.take(size, until - 30):
-            return result
+            result.refuse("no kernel serves it on this GPU")
+            return
+        size = min(size + BESIDE_PLAN, memory.total)
+        if not memory.take(size, until - LEAST_S):
+            return
         try:
-            result.reached = True
-            play(case, result, flags, out / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', case.name)}.log", sanitize, until)
+            with places:
+                if time.monotonic() < until - LEAST_S:
+                    log = out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', result.case.name)}.log"
+                    play(result.case, result, flags, log, sanitize, until)
         finally:
             memory.give_back(size)
+
+    def run(number: int) -> None:
+        folder = out / "models" / str(number)
+        try:
+            one(results[number], folder)
+        finally:
             shutil.rmtree(folder, ignore_errors=True)
-            print(result.row(), flush=True)
-        return result
+            print(results[number].row(), flush=True)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, range(len(cases))))
-
-
-def copy_tokenizer(folder: Path) -> None:
-    """The embedded model's tokenizer and template, which every cut checkpoint gets."""
-    from sglang.embedded import DEFAULT_MODEL_PATH
-
-    if folder.exists():
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(Path(DEFAULT_MODEL_PATH) / name, folder)
+    with ThreadPoolExecutor(3 * jobs) as pool:
+        for future in [pool.submit(run, number) for number in range(len(cases))]:
+            future.result()
+    return results
 
 
-def all_cases() -> list[Case]:
-    return [*embedded_cases(), *recipe_cases(), *published_cases()]
+def cases_of(every: bool) -> list[Case]:
+    """Returns all cases, or of each architecture the first of each kind."""
+    cases = [*embedded_cases(), *recipe_cases(), *published_cases()]
+    if every:
+        return cases
+    first: dict[tuple[str, str], Case] = {}
+    for case in cases:
+        first.setdefault((case.kind, architecture(case) if case.config else case.name), case)
+    return [*first.values()]
+
+
+def architecture(case: Case) -> str:
+    from commands.configs import checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((checkpoint(case.config, Path(folder)) / "config.json").read_text())
+    return str(config["architectures"][0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / ".first_hour")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for everything")
-    parser.add_argument("--jobs", type=int, default=6, help="servers at a time")
-    parser.add_argument("--only", default="", help="cases whose name matches this pattern")
+    parser.add_argument("--jobs", type=int, default=8, help="servers at a time, as the GPU's memory allows")
+    parser.add_argument("--all", action="store_true", help="every recipe and published command")
+    parser.add_argument("--only", default="", help="of all cases those whose name matches this pattern")
     parser.add_argument("--skip", default="$^", help="but not those whose name matches this one")
     parser.add_argument("--sanitize", default="", choices=("", "memcheck", "initcheck", "racecheck", "synccheck"))
     parser.add_argument("--list", action="store_true", help="print the cases and their flags, and run none")
     args = parser.parse_args(argv)
-    cases = [case for case in all_cases() if re.search(args.only, case.name) and not re.search(args.skip, case.name)]
+    cases = [
+        case
+        for case in cases_of(args.all or bool(args.only))
+        if re.search(args.only, case.name) and not re.search(args.skip, case.name)
+    ]
     if args.list:
         print(*(f"{case.name}\t{case.config}\t{shlex.join(case.flags)}" for case in cases), sep="\n")
         return 0

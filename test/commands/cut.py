@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from commands.processors import write_beside
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import describe_model
 
@@ -66,8 +67,9 @@ def _cut(value: Any, total: int, count: int, key: str = "") -> Any:
 def write_cut(source: Path, folder: Path) -> Path:
     """Writes a cut checkpoint directory without weights: the config, and what lies beside it. Returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(cut(config)))
+    config = cut(json.loads((source / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(config))
     if (quantization := source / "hf_quant_config.json").exists():
         (folder / quantization.name).write_text(quantization.read_text())
+    write_beside(config, folder)
     return folder
