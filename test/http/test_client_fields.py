@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
@@ -87,6 +88,21 @@ def test_tokens_of_thoughts_are_counted_where_clients_look(parsing_server: LiveS
         budget = {"thinking": {"type": "enabled", "budget_tokens": 4}}
         short = client.chat.completions.create(**options, extra_body=budget)
         assert short.usage.completion_tokens_details.reasoning_tokens < thoughts  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
+def test_an_answer_without_its_thoughts(parsing: httpx.Client, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": APPLES}], "temperature": 0}
+    whole = parsing.post("/v1/chat/completions", json=body).json()
+    bare = parsing.post("/v1/chat/completions", json={**body, **fields}).json()
+    messages = [answer["choices"][0]["message"] for answer in (whole, bare)]
+    assert messages[0]["reasoning_content"] and messages[1] == {**messages[0], "reasoning_content": None}
+    assert bare["usage"]["reasoning_tokens"] == whole["usage"]["reasoning_tokens"] > 0
+    stream = parsing.post("/v1/chat/completions", json={**body, **fields, "stream": True}).text
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta["content"] or "" for delta in deltas) == messages[0]["content"]
+    assert all(delta["reasoning_content"] is None for delta in deltas)
 
 
 TOOL = {"type": "function", "function": {"name": "add_numbers", "parameters": {"type": "object"}}}

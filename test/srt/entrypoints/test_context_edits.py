@@ -62,7 +62,10 @@ def edited(*edits: dict[str, Any], messages: Any = CONVERSATION) -> tuple[list[d
         whole = sum(message["role"] == "tool" and message["content"] != CLEARED for message in request.messages)
         return len(request.messages) + whole * (TOKENS_OF_RESULT - 1)
 
-    applied = asyncio.run(apply_edits(body, count))
+    async def beside(work: Any, *args: Any) -> Any:
+        return work(*args)
+
+    applied = asyncio.run(apply_edits(body, count, beside))
     return chat_request(body).messages, applied
 
 

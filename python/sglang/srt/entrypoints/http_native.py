@@ -39,7 +39,7 @@ FLUSH_LIMIT_S = 3600.0
 FLUSH_POLL_S = 0.05
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", PREFIX)
-"""Prefixes that the ids of answers, and in their headers, have before the request's id: clients abort by the id that they see."""
+"""Prefixes of the ids in answers and their headers before the request's id: clients abort by the id that they see."""
 
 
 class GenerateBody(Body, kw_only=True):

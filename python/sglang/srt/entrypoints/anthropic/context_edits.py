@@ -27,12 +27,14 @@ Edited = tuple[list[AnyMessage], int]
 """The messages, and how many turns or calls were cleared."""
 
 
-async def apply_edits(body: CountTokensRequest, count: Callable[[], Awaitable[int]]) -> list[dict[str, Any]]:
+async def apply_edits(
+    body: CountTokensRequest, count: Callable[[], Awaitable[int]], beside: Callable[..., Awaitable[Edited]]
+) -> list[dict[str, Any]]:
     """Applies the edits of the request to its messages, and returns those that cleared something, as the answer lists
-    them. `count` tells the tokens of the request as it is then."""
+    them. `count` tells the tokens of the request as it is then; `beside` calls a function beside the event loop."""
     applied: list[dict[str, Any]] = []
     for edit in body.edits:
-        messages, num_cleared = _edited(edit, body.messages)
+        messages, num_cleared = await beside(_edited, edit, body.messages)
         if not num_cleared:
             continue
         before = await count()
@@ -93,12 +95,15 @@ def _without_results(messages: list[AnyMessage], edit: ClearToolUses) -> Edited:
     if not isinstance(edit.trigger, InputTokens) and len(uses) <= edit.trigger.value:
         return messages, 0
     older = uses[: max(len(uses) - edit.keep.value, 0)]
-    names = {use.id: use.name for use in older if use.name not in edit.excluded}
+    excluded = frozenset(edit.exclude_tools or ())
+    inputs = frozenset(edit.clear_tool_inputs) if isinstance(edit.clear_tool_inputs, list) else edit.clear_tool_inputs
+    ids = {use.id for use in older if use.name not in excluded}
 
     def cleared(block: Any) -> Any:
-        if isinstance(block, ToolResultBlock) and block.tool_use_id in names:
+        if isinstance(block, ToolResultBlock) and block.tool_use_id in ids:
             return msgspec.structs.replace(block, content=CLEARED)
-        if isinstance(block, ToolUseBlock) and block.id in names and edit.clears_input_of(block.name):
+        is_old_call = isinstance(block, ToolUseBlock) and block.id in ids
+        if is_old_call and (block.name in inputs if isinstance(inputs, frozenset) else inputs):
             return msgspec.structs.replace(block, input={})
         return block
 

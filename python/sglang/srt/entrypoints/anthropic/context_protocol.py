@@ -59,14 +59,6 @@ class ClearToolUses(Edit, tag="clear_tool_uses_20250919"):
     def least_tokens(self) -> int:
         return 0 if self.clear_at_least is None else self.clear_at_least.value
 
-    @property
-    def excluded(self) -> set[str]:
-        return set(self.exclude_tools or ())
-
-    def clears_input_of(self, name: str) -> bool:
-        wanted = self.clear_tool_inputs
-        return name in wanted if isinstance(wanted, list) else bool(wanted)
-
 
 class Compact(Edit, tag="compact_20260112"):
     """Never applied: no summary is written here, and the answer lists the edits that were applied."""

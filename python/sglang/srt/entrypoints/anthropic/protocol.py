@@ -120,7 +120,7 @@ class Thinking(msgspec.Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "updates", "omitted"] | None = None
 
     def __post_init__(self) -> None:
         if self.type == "enabled" and self.budget_tokens is None:
@@ -149,7 +149,7 @@ class CountTokensRequest(Body, kw_only=True):
 
     unsupported: ClassVar = MESSAGES
 
-    model: Name = ""
+    model: Name | None = None
     messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | TextBlocks | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None

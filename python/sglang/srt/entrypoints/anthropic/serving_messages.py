@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +22,10 @@ from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
 from sglang.srt.managers.wire.io_struct import TokenMeta
+
+T = TypeVar("T")
 
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
@@ -28,7 +33,8 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
     num_bytes = len(await request.body())
     context = await _edit(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    call, formats = await chat_call(service, chat_request(body), num_bytes, rid, budget, folds=True)
+    chat = await _beside(service, num_bytes, chat_request, body)
+    call, formats = await chat_call(service, chat, num_bytes, rid, budget, folds=True)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -53,8 +59,18 @@ async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int
     """Applies `context_management` to the messages. Returns its field of the answer, if the client asked for any."""
     if body.context_management is None:
         return {}
-    applied = await apply_edits(body, lambda: count_prompt(service, chat_request(body), num_bytes, folds=True))
+    beside = partial(_beside, service, num_bytes)
+    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), beside)
     return {"context_management": {"applied_edits": applied}}
+
+
+async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> int:
+    return await count_prompt(service, await _beside(service, num_bytes, chat_request, body), num_bytes, folds=True)
+
+
+async def _beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
+    """Does the work on a conversation beside the event loop, unless it is short."""
+    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(work, *args)
 
 
 def _content(
@@ -73,10 +89,10 @@ def _content(
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
     num_bytes = len(await request.body())
-    count = await count_prompt(service, chat_request(body), num_bytes, folds=True)
+    count = await _count(service, body, num_bytes)
     if body.context_management is None:
         return json_response({"input_tokens": count})
     original = {"context_management": {"original_input_tokens": count}}
     if (await _edit(service, body, num_bytes))["context_management"]["applied_edits"]:
-        count = await count_prompt(service, chat_request(body), num_bytes, folds=True)
+        count = await _count(service, body, num_bytes)
     return json_response({"input_tokens": count, **original})

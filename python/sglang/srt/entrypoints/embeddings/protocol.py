@@ -36,7 +36,7 @@ class EmbeddingRequest(Body, kw_only=True):
 
     unsupported: ClassVar = EMBEDDINGS
 
-    model: Name = ""
+    model: Name | None = None
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31)] | None = None
@@ -64,7 +64,7 @@ class ScoreRequest(Body, kw_only=True):
 
     unsupported: ClassVar = EMBEDDINGS
 
-    model: Name = ""
+    model: Name | None = None
     query: str | list[Int]
     items: str | Annotated[list[str | list[Int]], Meta(min_length=1, max_length=MAX_INPUTS)]
     label_token_ids: Annotated[list[Int], Meta(min_length=1, max_length=MAX_LABELS)]
@@ -88,7 +88,7 @@ class DocumentText(msgspec.Struct):
 class RerankRequest(Body, kw_only=True):
     unsupported: ClassVar = EMBEDDINGS
 
-    model: Name = ""
+    model: Name | None = None
     query: Annotated[str, Meta(min_length=1)]
     documents: Annotated[
         list[Annotated[str, Meta(min_length=1)] | DocumentText], Meta(min_length=1, max_length=MAX_INPUTS)

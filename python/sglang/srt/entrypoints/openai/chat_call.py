@@ -39,7 +39,7 @@ async def chat_call(
 ) -> tuple[GenerateRequest, ChatFormats]:
     """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. `target`: tokens of
     thoughts after which they are ended if the model's format allows it. `folds`: as `_fitted`. Raises ApiError 400."""
-    body = _fitted(service, body, folds)
+    body = await _in_thread_if_long(service, num_bytes, partial(_fitted, service, folds), body)
     media = media_of(body.messages)
     service.manager.preparer.require_media(media)
     if body.input_ids is None:
@@ -73,7 +73,7 @@ def _limit_thoughts(
         )
 
 
-def _fitted(service: OpenAIService, body: ChatCompletionRequest, folds: bool) -> ChatCompletionRequest:
+def _fitted(service: OpenAIService, folds: bool, body: ChatCompletionRequest) -> ChatCompletionRequest:
     """The request with its messages in an order that the chat template takes, where the server's flag asks for it, or
     the API is one of agents (`folds`)."""
     place = service.manager.args.fold_system_messages or ("first" if folds else None)
@@ -106,7 +106,7 @@ async def count_prompt(
 ) -> int:
     """The tokens of the conversation, images included; no more are counted than it takes to have `enough`. `folds`: as
     `_fitted`."""
-    body = _fitted(service, body, folds)
+    body = await _in_thread_if_long(service, num_bytes, partial(_fitted, service, folds), body)
     media = media_of(body.messages)
     service.manager.preparer.require_media(media)
     prompt = await rendered_prompt(service, body, num_bytes)

@@ -72,7 +72,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
 class SamplingFields(Body, kw_only=True):
     """Fields that chat and completion requests share. None means: not given."""
 
-    model: Name = ""
+    model: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
@@ -169,11 +169,13 @@ class ContentPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message. Fields that only some templates know (`reasoning_content`, `name`, ...) are passed on to them."""
+    """One message. Fields that only some templates know (`reasoning_content`, ...) are passed on to them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
@@ -189,6 +191,7 @@ class FunctionSpec(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct):
@@ -229,10 +232,7 @@ class ReasoningControls(msgspec.Struct):
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.exclude:
-            raise ValueError("exclude is not supported: thoughts come in a field of their own, which may be ignored")
+    """As `include_reasoning` false."""
 
 
 class ThinkingControls(msgspec.Struct):
@@ -275,6 +275,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    include_reasoning: bool | None = True
+    """False: the answer is without its thoughts."""
     input_ids: list[Int] | None = None
 
     def __post_init__(self) -> None:
@@ -323,6 +325,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         self.reasoning_effort = self.reasoning_effort or controls.effort
 
     @property
+    def hides_thoughts(self) -> bool:
+        return self.include_reasoning is False or (self.reasoning is not None and bool(self.reasoning.exclude))
+
+    @property
     def wanted_thoughts(self) -> int | None:
         """Tokens after which thoughts are ended where the model's format allows it."""
         given = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingControls) else None
@@ -343,7 +349,7 @@ class TokenizeRequest(Body, kw_only=True):
 
     unsupported: ClassVar = CHAT
 
-    model: Name = ""
+    model: Name | None = None
     prompt: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)] | None = None
     messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
@@ -373,7 +379,7 @@ class TokenizeRequest(Body, kw_only=True):
 
 
 class DetokenizeRequest(Body, kw_only=True):
-    model: Name = ""
+    model: Name | None = None
     tokens: list[Int | list[Int]]
     skip_special_tokens: bool = True
 

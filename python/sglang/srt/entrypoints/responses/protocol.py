@@ -328,7 +328,7 @@ class ResponseContext(Body, kw_only=True):
 
     unsupported: ClassVar = RESPONSES
 
-    model: Name = ""
+    model: Name | None = None
     input: str | Annotated[list[ItemFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
     """A text of the user, or items."""
     instructions: str | None = None
