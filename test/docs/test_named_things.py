@@ -14,6 +14,7 @@ from docs.commands import PAGES, ROOT
 MADE_OR_GIVEN = {
     "build/site": "what `make site` makes",
     "config.json": "of a model",
+    "opencode.json": "of a program",
     "hf_quant_config.json": "of a model",
     "preprocessor_config.json": "of a model",
     "processor_config.json": "of a model",

@@ -153,6 +153,22 @@ def test_rerank_by_embeddings(embedder: LiveServer, reference: Reference) -> Non
         assert entry["document"] == TEXTS[entry["index"]] and entry["meta_info"]["prompt_tokens"] > 0
 
 
+def test_results_of_ranking_in_the_form_of_jina_and_cohere(embedder: LiveServer) -> None:
+    documents: Any = ["Paris is the capital of France.", {"text": "Bread is baked."}, {"text": "It rains.", "id": 7}]
+    body = {"model": "m", "query": "Which is the capital of France?", "documents": documents, "top_n": 2}
+    ranked = post(embedder, "/v1/rerank", **body).json()
+    for path in ("/rerank", "/v2/rerank"):
+        answer = post(embedder, path, **body).json()
+        assert (answer["model"], len(answer["results"])) == ("m", 2) and answer["usage"]["total_tokens"] > 0
+        assert [result["index"] for result in answer["results"]] == [entry["index"] for entry in ranked]
+        scores = [result["relevance_score"] for result in answer["results"]]
+        assert scores == pytest.approx([entry["score"] for entry in ranked], abs=1e-5)
+        assert [result["document"]["text"] for result in answer["results"]] == [entry["document"] for entry in ranked]
+    bare = post(embedder, "/rerank", **body, return_documents=False).json()
+    assert all(result.keys() == {"index", "relevance_score"} for result in bare["results"])
+    assert post(embedder, "/rerank", query="a", documents=[{"title": "x"}]).status_code == 400
+
+
 MISTAKES = [
     ("/v1/embeddings", {"input": []}, "input"),
     ("/v1/embeddings", {"input": ""}, "empty"),

@@ -85,6 +85,29 @@ def test_thinking(client: anthropic.Anthropic) -> None:
     assert [block.type for block in ask(client, APPLES, thinking=QUIET).content] == ["text"]
 
 
+def test_thoughts_that_are_not_shown(client: anthropic.Anthropic) -> None:
+    """The client sends the answer back as it came, and the model reads its thoughts."""
+    messages: Any = [{"role": "user", "content": APPLES}]
+    hidden: Any = {"thinking": {"type": "adaptive", "display": "omitted"}, "extra_body": GREEDY}
+    whole = ask(client, APPLES, thinking={"type": "adaptive", "display": "summarized"})
+    answer = ask(client, APPLES, **hidden)
+    with client.messages.stream(model=MODEL, max_tokens=200, messages=messages, **hidden) as stream:
+        streamed = stream.get_final_message()
+    assert whole.content[0].thinking and not whole.content[0].signature
+    for reply in (answer, streamed):
+        thoughts, text = reply.content
+        assert (thoughts.type, thoughts.thinking, text.text) == ("thinking", "", whole.content[1].text)
+        assert thoughts.signature == answer.content[0].signature != ""
+
+    def count(*content: Any) -> int:
+        """Tokens of a conversation in which the thoughts end in a call."""
+        result = {"type": "tool_result", "tool_use_id": CALL["id"], "content": "noon"}
+        turns = [{"role": "assistant", "content": [*content, CALL]}, {"role": "user", "content": [result]}]
+        return client.messages.count_tokens(model=MODEL, messages=[*messages, *turns]).input_tokens
+
+    assert count(answer.content[0]) == count(whole.content[0]) > count()
+
+
 @pytest.mark.parametrize("content", [APPLES, ADD], ids=["thoughts", "call"])
 def test_stream_is_the_whole_message(client: anthropic.Anthropic, content: str) -> None:
     whole = ask(client, content, tools=TOOLS)
@@ -195,18 +218,17 @@ MISTAKES = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "images are not supported"),
-    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document is not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "source"),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "no tool_use block"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [CALL]}]}, "tool_result"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}, "no text"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools"),
     ({"tool_choice": {"type": "any"}}, "tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "other"),
     ({"thinking": {"type": "enabled"}}, "budget_tokens"),
     ({"top_p": 0}, "top_p"),
     ({"stop_sequences": ["a"] * 33}, "stop"),
     ({"mcp_servers": [{"url": "http://127.0.0.1"}]}, "mcp_servers"),
-    ({"max_tokens": 10**9}, "max_new_tokens"),
 ]
 
 

@@ -260,8 +260,14 @@ def test_input_items(client: openai.OpenAI) -> None:
     items: Any = [{"role": role, "content": str(number)} for number, role in enumerate(["user", "assistant", "user"])]
     answer = ask(client, items, max_output_tokens=2)
     newest_first = client.responses.input_items.list(answer.id, limit=2)
-    assert [item.content for item in newest_first] == ["2", "1", "0"]  # type: ignore[union-attr]
-    assert [item.content for item in client.responses.input_items.list(answer.id, order="asc")] == ["0", "1", "2"]  # type: ignore[union-attr]
+    texts = [(item.type, item.status, item.content[0].type, item.content[0].text) for item in newest_first]  # type: ignore[union-attr]
+    assert texts == [
+        ("message", "completed", "input_text", "2"),
+        ("message", "completed", "output_text", "1"),
+        ("message", "completed", "input_text", "0"),
+    ]
+    oldest_first = client.responses.input_items.list(answer.id, order="asc")
+    assert [item.content[0].text for item in oldest_first] == ["0", "1", "2"]  # type: ignore[union-attr]
 
 
 def until_ended(client: openai.OpenAI, response: Any) -> Any:
@@ -348,12 +354,12 @@ MISTAKES = [
     ({"input": []}, "input"),
     ({"input": [IMAGE]}, "images are not supported"),
     ({"input": [RESULT]}, "no function_call"),
-    ({"input": [{"type": "web_search_call", "id": "1"}]}, "web_search_call"),
-    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments"),
+    ({"input": [{"type": "web_search_call", "id": "1"}]}, "no text, call or result"),
+    ({"input": [{"type": "compaction", "encrypted_content": "1"}]}, "compaction"),
     ({"input": [{"role": "nobody", "content": "a"}]}, "role"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"max_output_tokens": 10**9}, "max_new_tokens"),
-    ({"tools": [{"type": "web_search"}]}, "web_search"),
+    ({"tools": [{"type": "computer_use_preview"}]}, "computer_use_preview"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace", "name": "b"}]}]}, "namespace"),
     ({"tools": [{"type": "function"}]}, "name"),
     ({"tool_choice": "required"}, "tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "other"),
@@ -361,7 +367,10 @@ MISTAKES = [
     ({"text": {"verbosity": "low"}}, "verbosity"),
     ({"top_p": 0}, "top_p"),
     ({"top_logprobs": 3}, "top_logprobs"),
-    ({"include": ["file_search_call.results"]}, "file_search_call.results"),
+    ({"include": ["message.output_text.logprobs"]}, "message.output_text.logprobs"),
+    ({"context_management": [{"type": "forget"}]}, "context_management"),
+    ({"prompt_cache_options": {"prewarm": True}}, "prewarm"),
+    ({"personality": "friendly"}, "personality"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"metadata": {"a": "b" * 600}}, "metadata"),
     ({"background": True, "store": False}, "store"),

@@ -130,6 +130,14 @@ def test_samples_and_token_ids(http: httpx.Client) -> None:
     assert [echoed(result).count(IMAGE) for result in results] == [SMALL_TOKENS] * 2
 
 
+def test_a_placeholder_among_token_ids_without_an_image_is_a_token(http: httpx.Client) -> None:
+    ids = [5, IMAGE, IMAGE, 6]
+    result = generate(http, input_ids=ids)
+    assert result["meta_info"]["prompt_tokens"] == len(ids) and echoed(result)[: len(ids)] == ids
+    both = generate(http, input_ids=[ids, [5, VISION_START, IMAGE, VISION_END]], image_data=[None, data_url(SMALL)])
+    assert [echoed(result).count(IMAGE) for result in both] == [2, SMALL_TOKENS]
+
+
 def test_a_video_is_written_frame_by_frame_with_times(http: httpx.Client, client: openai.OpenAI) -> None:
     url = data_url(animation(8, 64, 64, 250), "image/gif")
     marks = "<|vision_start|><|video_pad|><|vision_end|>"

@@ -31,6 +31,7 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("kv_cache_dtype", "nvfp4"): "fp4_e2m1",
     ("kv_cache_dtype", "fp4"): "fp4_e2m1",
     ("quantization", "compressed_tensors"): "compressed-tensors",
+    ("quantization", "modelopt_nvfp4"): "modelopt_fp4",
     ("attention_backend", "torch"): "torch_native",
     ("prefill_attention_backend", "torch"): "torch_native",
     ("decode_attention_backend", "torch"): "torch_native",
@@ -80,15 +81,13 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
 """(field, value) -> our name of the same thing."""
 
 
-_NVFP4 = "Checkpoints in NVFP4 are detected: leave the flag out, or write modelopt_fp4 for one of ModelOpt."
+_NVFP4 = "Checkpoints in NVFP4 are detected: leave the flag out, or write nvfp4."
 VALUE_HINTS: Mapping[tuple[str, str], str] = {
     ("kv_cache_dtype", "fp4_mx_block16"): "Write fp4_e2m1: four bits with an e4m3 scale for 16 of them.",
     ("kv_cache_dtype", "nvfp4_ds_mla"): "Latents have no cache in 4 bits; fp8_e4m3 is the smallest.",
     ("kv_cache_dtype", "fp8_ds_mla"): "Write fp8_e4m3: how a model lays it out is its own affair.",
     ("kv_cache_dtype", "mxfp8"): "Write fp8_e4m3.",
-    ("quantization", "nvfp4"): _NVFP4,
     ("quantization", "fp4"): _NVFP4,
-    ("quantization", "modelopt_nvfp4"): _NVFP4,
     ("quantization", "nvfp4_online"): "Quantize the checkpoint beforehand, with python -m sglang.quantize.",
     ("quantization", "gguf"): "Weights are read from safetensors; take a checkpoint in FP8, NVFP4, GPTQ or AWQ.",
     ("quantization", "bitsandbytes"): "Take a checkpoint in FP8, NVFP4, GPTQ or AWQ, or write fp8 to quantize one.",

@@ -67,6 +67,15 @@ GPT_OSS = {
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
     ],
 }  # fmt: skip
+COMPRESSED_NVFP4 = compressed("nvfp4-pack-quantized", FP4, FP4 | {"dynamic": "local"}, ["lm_head"])
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        "model.layers.0.mlp": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.0.self_attn": {"quant_algo": "FP8"},
+    },
+}
 MINIMAX_M2 = FP8_BLOCK | {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}
 QWEN3_FP8 = FP8_BLOCK | {
     "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]
@@ -422,6 +431,9 @@ def test_a_text_part_that_is_no_object_is_no_crash() -> None:
         ("w8a8_fp8", GLM_47),
         ("modelopt", NEW_MODELOPT),
         ("modelopt_fp4", NEW_MODELOPT),
+        ("nvfp4", NEW_MODELOPT),
+        ("nvfp4", COMPRESSED_NVFP4),
+        ("nvfp4", MIXED),
         ("mxfp4", GPT_OSS),
         ("moe_wna16", KIMI_K25),
         ("moe_wna16", AWQ),
@@ -443,6 +455,9 @@ def test_the_flag_may_name_what_the_checkpoint_is(flag: str, config: dict[str, A
         ("modelopt_fp8", NEW_MODELOPT, r"which is modelopt NVFP4 \(nvfp4\)"),
         ("w8a8_int8", GLM_47, "does not fit"),
         ("awq", FP8_BLOCK, "does not fit"),
+        ("nvfp4", FP8_BLOCK, r"which is fp8 \(fp8_block\) .* Remove the flag: the format is detected"),
+        ("nvfp4", GPT_OSS, r"which is mxfp4 \(mxfp4\)"),
+        ("nvfp4", None, r"dir is not quantized\. Remove the flag, .* \(python -m sglang\.quantize makes some\), .* fp8"),
         ("bitsandbytes", FP8_BLOCK, "--quantization bitsandbytes is not supported; supported: fp8, w8a8_fp8"),
         ("awq", None, r"the checkpoint dir is not quantized\. Remove the flag, .* with: fp8, w8a8_fp8"),
     ],

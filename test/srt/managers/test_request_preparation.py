@@ -169,6 +169,12 @@ def test_output_length_and_the_context() -> None:
     assert limit({"allow_auto_truncate": True}, max_new_tokens=13, min_new_tokens=13) == 12
 
 
+@pytest.mark.parametrize(("wanted", "given"), [(12, 12), (13, 12), (1 << 30, 12)])
+def test_an_output_length_that_is_cut_to_the_context(wanted: int, given: int) -> None:
+    call = prepare(input_ids=[1] * 20, sampling_params={"max_new_tokens": wanted}, cuts_length=True)
+    assert call.requests[0].sampling_params.max_new_tokens == given
+
+
 def test_auto_truncate() -> None:
     request = prepare({"allow_auto_truncate": True}, input_ids=list(range(40))).requests[0]
     assert request.input_ids == list(range(31))

@@ -51,11 +51,19 @@ _INT4 = frozenset(f"int4_g{size}" for size in INT4_GROUPS)
 @dataclass(frozen=True, slots=True)
 class Spelling:
     """The checkpoints that a value of --quantization accepts: those of these methods, whose schemes are all among
-    `schemes` (None: any). `online`: 16-bit checkpoints too, which are quantized while they are loaded."""
+    `schemes` (None: any), with one of `needed` (empty: with any). `online`: 16-bit checkpoints too, which are quantized
+    while they are loaded."""
 
     methods: frozenset[str]
     schemes: frozenset[str] | None = None
     online: bool = False
+    needed: frozenset[str] = frozenset()
+
+    def fits(self, config: QuantConfig) -> bool:
+        schemes = config.schemes()
+        if self.needed and not self.needed & schemes:
+            return False
+        return config.method.split()[0] in self.methods and (self.schemes is None or schemes <= self.schemes)
 
 
 def _spelling(*methods: str, schemes: frozenset[str] | None = None, online: bool = False) -> Spelling:
@@ -71,6 +79,9 @@ SPELLINGS: Mapping[str, Spelling] = {
     "modelopt_fp8": _spelling("modelopt", schemes=_FP8),
     "modelopt_fp4": _spelling("modelopt", schemes=frozenset({"nvfp4"})),
     "modelopt_mixed": _spelling("modelopt"),
+    "nvfp4": Spelling(
+        frozenset({"modelopt", "compressed-tensors", "fp8", "mxfp8"}), needed=frozenset({"nvfp4", "nvfp4_a16"})
+    ),
     "mxfp8": _spelling("mxfp8", "fp8", schemes=frozenset({"mxfp8", "nvfp4_a16"})),
     "mxfp4": _spelling("mxfp4"),
     "gptq": _spelling("gptq"),
@@ -182,15 +193,15 @@ def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> Quan
             can = ", ".join(name for name, other in SPELLINGS.items() if other.online)
             raise UserError(
                 f"--quantization {flag}, but the checkpoint {model_path} is not quantized. Remove the flag, give a"
-                f" checkpoint of that format, or quantize while loading with: {can}."
+                " checkpoint of that format (python -m sglang.quantize makes some), or quantize while loading with:"
+                f" {can}."
             )
         return online_fp8(flag)
-    schemes = config.schemes()
-    if config.method.split()[0] in spelling.methods and (spelling.schemes is None or schemes <= spelling.schemes):
+    if spelling.fits(config):
         return config
     raise UserError(
-        f"--quantization {flag} does not fit the checkpoint, which is {config.method} ({', '.join(sorted(schemes))})"
-        f" according to {config.source}. Remove the flag: the format is detected."
+        f"--quantization {flag} does not fit the checkpoint, which is {config.method}"
+        f" ({', '.join(sorted(config.schemes()))}) according to {config.source}. Remove the flag: the format is detected."
     )
 
 

@@ -89,7 +89,7 @@ _BY_PATH: dict[str, Schema] = {
         role="assistant",
         model=_TEXT,
         content=_list(_record(type={"enum": ["text", "thinking", "tool_use"]})),
-        stop_reason={"enum": ["end_turn", "max_tokens", "tool_use", "stop_sequence"]},
+        stop_reason={"enum": ["end_turn", "max_tokens", "tool_use", "stop_sequence", "model_context_window_exceeded"]},
         stop_sequence=_or_null(_TEXT),
         usage=_record(input_tokens=_COUNT, output_tokens=_COUNT),
     ),
@@ -112,6 +112,9 @@ _BY_PATH: dict[str, Schema] = {
     "/encode": _one_or_many(_record(embedding=_list(_NUMBER), meta_info=_META)),
     "/v1/score": _record(object="scoring", scores=_list(_list(_NUMBER)), model=_TEXT, usage=_USAGE),
     "/v1/rerank": _list(_record(score=_NUMBER, index=_COUNT, document=_or_null(_TEXT), meta_info=_META)),
+    "/rerank": _record(
+        id=_TEXT, model=_TEXT, usage=_USAGE, results=_list(_record(index=_COUNT, relevance_score=_NUMBER))
+    ),
     "/api/chat": _record(message=_record(role="assistant", content=_TEXT), **_OLLAMA_ANSWER),
     "/api/generate": _record(response=_TEXT, **_OLLAMA_ANSWER),
     "/api/embed": _record(model=_TEXT, embeddings=_list(_list(_NUMBER)), prompt_eval_count=_COUNT),

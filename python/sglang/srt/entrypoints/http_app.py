@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_origins import with_origins_checked
+from sglang.srt.entrypoints.http_request_id import RequestIds
 from sglang.srt.entrypoints.http_state import ServerState, state_of
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.ollama import routes as ollama_routes
@@ -102,4 +103,4 @@ def create_app(state: ServerState) -> ASGIApp:
     """The complete application for `state`. Of a slash at the end of a path the gate takes no notice."""
     api = create_api(state)
     gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
-    return with_origins_checked(gate, state.args.api_key, state.args.allowed_origins or ())
+    return RequestIds(with_origins_checked(gate, state.args.api_key, state.args.allowed_origins or ()))

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
+from sglang.srt.entrypoints.http_request_id import PREFIX
 from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, Generated, until_disconnect
@@ -37,8 +38,8 @@ HEALTH_POLL_S = 0.01
 FLUSH_LIMIT_S = 3600.0
 FLUSH_POLL_S = 0.05
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
-"""Prefixes that the ids of answers have before the request's id: clients abort by the id that they see."""
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", PREFIX)
+"""Prefixes of the ids in answers and their headers before the request's id: clients abort by the id that they see."""
 
 
 class GenerateBody(Body, kw_only=True):

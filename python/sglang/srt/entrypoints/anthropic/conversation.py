@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from sglang.srt.entrypoints.anthropic.content import Base64Source, Block, ImageBlock, TextBlock, UrlSource, plain_blocks
+from sglang.srt.entrypoints.anthropic.hidden_thoughts import shown_thoughts
 from sglang.srt.entrypoints.anthropic.protocol import (
+    AnyMessage,
     AssistantMessage,
-    Base64Source,
-    Block,
+    CompactionBlock,
     CountTokensRequest,
-    ImageBlock,
     MessagesRequest,
     SystemMessage,
-    TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
     UserMessage,
 )
+from sglang.srt.entrypoints.anthropic.tools import MessageTool, offered_tools
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.media_parts import base64_part, image_part
 from sglang.srt.entrypoints.openai.protocol import (
@@ -31,6 +32,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 _SEPARATOR = "\n"
 """Separator between text blocks that follow one another."""
+_UNREADABLE = "__unparsedToolInput"
+"""Claude Code's name for what was no JSON."""
 _ERROR_MARK = "Error: "
 """Prefix of a tool's result that is an error, as chat templates have no other place for it."""
 
@@ -41,18 +44,17 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     request = ChatCompletionRequest(
         model=body.model,
         messages=_messages(body),
-        tools=[_tool(tool.name, tool.input_schema, tool.description, tool.strict) for tool in body.tools or ()],
+        tools=[_tool(tool) for tool in offered_tools(body.tools)],
         tool_choice=_tool_choice(body),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         continue_final_message=_continues(body),
         chat_template_kwargs=_template_variables(body),
         prompt_cache_retention=body.retention,
     )
-    if body.output_config is not None:
-        request.reasoning_effort = body.output_config.effort
-        if body.output_config.format is not None:
-            schema = JsonSchemaFormat(schema=body.output_config.format.schema)
-            request.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+    request.reasoning_effort = _effort(body)
+    if body.format is not None:
+        schema = JsonSchemaFormat(schema=body.format.schema)
+        request.response_format = ResponseFormat(type="json_schema", json_schema=schema)
     if isinstance(body, MessagesRequest):
         request.max_tokens = body.max_tokens
         request.stream = body.stream
@@ -61,14 +63,22 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     return request
 
 
-def _tool(name: str, schema: dict[str, Any], description: str | None, strict: bool | None) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = description
-    function["parameters"] = schema  # in the order in which templates print them
-    if strict:
+def _tool(tool: MessageTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.shown_description is not None:
+        function["description"] = tool.shown_description
+    examples = {"examples": tool.input_examples} if tool.input_examples else {}
+    function["parameters"] = {**tool.schema, **examples}  # in the order in which templates print them
+    if tool.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
+
+
+def _effort(body: CountTokensRequest) -> str | None:
+    """The last one that is given."""
+    configs = [message.output_config for message in body.messages if isinstance(message, SystemMessage)]
+    efforts = [config.effort for config in (body.output_config, *configs) if config is not None]
+    return next((effort for effort in reversed(efforts) if effort is not None), None)
 
 
 def _tool_choice(body: CountTokensRequest) -> Any:
@@ -93,7 +103,7 @@ def _continues(body: CountTokensRequest) -> bool:
     last = body.messages[-1]
     if not isinstance(last, AssistantMessage):
         return False
-    blocks = _blocks(last.content)
+    blocks = plain_blocks(last.content)
     if any(isinstance(block, ToolUseBlock) for block in blocks):
         raise bad_request("messages: the last message calls tools; send their tool_result blocks", param="messages")
     if not _text(blocks).strip():
@@ -104,11 +114,11 @@ def _continues(body: CountTokensRequest) -> bool:
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(_blocks(body.system))})
+        messages.append({"role": "system", "content": _text(plain_blocks(body.system))})
     tool_names: dict[str, str] = {}
     """The names of the calls so far, by id."""
-    for message in body.messages:
-        blocks = _blocks(message.content)
+    for message in _lasting(body.messages):
+        blocks = plain_blocks(message.content)
         if isinstance(message, UserMessage):
             messages += _user_messages(blocks, tool_names)
         elif isinstance(message, SystemMessage):
@@ -119,8 +129,16 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _blocks(content: Any) -> list[Block]:
-    return [TextBlock(content)] if isinstance(content, str) else content
+def _lasting(messages: list[AnyMessage]) -> list[AnyMessage]:
+    """The messages without those of the system that have nothing to say, or have been said until now."""
+    last = max((i for i, message in enumerate(messages) if isinstance(message, UserMessage)), default=-1)
+
+    def lasts(index: int, message: AnyMessage) -> bool:
+        if not isinstance(message, SystemMessage):
+            return True
+        return bool(message.content) and not (message.clear_at == "next_user_message" and index < last)
+
+    return [message for index, message in enumerate(messages) if lasts(index, message)]
 
 
 def _text(blocks: list[Block]) -> str:
@@ -159,7 +177,10 @@ def _content(blocks: list[Block]) -> str | list[dict[str, Any]]:
 
 def _image(block: ImageBlock) -> dict[str, Any]:
     source = block.source
-    return base64_part(source.data, source.media_type) if isinstance(source, Base64Source) else image_part(source.url)
+    if isinstance(source, Base64Source):
+        return base64_part(source.data, source.media_type)
+    assert isinstance(source, UrlSource)
+    return image_part(source.url)
 
 
 def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[str, Any]:
@@ -168,7 +189,7 @@ def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[
             f"messages: tool_result for {block.tool_use_id[:64]!r}, but no tool_use block before it has this id",
             param="messages",
         )
-    content = _content(_blocks(block.content))
+    content = _content(plain_blocks(block.content))
     if block.is_error:
         mark = {"type": "text", "text": _ERROR_MARK}
         content = _ERROR_MARK + content if isinstance(content, str) else [mark, *content]
@@ -181,15 +202,25 @@ def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[
 
 
 def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
+    blocks = [
+        TextBlock(block.content) if isinstance(block, CompactionBlock) and block.content else block for block in blocks
+    ]
     message: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    if thoughts:
-        message["reasoning_content"] = _SEPARATOR.join(thoughts)
+    thoughts = [shown_thoughts(block.thinking, block.signature) for block in blocks if isinstance(block, ThinkingBlock)]
+    if any(thoughts):
+        message["reasoning_content"] = _SEPARATOR.join(filter(None, thoughts))
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": _arguments(block.input)}}
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _arguments(given: Any) -> Any:
+    """The input of a call; the model's own text where the client says that it could not read it."""
+    broken = given.get(_UNREADABLE) if isinstance(given, dict) and len(given) == 1 else None
+    raw = broken.get("raw") if isinstance(broken, dict) else None
+    return raw if isinstance(raw, str) else given

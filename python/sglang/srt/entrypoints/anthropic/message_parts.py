@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.anthropic.hidden_thoughts import signature_of
 from sglang.srt.managers.front.generate_request import refuse_aborted
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
@@ -16,9 +17,11 @@ def text_block(text: str = "") -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def thinking_block(thinking: str = "") -> dict[str, Any]:
-    """Thoughts are not signed: they come back as text, and the model may read them."""
-    return {"type": "thinking", "thinking": thinking, "signature": ""}
+def thinking_block(thinking: str = "", hidden: bool = False) -> dict[str, Any]:
+    """Thoughts are not signed: they come back as text, and the model may read them. `hidden`: they do so in the
+    signature alone."""
+    shown, signature = ("", signature_of(thinking)) if hidden and thinking else (thinking, "")
+    return {"type": "thinking", "thinking": shown, "signature": signature}
 
 
 def tool_use_block(call_id: str, name: str, arguments: str = "{}") -> dict[str, Any]:
@@ -52,10 +55,15 @@ def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
     }
 
 
-def ending(finish: FinishReason, has_calls: bool, stop_sequences: list[str] | None) -> dict[str, Any]:
-    """`stop_reason` and `stop_sequence`. Raises RequestError 503 for an aborted answer, which has none."""
+def ending(
+    finish: FinishReason, has_calls: bool, stop_sequences: list[str] | None, room_left: bool = False
+) -> dict[str, Any]:
+    """`stop_reason` and `stop_sequence`. `room_left`: `max_tokens` allowed more. Raises RequestError 503 for an aborted
+    answer, which has none."""
     refuse_aborted(finish)
     if finish.type == "stop" and finish.matched in (stop_sequences or ()):
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
-    reason = "max_tokens" if finish.type == "length" else "tool_use" if has_calls else "end_turn"
+    reason = "tool_use" if has_calls else "end_turn"
+    if finish.type == "length":
+        reason = "model_context_window_exceeded" if room_left else "max_tokens"
     return {"stop_reason": reason, "stop_sequence": None}

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from sglang.srt.entrypoints.anthropic import message_parts as parts
+from sglang.srt.entrypoints.anthropic.hidden_thoughts import signature_of
+from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.managers.front.generate_request import GenerateOutput
@@ -19,21 +21,26 @@ def _sse(name: str, **fields: Any) -> bytes:
 
 
 class MessageStream:
-    """Writes the events of one answer. `new_message`: the message as it begins, with its usage."""
+    """Writes the events of one answer. `new_message`: the message as it begins, with its usage. `context`: what the end
+    tells of the edits of the conversation."""
 
     def __init__(
         self,
+        body: MessagesRequest,
         formats: ChatFormats,
         output: ChoiceOutput,
         new_message: Callable[[TokenMeta], dict[str, Any]],
         usage: Callable[[TokenMeta], dict[str, Any]],
-        stop_sequences: list[str] | None,
+        context: dict[str, Any],
     ) -> None:
         self._formats = formats
         self._output = output
         self._new_message = new_message
         self._usage = usage
-        self._stop_sequences = stop_sequences
+        self._body = body
+        self._context = context
+        self._hidden: list[str] = []
+        """The thoughts of the block that is open."""
         self._begun = False
         self._num_blocks = 0
         self._open: str | None = None
@@ -49,9 +56,11 @@ class MessageStream:
         for piece in pieces:
             events += self._piece(piece)
         if output.finish is not None:
-            delta = parts.ending(output.finish, self._has_calls, self._stop_sequences)
+            room_left = output.meta.completion_tokens < self._body.max_tokens
+            delta = parts.ending(output.finish, self._has_calls, self._body.stop_sequences, room_left)
             events += self._close()
-            events += _sse("message_delta", delta=delta, usage=self._usage(output.meta)) + _sse("message_stop")
+            events += _sse("message_delta", delta=delta, usage=self._usage(output.meta), **self._context)
+            events += _sse("message_stop")
         return events
 
     def end(self) -> bytes:
@@ -62,7 +71,7 @@ class MessageStream:
             case TextDelta(text):
                 return self._within(parts.text_block()) + self._delta(type="text_delta", text=text)
             case ReasoningDelta(text):
-                return self._within(parts.thinking_block()) + self._delta(type="thinking_delta", thinking=text)
+                return self._within(parts.thinking_block()) + self._thoughts(text)
             case CallStart(call, name):
                 self._has_calls = True
                 call_id = self._formats.call_id(name, call, parts.CALL_ID_PREFIX)
@@ -71,6 +80,12 @@ class MessageStream:
                 return self._delta(type="input_json_delta", partial_json=text)
             case CallEnd():
                 return self._close()
+
+    def _thoughts(self, text: str) -> bytes:
+        if not self._body.hides_thoughts:
+            return self._delta(type="thinking_delta", thinking=text)
+        self._hidden.append(text)
+        return b""
 
     def _within(self, block: dict[str, Any]) -> bytes:
         """Opens the block unless one of its type is open."""
@@ -87,6 +102,10 @@ class MessageStream:
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._hidden:
+            signed = self._delta(type="signature_delta", signature=signature_of("".join(self._hidden)))
+            self._hidden = []
         self._open = None
         self._num_blocks += 1
-        return _sse("content_block_stop", index=self._num_blocks - 1)
+        return signed + _sse("content_block_stop", index=self._num_blocks - 1)

@@ -10,84 +10,72 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from sglang.srt.entrypoints.anthropic.content import (
+    MAX_BLOCKS,
+    Block,
+    CacheControl,
+    DocumentBlock,
+    ImageBlock,
+    SearchResultBlock,
+    TextBlock,
+    ToolReferenceBlock,
+)
+from sglang.srt.entrypoints.anthropic.context_protocol import AnyEdit, ContextManagement
+from sglang.srt.entrypoints.anthropic.tools import Elsewhere, MessageTool
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive
 from sglang.srt.entrypoints.unsupported_fields import MESSAGES
 
-MAX_BLOCKS = 4_096
-"""Content blocks of one message or tool result."""
-
-
-class CacheControl(msgspec.Struct):
-    """The whole prompt stays cached before others, for `ttl` after its last use; no part of it ends apart."""
-
-    type: str = "ephemeral"
-    ttl: str | None = None
-
-
-class Block(msgspec.Struct, tag_field="type", kw_only=True):
-    """A piece of content, told apart by its `type`."""
-
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Block, tag="text"):
-    text: str
-
-
-class ImageSource(msgspec.Struct, tag_field="type"):
-    """The source of an image, told apart by its `type`."""
-
-
-class Base64Source(ImageSource, tag="base64"):
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str
-
-
-class UrlSource(ImageSource, tag="url"):
-    url: str
-
-
-class ImageBlock(Block, tag="image"):
-    source: Base64Source | UrlSource
-
-
-class DocumentBlock(Block, tag="document"):
-    """Refused."""
-
-    def __post_init__(self) -> None:
-        raise ValueError("content of type document is not supported; send text and image blocks")
-
-
-ResultContent = Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_BLOCKS)]
+Readable = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+ResultContent = Annotated[list[Readable | ToolReferenceBlock], Meta(max_length=MAX_BLOCKS)]
 
 
 class ToolResultBlock(Block, tag="tool_result"):
     tool_use_id: str
-    content: str | ResultContent = ""
-    is_error: bool = False
+    content: str | ResultContent | None = None
+    is_error: bool | None = False
 
 
 class ToolUseBlock(Block, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | list[Any] | str | None = None
+    """An object, or what the model wrote in its place and the client could not read."""
 
 
 class ThinkingBlock(Block, tag="thinking"):
+    """`signature`: the thoughts again where the answer did not show them."""
+
     thinking: str
+    signature: str | None = None
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking"):
     """Thoughts that only their author can read; the model does not see them."""
 
 
+class CompactionBlock(Block, tag="compaction"):
+    """Another server's summary of the messages before it."""
+
+    content: str | None = None
+
+
+class FallbackBlock(Block, tag="fallback"):
+    """The place where another server changed the model."""
+
+
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
-UserContent = Annotated[list[TextBlock | ToolResultBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_BLOCKS)]
+UserContent = Annotated[list[Readable | ToolResultBlock | Elsewhere], Meta(max_length=MAX_BLOCKS)]
 AssistantContent = Annotated[
-    list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock], Meta(max_length=MAX_BLOCKS)
+    list[
+        TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | CompactionBlock | FallbackBlock | Elsewhere
+    ],
+    Meta(max_length=MAX_BLOCKS),
 ]
+
+
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
 class Message(msgspec.Struct, tag_field="role"):
@@ -102,19 +90,20 @@ class AssistantMessage(Message, tag="assistant"):
     content: str | AssistantContent
 
 
+class TurnOutputConfig(msgspec.Struct):
+    effort: Effort | None = None
+
+
 class SystemMessage(Message, tag="system"):
-    content: str | TextBlocks
+    """`clear_at` next_user_message: the model reads it until a message of the user follows. `output_config` holds from
+    here on."""
+
+    content: str | TextBlocks | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: TurnOutputConfig | None = None
 
 
-class ClientTool(msgspec.Struct):
-    """A function of the client. Tools that Anthropic's servers run have other types and are refused."""
-
-    name: Annotated[str, Meta(min_length=1)]
-    input_schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-    type: Literal["custom"] | None = None
-    cache_control: CacheControl | None = None
+AnyMessage = UserMessage | AssistantMessage | SystemMessage
 
 
 class ToolChoice(msgspec.Struct):
@@ -126,10 +115,12 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """`budget_tokens` ends the thoughts where the model's format has a token for it."""
+    """`budget_tokens` ends the thoughts where the model's format has a token for it. `display` omitted: the answer has
+    them in the block's signature alone, out of which later requests give them to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
+    display: Literal["summarized", "updates", "omitted"] | None = None
 
     def __post_init__(self) -> None:
         if self.type == "enabled" and self.budget_tokens is None:
@@ -142,8 +133,15 @@ class OutputFormat(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """`task_budget`: refused."""
+
+    effort: Effort | None = None
     format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.task_budget:
+            raise ValueError("task_budget is not supported: the model is told of no budget; set max_tokens")
 
 
 class CountTokensRequest(Body, kw_only=True):
@@ -151,16 +149,17 @@ class CountTokensRequest(Body, kw_only=True):
 
     unsupported: ClassVar = MESSAGES
 
-    model: Name = ""
-    messages: Annotated[
-        list[UserMessage | AssistantMessage | SystemMessage], Meta(min_length=1, max_length=MAX_MESSAGES)
-    ]
+    model: Name | None = None
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | TextBlocks | None = None
-    tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The earlier place of `output_config.format`."""
     cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
     thread: Any = None
     """A conversation that the server would hold. Refused in a way after which clients send the whole conversation."""
 
@@ -169,16 +168,31 @@ class CountTokensRequest(Body, kw_only=True):
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             reason = "thread is not supported: this server holds no conversations; send all messages without it"
             raise ApiError(400, reason, param="thread", details=details)
-        names = {tool.name for tool in self.tools or ()}
+        given = None if self.output_config is None else self.output_config.format
+        if self.output_format is not None and given not in (None, self.output_format):
+            raise bad_request("output_format and output_config.format differ: give one of them", param="output_format")
+        names = {tool.name for tool in self.tools or () if tool.runs_at_client}
         choice = self.tool_choice
         if choice is None:
             return
         if choice.type == "any" and not names:
             raise bad_request('tool_choice of type "any" needs a non-empty "tools" list', param="tool_choice")
         if choice.type == "tool" and choice.name not in names:
-            raise bad_request(
-                f"tool_choice names {(choice.name or '')[:64]!r}, which is not one of the tools", param="tool_choice"
-            )
+            elsewhere = any(tool.name == choice.name for tool in self.tools or ())
+            reason = "runs at Anthropic's servers, not here" if elsewhere else "is not one of the tools"
+            raise bad_request(f"tool_choice names {(choice.name or '')[:64]!r}, which {reason}", param="tool_choice")
+
+    @property
+    def format(self) -> OutputFormat | None:
+        return self.output_format if self.output_config is None else self.output_config.format or self.output_format
+
+    @property
+    def hides_thoughts(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    @property
+    def edits(self) -> list[AnyEdit]:
+        return [] if self.context_management is None else self.context_management.edits or []
 
     @property
     def retention(self) -> Literal["5m", "1h"] | None:

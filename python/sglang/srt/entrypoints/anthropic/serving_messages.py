@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import uuid
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.anthropic import message_parts as parts
+from sglang.srt.entrypoints.anthropic.context_edits import apply_edits
 from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.message_stream import MessageStream
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
 from sglang.srt.managers.wire.io_struct import TokenMeta
+
+T = TypeVar("T")
 
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
-    rid = uuid.uuid4().hex
+    rid = rid_of(request)
+    num_bytes = len(await request.body())
+    context = await _edit(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid, budget)
+    chat = await _beside(service, num_bytes, chat_request, body)
+    call, formats = await chat_call(service, chat, num_bytes, rid, budget, folds=True)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -35,18 +44,41 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
         return parts.message(f"msg_{rid}", body.model or service.model_name, content, usage(meta))
 
     if body.stream:
-        writer = MessageStream(formats, choice, lambda meta: message(meta, []), usage, body.stop_sequences)
+        writer = MessageStream(body, formats, choice, lambda meta: message(meta, []), usage, context)
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
-    content, has_calls = _content(formats, choice, output)
-    return json_response(message(output.meta, content) | parts.ending(output.finish, has_calls, body.stop_sequences))
+    content, has_calls = _content(formats, choice, output, body.hides_thoughts)
+    ending = parts.ending(
+        output.finish, has_calls, body.stop_sequences, output.meta.completion_tokens < body.max_tokens
+    )
+    return json_response(message(output.meta, content) | ending | context)
 
 
-def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput) -> tuple[list[dict[str, Any]], bool]:
+async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> dict[str, Any]:
+    """Applies `context_management` to the messages. Returns its field of the answer, if the client asked for any."""
+    if body.context_management is None:
+        return {}
+    beside = partial(_beside, service, num_bytes)
+    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), beside)
+    return {"context_management": {"applied_edits": applied}}
+
+
+async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> int:
+    return await count_prompt(service, await _beside(service, num_bytes, chat_request, body), num_bytes, folds=True)
+
+
+async def _beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
+    """Does the work on a conversation beside the event loop, unless it is short."""
+    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(work, *args)
+
+
+def _content(
+    formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput, hides_thoughts: bool
+) -> tuple[list[dict[str, Any]], bool]:
     """The blocks of a whole answer, and whether it has calls."""
     parsed = collect_events(choice.push(output))
-    content = [parts.thinking_block(parsed.reasoning)] if parsed.reasoning else []
+    content = [parts.thinking_block(parsed.reasoning, hides_thoughts)] if parsed.reasoning else []
     if parsed.text:
         content.append(parts.text_block(parsed.text))
     for number, call in enumerate(parsed.calls):
@@ -56,5 +88,11 @@ def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput)
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    count = await count_prompt(service, chat_request(body), len(await request.body()))
-    return json_response({"input_tokens": count})
+    num_bytes = len(await request.body())
+    count = await _count(service, body, num_bytes)
+    if body.context_management is None:
+        return json_response({"input_tokens": count})
+    original = {"context_management": {"original_input_tokens": count}}
+    if (await _edit(service, body, num_bytes))["context_management"]["applied_edits"]:
+        count = await _count(service, body, num_bytes)
+    return json_response({"input_tokens": count, **original})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta
 
 from sglang.srt.entrypoints.http_body import Body
@@ -35,7 +36,7 @@ class EmbeddingRequest(Body, kw_only=True):
 
     unsupported: ClassVar = EMBEDDINGS
 
-    model: Name = ""
+    model: Name | None = None
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31)] | None = None
@@ -63,7 +64,7 @@ class ScoreRequest(Body, kw_only=True):
 
     unsupported: ClassVar = EMBEDDINGS
 
-    model: Name = ""
+    model: Name | None = None
     query: str | list[Int]
     items: str | Annotated[list[str | list[Int]], Meta(min_length=1, max_length=MAX_INPUTS)]
     label_token_ids: Annotated[list[Int], Meta(min_length=1, max_length=MAX_LABELS)]
@@ -80,16 +81,26 @@ class ScoreRequest(Body, kw_only=True):
         return [self.items] if isinstance(self.items, str) else self.items
 
 
+class DocumentText(msgspec.Struct):
+    text: Annotated[str, Meta(min_length=1)]
+
+
 class RerankRequest(Body, kw_only=True):
     unsupported: ClassVar = EMBEDDINGS
 
-    model: Name = ""
+    model: Name | None = None
     query: Annotated[str, Meta(min_length=1)]
-    documents: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_INPUTS)]
+    documents: Annotated[
+        list[Annotated[str, Meta(min_length=1)] | DocumentText], Meta(min_length=1, max_length=MAX_INPUTS)
+    ]
     instruct: str | None = None
     """Instruction that says what makes a document relevant."""
     top_n: Positive | None = None
     return_documents: bool | None = True
+
+    def texts(self) -> list[str]:
+        """The documents, in either form."""
+        return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 BODIES = (EmbeddingRequest, EncodeBody, ScoreRequest, RerankRequest)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.embeddings.protocol import BODIES, EmbeddingRequest, EncodeBody, RerankRequest, ScoreRequest
 from sglang.srt.entrypoints.embeddings.serving_embeddings import embeddings, encode
-from sglang.srt.entrypoints.embeddings.serving_scores import rerank, score
+from sglang.srt.entrypoints.embeddings.serving_scores import rerank, rerank_results, score
 from sglang.srt.entrypoints.http_body import body_schema, read_body
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.http_state import engine_of
@@ -42,6 +42,13 @@ async def post_score(request: Request) -> Response:
 async def post_rerank(request: Request) -> Response:
     service = engine_of(request)
     return await rerank(service, await read_body(request, RerankRequest), request)
+
+
+@router.post("/rerank", openapi_extra=body_schema(RerankRequest))
+@router.post("/v2/rerank", include_in_schema=False)
+async def post_rerank_results(request: Request) -> Response:
+    service = engine_of(request)
+    return await rerank_results(service, await read_body(request, RerankRequest), request)
 
 
 @router.post("/v1/classify", include_in_schema=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,42 +87,74 @@ def _probabilities(output: GenerateOutput, among_labels: bool) -> list[float]:
 
 
 async def rerank(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
-    """A list, the best document first. A server of embeddings compares them; others ask the model for yes or no."""
-    by_embedding = service.manager.args.is_embedding
-    ranked = await (_similarities if by_embedding else _judgements)(service, body, request)
-    ranked.sort(key=lambda entry: -entry["score"])
+    """SGLang's form of an answer: a list, the best document first."""
+    ranked = await _ranked(service, body, request)
     if not body.return_documents:
         for entry in ranked:
             entry["document"] = None
     return json_response(ranked[: body.top_n])
 
 
+async def rerank_results(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
+    """The form of an answer that Jina and Cohere have in common."""
+    ranked = await _ranked(service, body, request)
+    results = []
+    for entry in ranked[: body.top_n]:
+        result: dict[str, Any] = {"index": entry["index"], "relevance_score": entry["score"]}
+        if body.return_documents:
+            result["document"] = {"text": entry["document"]}
+        results.append(result)
+    count = sum(entry["meta_info"]["prompt_tokens"] for entry in ranked)
+    return json_response(
+        {
+            "id": f"rerank-{uuid.uuid4().hex}",
+            "object": "list",
+            "model": body.model or service.model_name,
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+            "results": results,
+        }
+    )
+
+
+async def _ranked(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
+    """An entry for each document, the best first. A server of embeddings compares them; others ask the model for yes or
+    no."""
+    by_embedding = service.manager.args.is_embedding
+    ranked = await (_similarities if by_embedding else _judgements)(service, body, request, body.texts())
+    ranked.sort(key=lambda entry: -entry["score"])
+    return ranked
+
+
 def _entry(
-    body: RerankRequest, index: int, rank: float, stream: GenerationStream, output: GenerateOutput
+    texts: list[str], index: int, rank: float, stream: GenerationStream, output: GenerateOutput
 ) -> dict[str, Any]:
     info = request_info(stream.requests[output.index].rid, output.meta, output.finish)
-    return {"score": rank, "document": body.documents[index], "index": index, "meta_info": info}
+    return {"score": rank, "document": texts[index], "index": index, "meta_info": info}
 
 
-async def _similarities(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
+async def _similarities(
+    service: OpenAIService, body: RerankRequest, request: Request, texts: list[str]
+) -> list[dict[str, Any]]:
     """Cosines between the embeddings of the query and of the documents."""
     query = f"Instruct: {body.instruct}\nQuery:{body.query}" if body.instruct else body.query
-    call = GenerateRequest(text=[query, *body.documents], embed=True)
+    call = GenerateRequest(text=[query, *texts], embed=True)
     stream, outputs = await collect_complete(service, request, call)
     query_vector = normalized(outputs[0])
     return [
-        _entry(body, index, float(np.dot(query_vector, normalized(output))), stream, output)
+        _entry(texts, index, float(np.dot(query_vector, normalized(output))), stream, output)
         for index, output in enumerate(outputs[1:])
     ]
 
 
-async def _judgements(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
+async def _judgements(
+    service: OpenAIService, body: RerankRequest, request: Request, texts: list[str]
+) -> list[dict[str, Any]]:
     """Returns an entry for each document, scored by the probability of yes relative to yes and no together."""
-    _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), body.documents)
-    prompts = await service.manager.in_thread(lambda: [_question(service, body, text) for text in body.documents])
+    _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), texts)
+    prompts = await service.manager.in_thread(lambda: [_question(service, body, text) for text in texts])
     stream, outputs = await _next_tokens(service, request, prompts, _answer_ids(service), rendered=True)
     return [
-        _entry(body, index, _probabilities(output, True)[0], stream, output) for index, output in enumerate(outputs)
+        _entry(texts, index, _probabilities(output, True)[0], stream, output) for index, output in enumerate(outputs)
     ]
 
 

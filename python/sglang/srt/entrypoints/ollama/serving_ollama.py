@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import uuid
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.embeddings.serving_embeddings import collect_complete, encoded_embeddings
 from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import NDJSON, until_disconnect
 from sglang.srt.entrypoints.ollama.answer import AnswerWriter, now
 from sglang.srt.entrypoints.ollama.conversation import chat_request
@@ -34,7 +34,7 @@ async def chat(service: OpenAIService, body: OllamaChatRequest, request: Request
     if not body.messages:
         return _loaded(service, body)
     chat_body = chat_request(body, service.formats)
-    call, formats = await chat_call(service, chat_body, len(await request.body()), uuid.uuid4().hex)
+    call, formats = await chat_call(service, chat_body, len(await request.body()), rid_of(request))
     return await _answer(service, body, request, call, formats)
 
 
@@ -43,11 +43,12 @@ async def generate(service: OpenAIService, body: OllamaGenerateRequest, request:
         return _loaded(service, body)
     chat_body = chat_request(body, service.formats)
     if not body.raw:
-        call, formats = await chat_call(service, chat_body, len(await request.body()), uuid.uuid4().hex)
+        call, formats = await chat_call(service, chat_body, len(await request.body()), rid_of(request))
     else:
         params = sampling_dict(chat_body, chat_body.max_tokens)
         media = media_of(chat_body.messages)
-        call = GenerateRequest(text=body.prompt, sampling_params=params, stream=bool(chat_body.stream))
+        streams = bool(chat_body.stream)
+        call = GenerateRequest(text=body.prompt, sampling_params=params, stream=streams, cuts_length=True)
         call.media = [media] if media else None
         formats = ChatFormats(ModelFormats(), chat_body, "")
     return await _answer(service, body, request, call, formats)

@@ -26,15 +26,26 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that the messages between the processes can carry. No field of a body has a wider one."""
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=4096)]
-Retention = Literal["in_memory", "in-memory", "5m", "1h", "24h"]
-"""Of OpenAI the first two, which ask for nothing, and the last one; of Anthropic's cache_control the others."""
-RETENTION_S = {"5m": 300.0, "1h": 3600.0, "24h": 86_400.0}
 """A model's name or path, which every event of the response repeats."""
+Retention = Annotated[str, Meta(max_length=64)]
+RETENTION_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
+"""What asks for the prompt to stay cached, of OpenAI and of Anthropic's cache_control. Other values ask for nothing."""
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+
+class PromptCacheOptions(msgspec.Struct):
+    """`ttl`: as `prompt_cache_retention`. No value of the other hints ends a request."""
+
+    ttl: Any = None
+    prewarm: bool | None = False
+
+    def __post_init__(self) -> None:
+        if self.prewarm:
+            raise ValueError("prewarm is not supported: send a request with one token of output")
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -61,7 +72,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
 class SamplingFields(Body, kw_only=True):
     """Fields that chat and completion requests share. None means: not given."""
 
-    model: Name = ""
+    model: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
@@ -100,10 +111,13 @@ class SamplingFields(Body, kw_only=True):
     """Changes nothing: prompts that begin alike share their prefix, and come to the replica that has it, anyway."""
     prompt_cache_retention: Retention | None = None
     """How long the prompt stays cached before others."""
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @property
     def keep_s(self) -> float:
-        return RETENTION_S.get(self.prompt_cache_retention or "", 0.0)
+        options = self.prompt_cache_options
+        wanted = [self.prompt_cache_retention, None if options is None else options.ttl]
+        return max(RETENTION_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0 for ttl in wanted)
 
     @property
     def num_choices(self) -> int:
@@ -133,34 +147,51 @@ class CompletionRequest(SamplingFields, kw_only=True):
             raise bad_request("prompt must hold texts only, token ids only, or lists of token ids only", param="prompt")
 
 
+Detail = Literal["auto", "low", "high", "original", "default"]
+"""low shows an image at 512 pixels a side at most, the others as large as the model reads it."""
+
+
 class MediaUrl(msgspec.Struct):
-    """`url`: http, https, data or file. `detail` low shows an image at 512 pixels a side at most."""
+    """`url`: http, https, data or file."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
 
 
 class ContentPart(msgspec.Struct):
-    """A part of the type text, image_url or video_url."""
+    """A part of the type text, refusal, image_url or video_url."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: str | MediaUrl | None = None
     video_url: str | MediaUrl | None = None
 
 
 class ChatMessage(msgspec.Struct):
-    """One message. Fields that only some templates know (`reasoning_content`, `name`, ...) are passed on to them."""
+    """One message. Fields that only some templates know (`reasoning_content`, ...) are passed on to them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.function_call:
+            raise ValueError("function_call is not supported; send tool_calls")
+        if self.audio:
+            raise ValueError("audio is not supported; send what was said as content")
 
 
 class FunctionSpec(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct):
@@ -170,13 +201,47 @@ class Tool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class FunctionName(msgspec.Struct):
+class FunctionName(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct):
+class NamedTool(msgspec.Struct):
     function: FunctionName
     type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    """The model sees these of the tools only."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
+
+
+class NamedToolChoice(msgspec.Struct):
+    """`function`, or with the type allowed_tools a choice among those, which a request then has instead."""
+
+    function: FunctionName = FunctionName("")
+    type: Literal["function", "allowed_tools"] = "function"
+    allowed_tools: AllowedTools | None = None
+
+
+class ReasoningControls(msgspec.Struct):
+    """`reasoning_effort`, `thinking_budget` and `enable_thinking` in the form of OpenRouter's clients."""
+
+    effort: Name | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    """As `include_reasoning` false."""
+
+
+class ThinkingControls(msgspec.Struct):
+    """The switch in the form of Anthropic's, DeepSeek's and GLM's APIs."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    clear_thinking: bool | None = None
+    """A variable of GLM's templates: thoughts of earlier turns are not shown."""
 
 
 MessageFields = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/ChatMessage"})]
@@ -198,6 +263,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = True
 
     reasoning_effort: str | None = None
+    reasoning: ReasoningControls | None = None
+    thinking: bool | ThinkingControls | None = None
+    enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     """Tokens after which thoughts are ended. Other servers' names for it: the next two."""
     max_thinking_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
@@ -207,12 +275,17 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    include_reasoning: bool | None = True
+    """False: the answer is without its thoughts."""
     input_ids: list[Int] | None = None
 
     def __post_init__(self) -> None:
         _check("messages", self.messages, list[ChatMessage])
         _check("tools", self.tools or [], list[Tool])
+        self._switch_thinking()
         names = {tool["function"]["name"] for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.allowed_tools is not None:
+            self._allow_tools(self.tool_choice.allowed_tools, names)
         if self.tool_choice == "required" and not names:
             raise bad_request('tool_choice "required" needs a non-empty "tools" list', param="tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
@@ -227,6 +300,40 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             raise bad_request("thinking_budget is given by several names, with different values")
         self.thinking_budget = next(iter(budgets), None)
 
+    def _allow_tools(self, allowed: AllowedTools, names: set[str]) -> None:
+        """Leaves the tools that may be called."""
+        kept = {tool.function.name for tool in allowed.tools}
+        unknown = next((name for name in kept if name not in names), None)
+        if unknown is not None:
+            raise bad_request(f"tool_choice names {unknown[:64]!r}, which is not one of the tools", param="tool_choice")
+        self.tools = [tool for tool in self.tools or () if tool["function"]["name"] in kept]
+        self.tool_choice = allowed.mode
+
+    def _switch_thinking(self) -> None:
+        """Takes other APIs' names for the switch of thoughts and for their effort."""
+        given, controls = self.thinking, self.reasoning or ReasoningControls()
+        variables: dict[str, Any] = {}
+        if isinstance(given, ThinkingControls) and given.clear_thinking is not None:
+            variables["clear_thinking"] = given.clear_thinking
+        thinks = given.type != "disabled" if isinstance(given, ThinkingControls) else given
+        switches = (self.enable_thinking, thinks, controls.enabled)
+        switch = next((value for value in switches if value is not None), None)
+        if switch is not None:
+            variables |= {"enable_thinking": switch, "thinking": switch}
+        if variables:
+            self.chat_template_kwargs = {**variables, **(self.chat_template_kwargs or {})}
+        self.reasoning_effort = self.reasoning_effort or controls.effort
+
+    @property
+    def hides_thoughts(self) -> bool:
+        return self.include_reasoning is False or (self.reasoning is not None and bool(self.reasoning.exclude))
+
+    @property
+    def wanted_thoughts(self) -> int | None:
+        """Tokens after which thoughts are ended where the model's format allows it."""
+        given = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingControls) else None
+        return given if given is not None or self.reasoning is None else self.reasoning.max_tokens
+
 
 def _check(name: str, entries: list[dict[str, Any]], kind: Any) -> None:
     """Raises ApiError 400 for the first entry that is not as `kind` says."""
@@ -237,13 +344,42 @@ def _check(name: str, entries: list[dict[str, Any]], kind: Any) -> None:
 
 
 class TokenizeRequest(Body, kw_only=True):
-    model: Name = ""
-    prompt: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)]
-    add_special_tokens: bool = True
+    """`prompt`, or `messages` with what a template reads of a chat request. `add_special_tokens`: left out, they are
+    added to texts; templates write their own."""
+
+    unsupported: ClassVar = CHAT
+
+    model: Name | None = None
+    prompt: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)] | None = None
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = False
+    add_generation_prompt: bool | None = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", param="prompt")
+
+    def chat(self) -> ChatCompletionRequest | None:
+        """The conversation as a chat request. Raises ApiError 400."""
+        if self.messages is None:
+            return None
+        return ChatCompletionRequest(
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
+            continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt is not False,
+        )
 
 
 class DetokenizeRequest(Body, kw_only=True):
-    model: Name = ""
+    model: Name | None = None
     tokens: list[Int | list[Int]]
     skip_special_tokens: bool = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import datetime
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,11 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
+from sglang.srt.entrypoints.openai.serving_tokenize import tokenize
 from sglang.srt.entrypoints.output_formats import parse_calls, separate_reasoning
 
 router = APIRouter(tags=["OpenAI"])
 
-MAX_TOKENIZE_CHARS = 1 << 21
 MAX_DETOKENIZE_TOKENS = 1 << 20
 __all__ = ["BODIES", "router"]
 
@@ -47,6 +47,7 @@ async def post_completions(request: Request) -> Response:
 
 
 def _model_card(engine: OpenAIService, created: int) -> dict[str, Any]:
+    context_len = engine.manager.model_config.context_len
     return {
         "id": engine.model_name,
         "object": "model",
@@ -54,14 +55,28 @@ def _model_card(engine: OpenAIService, created: int) -> dict[str, Any]:
         "owned_by": "sglang",
         "root": engine.model_name,
         "parent": None,
-        "max_model_len": engine.manager.model_config.context_len,
+        "max_model_len": context_len,
+        **_anthropic_card(engine.model_name, created, context_len),
+    }
+
+
+def _anthropic_card(name: str, created: int, context_len: int) -> dict[str, Any]:
+    """The fields that Anthropic's clients read of the same card."""
+    return {
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(created, datetime.timezone.utc).isoformat(),
+        "max_input_tokens": context_len,
+        "max_tokens": context_len,
+        "lifecycle": "active",
     }
 
 
 @router.get("/v1/models")
 async def get_models(request: Request) -> Response:
     card = _model_card(engine_of(request), request.app.state.created)
-    return json_response({"object": "list", "data": [card]})
+    page = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    return json_response({"object": "list", "data": [card], **page})
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -77,23 +92,7 @@ async def get_model(request: Request, model_id: str) -> Response:
 async def post_tokenize(request: Request) -> Response:
     engine = engine_of(request)
     body = await read_body(request, TokenizeRequest)
-    _ = engine.tokenizer
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if sum(map(len, prompts)) > MAX_TOKENIZE_CHARS:
-        raise ApiError(400, f"at most {MAX_TOKENIZE_CHARS} characters are tokenized at once", param="prompt")
-    tokens = []
-    for prompt in prompts:
-        tokens.append(await engine.manager.encode(prompt, body.add_special_tokens))
-        await asyncio.sleep(0)  # many short texts leave the event loop alone, too
-    counts = [len(ids) for ids in tokens]
-    single = isinstance(body.prompt, str)
-    return json_response(
-        {
-            "tokens": tokens[0] if single else tokens,
-            "count": counts[0] if single else counts,
-            "max_model_len": engine.manager.model_config.context_len,
-        }
-    )
+    return json_response(await tokenize(engine, body, len(await request.body())))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))

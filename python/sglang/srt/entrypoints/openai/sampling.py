@@ -8,6 +8,7 @@ import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
+from sglang.srt.sampling.sampling_params import MAX_COUNT
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
@@ -54,9 +55,9 @@ def _format_constraint(request: SamplingFields) -> dict[str, str]:
 def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[str, Any]:
     """Sampling parameters that the request sets; those it leaves out keep the model's defaults.
 
-    `max_new_tokens` of None: until the context is full.
+    `max_new_tokens` of None: until the context is full, as is any number that no context has.
     """
-    params: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    params: dict[str, Any] = {"max_new_tokens": max_new_tokens and min(max_new_tokens, MAX_COUNT)}
     for name in _SAME_NAME:
         value = getattr(request, name)
         if value is not None:

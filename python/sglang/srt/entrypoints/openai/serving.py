@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass
 
 from starlette.requests import Request
 
 from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
@@ -46,12 +46,14 @@ class ResponseHead:
     model: str
 
 
-def new_head(prefix: str, request: SamplingFields, service: OpenAIService) -> tuple[ResponseHead, str | list[str]]:
+def new_head(
+    prefix: str, body: SamplingFields, service: OpenAIService, request: Request
+) -> tuple[ResponseHead, str | list[str]]:
     """The response's identity and the request id(s) that the engine shall use. The response names the model as the
     request does."""
-    rid = request.rid or uuid.uuid4().hex
+    rid = body.rid or rid_of(request)
     name = rid if isinstance(rid, str) else rid[0]
-    return ResponseHead(prefix + name, int(time.time()), request.model or service.model_name), rid
+    return ResponseHead(prefix + name, int(time.time()), body.model or service.model_name), rid
 
 
 async def collect(

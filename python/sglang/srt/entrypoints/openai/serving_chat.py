@@ -30,8 +30,8 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
-    head, rid = new_head("chatcmpl-", body, service)
-    call, formats = await chat_call(service, body, len(await request.body()), rid)
+    head, rid = new_head("chatcmpl-", body, service, request)
+    call, formats = await chat_call(service, body, len(await request.body()), rid, body.wanted_thoughts)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
         return await stream_events(
@@ -42,7 +42,7 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
     def answer() -> Response:
         choices = []
         for output in outputs:
-            choices.append(_choice(service, formats, output))
+            choices.append(_choice(service, body, formats, output))
             usage.update(output.index, output.meta)
         return json_response(
             {
@@ -64,9 +64,13 @@ def _logprobs(service: OpenAIService, logprobs: OutputLogprobs | None) -> dict[s
     return None if logprobs is None else chat_logprobs(service.tokenizer, logprobs)
 
 
-def _choice(service: OpenAIService, formats: ChatFormats, output: GenerateOutput) -> dict[str, Any]:
+def _choice(
+    service: OpenAIService, body: ChatCompletionRequest, formats: ChatFormats, output: GenerateOutput
+) -> dict[str, Any]:
     assert output.finish is not None
     message, has_calls = _message(service, formats, output)
+    if body.hides_thoughts:
+        message["reasoning_content"] = None
     return {
         "index": output.index,
         "message": message,
@@ -120,6 +124,7 @@ class _ChatWriter:
         self._continuous = body.continuous_usage
         self._final_usage = body.include_usage
         self._extension = bool(body.return_spec_tokens_details)
+        self._kinds = tuple(kind for kind in _DELTAS if kind is not ReasoningDelta or not body.hides_thoughts)
         self._introduced: set[int] = set()
         self._choices: dict[int, ChoiceOutput] = {}
         self._calling: set[int] = set()
@@ -152,7 +157,7 @@ class _ChatWriter:
         choice = self._choices.get(output.index)
         if choice is None:
             choice = self._choices[output.index] = ChoiceOutput(self._formats, self._service.manager.tokenizer)
-        return [event for event in choice.push(output) if isinstance(event, _DELTAS)]
+        return [event for event in choice.push(output) if isinstance(event, self._kinds)]
 
     def _delta(self, index: int, delta: Event, logprobs: bytes, usage: bytes) -> bytes:
         chunks = self._chunks

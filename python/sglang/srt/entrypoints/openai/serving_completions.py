@@ -30,7 +30,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
     _check(body)
     _ = service.tokenizer  # an answer of token ids alone would be an empty text
-    head, rid = new_head("cmpl-", body, service)
+    head, rid = new_head("cmpl-", body, service, request)
     call = _generate_request(body, rid)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
@@ -78,6 +78,7 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
     return GenerateRequest(
         text=prompt if is_text else None,  # type: ignore[arg-type]
         input_ids=None if is_text else prompt,  # type: ignore[arg-type]
+        cuts_length=True,
         sampling_params=sampling_dict(body, max_tokens),
         stream=bool(body.stream),
         return_logprob=body.logprobs is not None,

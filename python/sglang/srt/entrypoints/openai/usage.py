@@ -30,11 +30,13 @@ class UsageCounter:
         firsts = [meta for index, meta in self._meta.items() if index % self._num_choices == 0]
         prompt_tokens = sum(meta.prompt_tokens for meta in firsts)
         completion_tokens = sum(meta.completion_tokens for meta in self._meta.values())
+        reasoning_tokens = sum(meta.reasoning_tokens for meta in self._meta.values())
         details = {"cached_tokens": sum(meta.cached_tokens for meta in firsts)} if self._report_cached else None
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "reasoning_tokens": sum(meta.reasoning_tokens for meta in self._meta.values()),
+            "reasoning_tokens": reasoning_tokens,
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
             "prompt_tokens_details": details,
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
+from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.responses import response_object as parts
-from sglang.srt.entrypoints.responses.conversation import chat_request
+from sglang.srt.entrypoints.responses.conversation import chat_request, tool_catalog
 from sglang.srt.entrypoints.responses.protocol import ResponseContext, ResponsesRequest, read_items
 from sglang.srt.entrypoints.responses.response_object import ResponseHead
 from sglang.srt.entrypoints.responses.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
 from sglang.srt.entrypoints.responses.response_stream import ResponseStream
+from sglang.srt.entrypoints.responses.tools import fill
 from sglang.srt.entrypoints.responses.truncation import fit_context
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError, refuse_aborted
@@ -70,13 +71,14 @@ class _Answer:
         if parsed.text or not (items or parsed.calls):
             items.append(parts.message_item(status, parts.text_part(parsed.text)))
         for number, call in enumerate(parsed.calls):
-            call_id = self.formats.call_id(call.name, number)
-            items.append(parts.call_item("completed", call_id, call.name, call.arguments))
+            item = self.head.call_item("completed", self.formats.call_id(call.name, number), call.name)
+            fill(item, call.arguments)
+            items.append(item)
         return self.head.ended(items, output.meta, output.finish)
 
 
 async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
-    answer = await _new_answer(service, store, body, len(await request.body()))
+    answer = await _new_answer(service, store, body, request)
     if body.background:
         return json_response(_start(answer))
     if body.stream:
@@ -93,25 +95,29 @@ async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
     items, num_bytes = _conversation(store, body, len(await request.body()))
-    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes)
+    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes, folds=True)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, num_bytes: int) -> _Answer:
+async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, http: Request) -> _Answer:
     """Raises ApiError."""
-    items, num_bytes = _conversation(store, body, num_bytes)
+    items, num_bytes = _conversation(store, body, len(await http.body()))
     if body.background and num_bytes > MAX_BACKGROUND_BYTES:
         raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
-    request = chat_request(body, read_items(items))
+    read = read_items(items)
+    catalog = tool_catalog(body, read)
+    request = chat_request(body, read, catalog)
     if body.truncation == "auto":
         if media_of(request.messages):
             raise ApiError(400, "truncation auto is not supported with images; leave it out", param="truncation")
         context_len = service.manager.model_config.context_len
-        await fit_context(request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len))
-    rid = uuid.uuid4().hex
-    call, formats = await chat_call(service, request, num_bytes, rid)
+        await fit_context(
+            request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len, folds=True)
+        )
+    rid = rid_of(http)
+    call, formats = await chat_call(service, request, num_bytes, rid, folds=True)
     model = body.model or service.model_name
-    head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, service.report_cached_tokens)
+    head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, catalog, service.report_cached_tokens)
     return _Answer(service, store, head, items, call, formats, num_bytes)
 
 
@@ -205,7 +211,7 @@ def input_items(store: ResponseStore, response_id: str, limit: int, after: str |
         if position is None:
             raise ApiError(400, f"after: there is no item {after[:64]!r}", param="after")
         items = items[position + 1 :]
-    page = items[:limit]
+    page = [parts.typed_item(item) for item in items[:limit]]
     ids = [item["id"] for item in page] or [""]
     return json_response(
         {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > limit}

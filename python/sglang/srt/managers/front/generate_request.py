@@ -75,6 +75,8 @@ class GenerateRequest:
     """Index of the replica that computes it; None: as --load-balance-method says."""
     add_special_tokens: bool = True
     """True if tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
+    cuts_length: bool = False
+    """True if `max_new_tokens` beyond the context means as many as fit; else the call is refused."""
 
     @property
     def is_batch(self) -> bool:

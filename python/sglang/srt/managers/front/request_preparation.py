@@ -153,7 +153,7 @@ class RequestPreparer:
                 await asyncio.sleep(0)
             input_ids, items = await self.placed(prompt, sources, req.add_special_tokens, req.media_items)
             placed_items += items
-            p = self._fit(input_ids, p, explicit_length)
+            p = self._fit(input_ids, p, explicit_length and not req.cuts_length)
             num_tokens += (len(input_ids) + len(wanted[3] or ())) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
                 raise RequestError(
@@ -264,11 +264,13 @@ class RequestPreparer:
         items: Sequence[MediaItem] = (),
     ) -> tuple[list[int], list[MediaItem]]:
         """The token ids of a prompt with its images and videos, and their items, held for the caller. `items`: those
-        that are in the ids already. Raises RequestError."""
+        that are in the ids already. A placeholder among the ids of a prompt without images is a token. Raises
+        RequestError."""
+        only_tokens = not media and not isinstance(prompt, str)
         if self._media is not None and isinstance(prompt, str):
             prompt, media = self._media.tokens.with_placeholders(prompt, media)
         ids = await self.input_ids(prompt, add_special_tokens)
-        if self._media is None:
+        if self._media is None or (only_tokens and not items):
             return ids, []
         if items:
             self._media.files.hold(items)
@@ -335,13 +337,14 @@ class RequestPreparer:
                 )
         return text
 
-    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> SamplingParams:
-        """The prompt and its output must fit the context together. A default output length just shrinks."""
+    def _fit(self, ids: list[int], params: SamplingParams, refuses: bool) -> SamplingParams:
+        """Returns the parameters with an output length that fits the context together with the prompt. Raises
+        RequestError instead of a shorter one if it `refuses`."""
         room = self._context_len - len(ids)
         wanted = params.max_new_tokens
         if wanted is None or wanted <= room:
             return params
-        if explicit_length and not self._allow_truncate:
+        if refuses and not self._allow_truncate:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens with max_new_tokens of {wanted} is longer than the model's context "
                 f"length of {self._context_len} tokens. "

@@ -375,12 +375,12 @@ class TokenizerManager:
                 break
         return count
 
-    async def count_with_media(self, text: str, media: Sequence[MediaSource]) -> int:
-        """Tokens of a rendered prompt with these images and videos. Raises RequestError."""
+    async def ids_with_media(self, text: str, media: Sequence[MediaSource]) -> list[int]:
+        """Token ids of a rendered prompt with these images and videos. Raises RequestError."""
         ids, items = await self.preparer.placed(text, media)
         if self.media is not None:
             self.media.files.release(items)
-        return len(ids)
+        return ids
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function` beside the event loop, after earlier calls of this kind."""

@@ -1,0 +1,63 @@
+"""`POST /tokenize`: the token ids of texts, or of a conversation as the model reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.openai.chat_call import rendered_prompt
+from sglang.srt.entrypoints.openai.media_parts import media_of
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
+from sglang.srt.entrypoints.openai.serving import OpenAIService
+
+MAX_TOKENIZE_CHARS = 1 << 21
+
+
+async def tokenize(service: OpenAIService, body: TokenizeRequest, num_bytes: int) -> dict[str, Any]:
+    """The fields of the answer; of a list of texts they are lists. Raises ApiError 400."""
+    tokenizer = service.tokenizer
+    single = not isinstance(body.prompt, list)
+    chat = body.chat()
+    if chat is not None:
+        sequences = [await _conversation(service, chat, num_bytes, bool(body.add_special_tokens))]
+    else:
+        sequences = await _texts(service, body.prompt or "", body.add_special_tokens is not False)
+    counts = [len(ids) for ids in sequences]
+    answer: dict[str, Any] = {
+        "tokens": sequences[0] if single else sequences,
+        "count": counts[0] if single else counts,
+        "max_model_len": service.manager.model_config.context_len,
+    }
+    if body.return_token_strs:
+        texts = await service.manager.in_thread(lambda: [list(map(tokenizer.token_text, ids)) for ids in sequences])
+        answer["token_strs"] = texts[0] if single else texts
+    return answer
+
+
+async def _texts(service: OpenAIService, given: str | list[str], special: bool) -> list[list[int]]:
+    prompts = [given] if isinstance(given, str) else given
+    _refuse_long(sum(map(len, prompts)), "prompt")
+    tokens = []
+    for prompt in prompts:
+        tokens.append(await service.manager.encode(prompt, special))
+        await asyncio.sleep(0)  # many short texts leave the event loop alone, too
+    return tokens
+
+
+async def _conversation(
+    service: OpenAIService, chat: ChatCompletionRequest, num_bytes: int, special: bool
+) -> list[int]:
+    """The ids of the rendered conversation; an image has as many as the model reads of it."""
+    media = media_of(chat.messages)
+    service.manager.preparer.require_media(media)
+    text = await rendered_prompt(service, chat, num_bytes)
+    _refuse_long(len(text), "messages")
+    if media:
+        return await service.manager.ids_with_media(text, media)
+    return await service.manager.encode(text, special)
+
+
+def _refuse_long(num_chars: int, field: str) -> None:
+    if num_chars > MAX_TOKENIZE_CHARS:
+        raise ApiError(400, f"at most {MAX_TOKENIZE_CHARS} characters are tokenized at once", param=field)
