@@ -457,7 +457,7 @@ def test_the_flag_may_name_what_the_checkpoint_is(flag: str, config: dict[str, A
         ("awq", FP8_BLOCK, "does not fit"),
         ("nvfp4", FP8_BLOCK, r"which is fp8 \(fp8_block\) .* Remove the flag: the format is detected"),
         ("nvfp4", GPT_OSS, r"which is mxfp4 \(mxfp4\)"),
-        ("nvfp4", None, r"dir is not quantized\. Remove the flag, .* \(python -m sglang\.quantize makes some\), .* fp8"),
+        ("nvfp4", None, r"is not quantized\. Remove .* \(python -m sglang\.quantize makes some\), .* fp8"),
         ("bitsandbytes", FP8_BLOCK, "--quantization bitsandbytes is not supported; supported: fp8, w8a8_fp8"),
         ("awq", None, r"the checkpoint dir is not quantized\. Remove the flag, .* with: fp8, w8a8_fp8"),
     ],

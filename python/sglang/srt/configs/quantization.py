@@ -199,9 +199,10 @@ def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> Quan
         return online_fp8(flag)
     if spelling.fits(config):
         return config
+    schemes = ", ".join(sorted(config.schemes()))
     raise UserError(
-        f"--quantization {flag} does not fit the checkpoint, which is {config.method}"
-        f" ({', '.join(sorted(config.schemes()))}) according to {config.source}. Remove the flag: the format is detected."
+        f"--quantization {flag} does not fit the checkpoint, which is {config.method} ({schemes}) according to"
+        f" {config.source}. Remove the flag: the format is detected."
     )
 
 
