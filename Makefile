@@ -2,7 +2,7 @@
 # make test    install into .venv and run the checks that every change must pass
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
-# make clients langchain-openai, litellm, and all pairs of request options for tools and formats, against a server
+# make clients langchain-openai, litellm, Claude Code and Codex (from npm), and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over models of every kind of cache, with guesses and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
@@ -24,6 +24,7 @@ TORCH ?= 2.13.0
 UPSTREAM ?= newest
 OUT ?= build/upstream
 TRITON ?= 3.9.0
+AGENTS ?= @anthropic-ai/claude-code @openai/codex
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -52,6 +53,8 @@ site: install
 
 clients: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS); \
+	else echo "npm is not installed: the tests of $(AGENTS) are skipped."; fi
 	$(BIN)/pytest -m clients test/clients $(ARGS)
 
 schemas: install

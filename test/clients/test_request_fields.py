@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import fields_page
 import msgspec
@@ -25,12 +25,7 @@ from sglang.srt.entrypoints.responses import protocol as responses_protocol
 from .sdk_requests import Case, Given, Overrides, Walk
 
 FORMS = {form.route: form for form in fields_page.forms()}
-_ITEMS = (
-    responses_protocol.MessageItem,
-    responses_protocol.FunctionCallItem,
-    responses_protocol.FunctionResultItem,
-    responses_protocol.ReasoningItem,
-)
+_ITEMS = get_args(responses_protocol.ConversationItem)
 OVERRIDES: Overrides = {
     ("ChatCompletionRequest", "messages"): (openai_protocol.ChatMessage,),
     ("ChatCompletionRequest", "tools"): (openai_protocol.Tool,),

@@ -222,7 +222,7 @@ MISTAKES = [
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "no tool_use block"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [CALL]}]}, "tool_result"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}, "no text"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools"),
     ({"tool_choice": {"type": "any"}}, "tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "other"),
     ({"thinking": {"type": "enabled"}}, "budget_tokens"),

@@ -128,6 +128,42 @@ def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
     assert '<tool_call>weather {"city": "Köln"}</tool_call>' in render(CHATML, messages)
 
 
+_CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<"
+PRINTS_ANY = _CALLS + "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}>"
+JOINS_TEXT = _CALLS + "{{ 'arguments: ' + c.function.arguments }}>"
+READS_ENTRIES = _CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}>"
+WRITES_JSON = _CALLS + "{{ c.function.arguments | tojson }}>"
+_ENDS = "{% endfor %}{% endfor %}"
+CUT = '{"path": "a.py", "text": "x = 1'
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "shown"),
+    [
+        (PRINTS_ANY, CUT, CUT),
+        (JOINS_TEXT, CUT, f"arguments: {CUT}"),
+        (READS_ENTRIES, CUT, "path=a.py;text=x = 1;"),
+        (WRITES_JSON, CUT, '{"path": "a.py", "text": "x = 1"}'),
+        (READS_ENTRIES, "{'path': 1}", ""),
+        (JOINS_TEXT, "{'path': 1}", "arguments: {'path': 1}"),
+        (READS_ENTRIES, "[1, 2]", ""),
+        (READS_ENTRIES, [1, 2], ""),
+        (READS_ENTRIES, "null", ""),
+        (READS_ENTRIES, "", ""),
+        (READS_ENTRIES, None, ""),
+        (JOINS_TEXT, None, "arguments: {}"),
+        (JOINS_TEXT, "null", "arguments: {}"),
+        (WRITES_JSON, '"{}"', "{}"),
+        (WRITES_JSON, '{"a": ' * 200 + "1" + "}" * 200, '{"a": ' * 127 + "{}"),
+    ],
+)
+def test_history_may_have_broken_arguments(template: str, arguments: Any, shown: str) -> None:
+    """As text where the template prints text; else the longest part that is an object."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert f"?<{shown}" in render(template + _ENDS, messages)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -211,12 +247,7 @@ def test_template_with_tools_is_chosen_by_name() -> None:
         ("{{ messages[0].content + 1 }}", CONVERSATION, {}, "failed on these messages"),
         (CHATML, [{"role": "user", "content": [{"type": "input_audio"}]}], {}, "input_audio"),
         (CHATML, CONVERSATION, {"continue_final_message": True}, "assistant"),
-        (
-            CHATML,
-            [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            {},
-            "not JSON",
-        ),
+        (CHATML, [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}], {}, "needs"),
     ],
 )
 def test_refusals(template: str | None, messages: list[dict[str, Any]], fields: dict[str, Any], part: str) -> None:

@@ -49,6 +49,14 @@ class ServingArgs:
         minimum=0,
         maximum=1,
     )
+    fold_system_messages: str | None = option(
+        None,
+        SERVING,
+        "Where texts of system messages go that the chat template does not take where they are: first, into the first "
+        "system message; in-place, into the text of the user or the result that is there, so that all before it stays "
+        "cached. Left out: first in /v1/messages and /v1/responses; elsewhere such a conversation is refused.",
+        choices=("first", "in-place"),
+    )
     allow_auto_truncate: bool = option(
         False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing."
     )

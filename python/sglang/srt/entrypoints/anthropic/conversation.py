@@ -10,7 +10,6 @@ from sglang.srt.entrypoints.anthropic.hidden_thoughts import shown_thoughts
 from sglang.srt.entrypoints.anthropic.protocol import (
     AnyMessage,
     AssistantMessage,
-    ClientTool,
     CompactionBlock,
     CountTokensRequest,
     MessagesRequest,
@@ -20,6 +19,7 @@ from sglang.srt.entrypoints.anthropic.protocol import (
     ToolUseBlock,
     UserMessage,
 )
+from sglang.srt.entrypoints.anthropic.tools import MessageTool, offered_tools
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.media_parts import base64_part, image_part
 from sglang.srt.entrypoints.openai.protocol import (
@@ -32,6 +32,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 _SEPARATOR = "\n"
 """Separator between text blocks that follow one another."""
+_UNREADABLE = "__unparsedToolInput"
+"""Claude Code's name for what was no JSON."""
 _ERROR_MARK = "Error: "
 """Prefix of a tool's result that is an error, as chat templates have no other place for it."""
 
@@ -42,7 +44,7 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     request = ChatCompletionRequest(
         model=body.model,
         messages=_messages(body),
-        tools=[_tool(tool) for tool in body.tools or ()],
+        tools=[_tool(tool) for tool in offered_tools(body.tools)],
         tool_choice=_tool_choice(body),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         continue_final_message=_continues(body),
@@ -61,12 +63,12 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     return request
 
 
-def _tool(tool: ClientTool) -> dict[str, Any]:
+def _tool(tool: MessageTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
+    if tool.shown_description is not None:
+        function["description"] = tool.shown_description
     examples = {"examples": tool.input_examples} if tool.input_examples else {}
-    function["parameters"] = {**tool.input_schema, **examples}  # in the order in which templates print them
+    function["parameters"] = {**tool.schema, **examples}  # in the order in which templates print them
     if tool.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
@@ -208,10 +210,17 @@ def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
     if any(thoughts):
         message["reasoning_content"] = _SEPARATOR.join(filter(None, thoughts))
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": _arguments(block.input)}}
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _arguments(given: Any) -> Any:
+    """The input of a call; the model's own text where the client says that it could not read it."""
+    broken = given.get(_UNREADABLE) if isinstance(given, dict) and len(given) == 1 else None
+    raw = broken.get("raw") if isinstance(broken, dict) else None
+    return raw if isinstance(raw, str) else given

@@ -21,6 +21,7 @@ from sglang.srt.entrypoints.anthropic.content import (
     ToolReferenceBlock,
 )
 from sglang.srt.entrypoints.anthropic.context_protocol import AnyEdit, ContextManagement
+from sglang.srt.entrypoints.anthropic.tools import Elsewhere, MessageTool
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive
@@ -39,7 +40,8 @@ class ToolResultBlock(Block, tag="tool_result"):
 class ToolUseBlock(Block, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | list[Any] | str | None = None
+    """An object, or what the model wrote in its place and the client could not read."""
 
 
 class ThinkingBlock(Block, tag="thinking"):
@@ -64,9 +66,11 @@ class FallbackBlock(Block, tag="fallback"):
 
 
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
-UserContent = Annotated[list[Readable | ToolResultBlock], Meta(max_length=MAX_BLOCKS)]
+UserContent = Annotated[list[Readable | ToolResultBlock | Elsewhere], Meta(max_length=MAX_BLOCKS)]
 AssistantContent = Annotated[
-    list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | CompactionBlock | FallbackBlock],
+    list[
+        TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | CompactionBlock | FallbackBlock | Elsewhere
+    ],
     Meta(max_length=MAX_BLOCKS),
 ]
 
@@ -100,18 +104,6 @@ class SystemMessage(Message, tag="system"):
 
 
 AnyMessage = UserMessage | AssistantMessage | SystemMessage
-
-
-class ClientTool(msgspec.Struct):
-    """A function of the client. Tools that Anthropic's servers run have other types and are refused."""
-
-    name: Annotated[str, Meta(min_length=1)]
-    input_schema: dict[str, Any]
-    description: str | None = None
-    input_examples: Annotated[list[dict[str, Any]], Meta(max_length=MAX_BLOCKS)] | None = None
-    strict: bool | None = None
-    type: Literal["custom"] | None = None
-    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -160,7 +152,7 @@ class CountTokensRequest(Body, kw_only=True):
     model: Name | None = None
     messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | TextBlocks | None = None
-    tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -179,16 +171,16 @@ class CountTokensRequest(Body, kw_only=True):
         given = None if self.output_config is None else self.output_config.format
         if self.output_format is not None and given not in (None, self.output_format):
             raise bad_request("output_format and output_config.format differ: give one of them", param="output_format")
-        names = {tool.name for tool in self.tools or ()}
+        names = {tool.name for tool in self.tools or () if tool.runs_at_client}
         choice = self.tool_choice
         if choice is None:
             return
         if choice.type == "any" and not names:
             raise bad_request('tool_choice of type "any" needs a non-empty "tools" list', param="tool_choice")
         if choice.type == "tool" and choice.name not in names:
-            raise bad_request(
-                f"tool_choice names {(choice.name or '')[:64]!r}, which is not one of the tools", param="tool_choice"
-            )
+            elsewhere = any(tool.name == choice.name for tool in self.tools or ())
+            reason = "runs at Anthropic's servers, not here" if elsewhere else "is not one of the tools"
+            raise bad_request(f"tool_choice names {(choice.name or '')[:64]!r}, which {reason}", param="tool_choice")
 
     @property
     def format(self) -> OutputFormat | None:

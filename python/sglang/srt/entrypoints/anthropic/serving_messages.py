@@ -34,7 +34,7 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
     context = await _edit(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = await _beside(service, num_bytes, chat_request, body)
-    call, formats = await chat_call(service, chat, num_bytes, rid, budget)
+    call, formats = await chat_call(service, chat, num_bytes, rid, budget, folds=True)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -65,7 +65,7 @@ async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int
 
 
 async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> int:
-    return await count_prompt(service, await _beside(service, num_bytes, chat_request, body), num_bytes)
+    return await count_prompt(service, await _beside(service, num_bytes, chat_request, body), num_bytes, folds=True)
 
 
 async def _beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:

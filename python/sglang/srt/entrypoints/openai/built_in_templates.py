@@ -83,4 +83,8 @@ def model_template(args: ServerArgs, tokenizer: Tokenizer | None, architecture: 
     if source is None and tokenizer is not None:
         source = template_source(tokenizer, architecture, args.model_path)
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
-    return ChatTemplate(source, special_tokens, args.default_template_variables())
+    template = ChatTemplate(source, special_tokens, args.default_template_variables())
+    rules = str(template.message_rules(None))
+    if rules:
+        logger.info("chat template: it takes %s", rules)
+    return template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.media_parts import media_of
+from sglang.srt.entrypoints.openai.message_order import fitted_messages
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
@@ -27,10 +29,16 @@ PROMPT_END_TOKENS = 32
 
 
 async def chat_call(
-    service: OpenAIService, body: ChatCompletionRequest, num_bytes: int, rid: str | list[str], target: int | None = None
+    service: OpenAIService,
+    body: ChatCompletionRequest,
+    num_bytes: int,
+    rid: str | list[str],
+    target: int | None = None,
+    folds: bool = False,
 ) -> tuple[GenerateRequest, ChatFormats]:
     """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. `target`: tokens of
-    thoughts after which they are ended if the model's format allows it. Raises ApiError 400."""
+    thoughts after which they are ended if the model's format allows it. `folds`: as `_fitted`. Raises ApiError 400."""
+    body = _fitted(service, body, folds)
     media = media_of(body.messages)
     service.manager.preparer.require_media(media)
     if body.input_ids is None:
@@ -64,6 +72,18 @@ def _limit_thoughts(
         )
 
 
+def _fitted(service: OpenAIService, body: ChatCompletionRequest, folds: bool) -> ChatCompletionRequest:
+    """The request with its messages in an order that the chat template takes, where the server's flag asks for it, or
+    the API is one of agents (`folds`)."""
+    place = service.manager.args.fold_system_messages or ("first" if folds else None)
+    if place is None or body.input_ids is not None:
+        return body
+    fitted = copy.copy(body)
+    rules = service.chat_template.message_rules(body.tools)
+    fitted.messages = fitted_messages(body.messages, rules, in_place=place == "in-place")
+    return fitted
+
+
 async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, num_bytes: int) -> str:
     """The conversation as the model reads it."""
     _ = service.tokenizer
@@ -76,9 +96,15 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
 
 
 async def count_prompt(
-    service: OpenAIService, body: ChatCompletionRequest, num_bytes: int, enough: float = math.inf
+    service: OpenAIService,
+    body: ChatCompletionRequest,
+    num_bytes: int,
+    enough: float = math.inf,
+    folds: bool = False,
 ) -> int:
-    """The tokens of the conversation, images included; no more are counted than it takes to have `enough`."""
+    """The tokens of the conversation, images included; no more are counted than it takes to have `enough`. `folds`: as
+    `_fitted`."""
+    body = _fitted(service, body, folds)
     media = media_of(body.messages)
     service.manager.preparer.require_media(media)
     prompt = await rendered_prompt(service, body, num_bytes)

@@ -11,7 +11,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import jinja2.sandbox
 import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.message_order import MessageRules, message_rules
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, separates_parts, template_message
 from sglang.srt.errors import UserError
@@ -130,6 +131,9 @@ class ChatTemplate:
         }
         self._call_forms = {name: call_form(probe) for name, probe in probes.items()}
         self._keeping_parts = {name for name, probe in probes.items() if separates_parts(probe)}
+        self._message_rules = {
+            name: message_rules(functools.partial(self._rendered_probe, name, probe)) for name, probe in probes.items()
+        }
 
     def render(self, request: ChatCompletionRequest) -> str:
         """The prompt text. Raises ApiError 400 for conversations that the model or its template does not take."""
@@ -161,6 +165,10 @@ class ChatTemplate:
             return text
         return _cut_after(text, continued, _ending(template, variables) if len(continued) <= MAX_ENDING else "")
 
+    def message_rules(self, tools: list[dict[str, Any]] | None) -> MessageRules:
+        """Returns the order of messages that conversations with these tools may have."""
+        return self._message_rules.get(self._pick(tools), MessageRules())
+
     @property
     def sources(self) -> str:
         """The text of all templates."""
@@ -176,6 +184,9 @@ class ChatTemplate:
             return self._plainly(name, self._messages(name, messages), tools, add_generation_prompt)
         except Exception as error:
             raise ValueError(f"the chat template failed: {error}") from error
+
+    def _rendered_probe(self, name: str, render: Callable[..., str], messages: list[dict[str, Any]]) -> str:
+        return render(self._messages(name, messages))
 
     def _plainly(
         self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool

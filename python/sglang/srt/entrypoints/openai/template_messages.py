@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.media_parts import media_kind
 from sglang.srt.utils.json_nesting import read_json
+from sglang.srt.utils.partial_json import longest_object
 
 _PART_SEPARATOR = " "
 
 
 class CallForm(NamedTuple):
     """The form in which a template takes calls: `text_arguments`, else an object; `no_content` where there is none,
-    else ""."""
+    else "". `broken_text`: it prints arguments that are no JSON as they are."""
 
     text_arguments: bool = False
     no_content: bool = False
+    broken_text: bool = False
 
 
 def call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
@@ -31,29 +33,29 @@ def call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
     templates that show no calls."""
     lengths: dict[CallForm, int] = {}
     for form in (CallForm(), CallForm(False, True), CallForm(True, False), CallForm(True, True)):
-        try:
-            text = render([_PROBE_QUESTION, template_message(_PROBE_CALL, form)])
-        except Exception:  # a template is a program
-            continue
+        text = _shown_call(render, json.dumps(_PROBE_ARGUMENTS), form)
         if _PROBE_VALUE in text and str(_PROBE_ARGUMENTS) not in text:
             lengths[form] = len(text)
-    return min(lengths, key=lambda form: lengths[form], default=CallForm())
+    form = min(lengths, key=lambda form: lengths[form], default=CallForm())
+    printing = form._replace(broken_text=True)
+    return printing if _PROBE_BROKEN in _shown_call(render, _PROBE_BROKEN, printing) else form
+
+
+def _shown_call(render: Callable[[list[dict[str, Any]]], str], arguments: str, form: CallForm) -> str:
+    """A conversation with a call as the template prints it; "" if it does not take that."""
+    function = {"name": "probe_function", "arguments": arguments}
+    call = {"id": "probe0001", "type": "function", "function": function}  # some templates want nine characters
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    try:
+        return render([_PROBE_QUESTION, template_message(message, form)])
+    except Exception:  # a template is a program
+        return ""
 
 
 _PROBE_VALUE = "probe_value"
 _PROBE_ARGUMENTS = {"key": _PROBE_VALUE}
+_PROBE_BROKEN = '{"key": "probe'
 _PROBE_QUESTION = {"role": "user", "content": "probe question"}
-_PROBE_CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {
-            "id": "probe0001",  # some templates want nine characters
-            "type": "function",
-            "function": {"name": "probe_function", "arguments": json.dumps(_PROBE_ARGUMENTS)},
-        }
-    ],
-}
 
 
 def separates_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
@@ -130,20 +132,35 @@ def _tool_call(call: dict[str, Any], form: CallForm) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_request('each entry of tool_calls needs {"function": {"name", "arguments"}}', param="messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        text = arguments or "{}"
-        arguments = _decoded(text)
-        if form.text_arguments and arguments is not None:
-            return {**call, "function": {**function, "arguments": text}}
-    arguments = {} if arguments is None else arguments
-    if form.text_arguments:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"), form)}}
 
 
-def _decoded(arguments: str) -> Any:
+def _arguments(given: Any, form: CallForm) -> Any:
+    """Arguments as the template takes them. Those of history are there to be read, not to be run: a call that the model
+    wrote wrongly, or that its limit of tokens cut, ends no conversation. The template prints its text, or gets as much
+    of it as is an object."""
+    if isinstance(given, dict) and not form.text_arguments:
+        return given
+    if not isinstance(given, str):
+        given = json.dumps({} if given is None else given, ensure_ascii=False)
+    value = _value(given)
+    if not isinstance(value, dict):
+        if form.broken_text:
+            return given if form.text_arguments or value is _NO_JSON else value
+        value = longest_object(given)
+        given = json.dumps(value, ensure_ascii=False)
+    if not form.text_arguments:
+        return value
+    return given if value else "{}"
+
+
+_NO_JSON = object()
+
+
+def _value(arguments: str) -> Any:
+    """The value of JSON; _NO_JSON for another text. Nothing, and null, are an object without entries."""
     try:
-        return read_json(arguments)
-    except ValueError as error:
-        raise bad_request(f"tool_calls: arguments are {error}", param="messages") from error
+        value = read_json(arguments or "null")
+    except ValueError:
+        return _NO_JSON
+    return {} if value is None else value

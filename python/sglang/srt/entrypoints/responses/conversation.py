@@ -14,22 +14,24 @@ from sglang.srt.entrypoints.openai.protocol import (
     ResponseFormat,
 )
 from sglang.srt.entrypoints.responses.protocol import (
+    AdditionalToolsItem,
     AllowedTools,
+    CallItem,
     Content,
     ConversationItem,
-    FunctionCallItem,
-    FunctionResultItem,
-    FunctionTool,
     InputImage,
     InputText,
     MessageItem,
-    NamedFunction,
+    NamedTool,
     OutputText,
     ReasoningItem,
     Refusal,
     ResponseContext,
     ResponsesRequest,
+    ResultItem,
+    ToolSearchResultItem,
 )
+from sglang.srt.entrypoints.responses.tools import ToolCatalog
 
 _SAME_NAME = (
     "temperature",
@@ -49,13 +51,30 @@ _SAME_NAME = (
 )
 
 
-def chat_request(body: ResponseContext, items: list[ConversationItem]) -> ChatCompletionRequest:
-    """`items`: the whole conversation. Raises ApiError 400 for results that belong to no call."""
+def tool_catalog(body: ResponseContext, items: list[ConversationItem]) -> ToolCatalog:
+    """The tools of the request, and those that its conversation adds."""
+    tools = list(body.tools or ())
+    for item in items:
+        if isinstance(item, ToolSearchResultItem | AdditionalToolsItem):
+            tools += item.tools
+    return ToolCatalog(tools)
+
+
+def chat_request(
+    body: ResponseContext, items: list[ConversationItem], catalog: ToolCatalog | None = None
+) -> ChatCompletionRequest:
+    """`items`: the whole conversation. `catalog`: its tools, if they are known. Raises ApiError 400 for results that
+    belong to no call."""
+    catalog = tool_catalog(body, items) if catalog is None else catalog
+    chosen = body.chosen_names(catalog)
+    messages = [*_instructions(body), *_with_thoughts(body, _messages(items))]
+    if not messages:
+        raise bad_request("input: it has no text, call or result that a model could read", param="input")
     request = ChatCompletionRequest(
         model=body.model,
-        messages=[*_instructions(body), *_with_thoughts(body, _messages(items))],
-        tools=[_tool(tool) for tool in _allowed_tools(body)],
-        tool_choice=_tool_choice(body),
+        messages=messages,
+        tools=catalog.functions(chosen if isinstance(body.tool_choice, AllowedTools) else None),
+        tool_choice=_tool_choice(body, chosen),
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs if isinstance(body, ResponsesRequest) else None,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -68,29 +87,10 @@ def chat_request(body: ResponseContext, items: list[ConversationItem]) -> ChatCo
     return request
 
 
-def _allowed_tools(body: ResponseContext) -> list[FunctionTool]:
-    tools = body.tools or []
-    if not isinstance(body.tool_choice, AllowedTools):
-        return tools
-    names = {tool.name for tool in body.tool_choice.tools}
-    return [tool for tool in tools if tool.name in names]
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.parameters is not None:
-        function["parameters"] = tool.parameters
-    if tool.strict:
-        function["strict"] = True
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(body: ResponseContext) -> Any:
+def _tool_choice(body: ResponseContext, chosen: list[str] | None) -> Any:
     choice = body.tool_choice
-    if isinstance(choice, NamedFunction):
-        return NamedToolChoice(FunctionName(choice.name))
+    if isinstance(choice, NamedTool) and chosen:
+        return NamedToolChoice(FunctionName(chosen[0]))
     return choice.mode if isinstance(choice, AllowedTools) else choice
 
 
@@ -124,17 +124,21 @@ def _messages(items: list[ConversationItem]) -> list[dict[str, Any]]:
     for item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _parts(item.content)})
-        elif isinstance(item, FunctionResultItem):
-            messages.append(_result(item, names))
-        elif isinstance(item, FunctionCallItem):
-            names[item.call_id] = item.name
-            calls = _open_turn(messages, ()).setdefault("tool_calls", [])
-            function = {"name": item.name, "arguments": item.arguments}
-            calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, ResultItem):
+            messages += _result(item, names)
+        elif isinstance(item, CallItem):
+            call_id, name, arguments = item.call()
+            if call_id is not None:
+                names[call_id] = name
+                calls = _open_turn(messages, ()).setdefault("tool_calls", [])
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": call_id, "type": "function", "function": function})
+        elif isinstance(item, AdditionalToolsItem):
+            continue
         elif isinstance(item, ReasoningItem):
             thoughts = item.content or item.summary
             _open_turn(messages, _FIELDS)["reasoning_content"] = "\n".join(thought.text for thought in thoughts)
-        else:
+        elif isinstance(item, MessageItem):
             _open_turn(messages, _FIELDS[1:])["content"] = _parts(item.content)
     return messages
 
@@ -152,13 +156,18 @@ def _open_turn(messages: list[dict[str, Any]], closing: tuple[str, ...]) -> dict
     return last
 
 
-def _result(item: FunctionResultItem, names: dict[str, str]) -> dict[str, Any]:
-    if item.call_id not in names:
+def _result(item: ResultItem, names: dict[str, str]) -> list[dict[str, Any]]:
+    """No message for the result of what ran elsewhere, which has no id."""
+    call_id, content = item.result()
+    if call_id is None:
+        return []
+    if call_id not in names:
+        kind = item.__struct_config__.tag
+        call = str(kind).removesuffix("_output").removesuffix("_call") + "_call"
         raise bad_request(
-            f"input: function_call_output for {item.call_id[:64]!r}, but no function_call before it has this call_id",
-            param="input",
+            f"input: {kind} for {call_id[:64]!r}, but no {call} before it has this call_id", param="input"
         )
-    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": _parts(item.output)}
+    return [{"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": _parts(content)}]
 
 
 def _parts(content: Content) -> str | list[dict[str, Any]]:

@@ -5,7 +5,7 @@ What only steers OpenAI's own service (service_tier, prompt_cache_key, safety_id
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,14 @@ from sglang.srt.entrypoints.openai.protocol import (
     Positive,
     PromptCacheOptions,
     Retention,
+)
+from sglang.srt.entrypoints.responses.tools import (
+    LEFT_OUT,
+    TEXT,
+    ResponseTool,
+    ToolCatalog,
+    offered_name,
+    written_arguments,
 )
 from sglang.srt.entrypoints.unsupported_fields import RESPONSES
 
@@ -94,15 +102,131 @@ class MessageItem(Item, tag="message"):
     content: Content
 
 
-class FunctionCallItem(Item, tag="function_call"):
+class CallItem(Item):
+    """A call of the model in history."""
+
+    def call(self) -> tuple[str | None, str, str]:
+        """Its id, the name by which the model called the tool, and the arguments as the model wrote them."""
+        raise NotImplementedError
+
+
+class ResultItem(Item):
+    """The result of a call: `result` returns its id and its content."""
+
+    def result(self) -> tuple[str | None, Content]:
+        raise NotImplementedError
+
+
+class FunctionCallItem(CallItem, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+    def call(self) -> tuple[str | None, str, str]:
+        return self.call_id, offered_name(self.name, self.namespace), self.arguments
 
 
-class FunctionResultItem(Item, tag="function_call_output"):
+class FunctionResultItem(ResultItem, tag="function_call_output"):
     call_id: str
     output: Content
+
+    def result(self) -> tuple[str | None, Content]:
+        return self.call_id, self.output
+
+
+class CustomCallItem(CallItem, tag="custom_tool_call"):
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+    def call(self) -> tuple[str | None, str, str]:
+        return self.call_id, offered_name(self.name, self.namespace), written_arguments({TEXT: self.input})
+
+
+class CustomResultItem(FunctionResultItem, tag="custom_tool_call_output"):
+    pass
+
+
+class LocalShellCallItem(CallItem, tag="local_shell_call"):
+    call_id: str
+    action: dict[str, Any]
+
+    def call(self) -> tuple[str | None, str, str]:
+        arguments = {name: value for name, value in self.action.items() if name != "type" and value}
+        return self.call_id, "local_shell", written_arguments(arguments)
+
+
+class LocalShellResultItem(ResultItem, tag="local_shell_call_output"):
+    """OpenAI's description has the call's id as `id`, and clients send `call_id`."""
+
+    output: str
+    call_id: str | None = None
+    id: str | None = None
+
+    def result(self) -> tuple[str | None, Content]:
+        return self.call_id or self.id, self.output
+
+
+class ShellCallItem(CallItem, tag="shell_call"):
+    call_id: str
+    action: dict[str, Any]
+
+    def call(self) -> tuple[str | None, str, str]:
+        arguments = {name: value for name, value in self.action.items() if value is not None}
+        return self.call_id, "shell", written_arguments(arguments)
+
+
+class ShellResultItem(ResultItem, tag="shell_call_output"):
+    call_id: str
+    output: Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)]
+
+    def result(self) -> tuple[str | None, Content]:
+        return self.call_id, written_arguments(self.output)
+
+
+class ApplyPatchCallItem(CallItem, tag="apply_patch_call"):
+    call_id: str
+    operation: dict[str, Any]
+
+    def call(self) -> tuple[str | None, str, str]:
+        return self.call_id, "apply_patch", written_arguments(self.operation)
+
+
+class ApplyPatchResultItem(ResultItem, tag="apply_patch_call_output"):
+    call_id: str
+    status: str | None = None
+    output: str | None = None
+
+    def result(self) -> tuple[str | None, Content]:
+        return self.call_id, self.output or self.status or ""
+
+
+class ToolSearchCallItem(CallItem, tag="tool_search_call"):
+    """Without an id it was OpenAI's own search."""
+
+    arguments: Any = None
+    call_id: str | None = None
+
+    def call(self) -> tuple[str | None, str, str]:
+        return self.call_id, "tool_search", written_arguments(self.arguments)
+
+
+class ToolSearchResultItem(ResultItem, tag="tool_search_output"):
+    """The tools are offered from here on."""
+
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
+    call_id: str | None = None
+
+    def result(self) -> tuple[str | None, Content]:
+        return self.call_id, written_arguments([offered["function"] for offered in ToolCatalog(self.tools).functions()])
+
+
+class AdditionalToolsItem(Item, tag="additional_tools"):
+    """Tools that are offered from here on."""
+
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
 
 
 class ReasoningItem(Item, tag="reasoning"):
@@ -110,45 +234,60 @@ class ReasoningItem(Item, tag="reasoning"):
     content: Annotated[list[ThoughtText], Meta(max_length=MAX_PARTS)] | None = None
 
 
-ConversationItem = MessageItem | FunctionCallItem | FunctionResultItem | ReasoningItem
+ConversationItem = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionResultItem
+    | CustomCallItem
+    | CustomResultItem
+    | LocalShellCallItem
+    | LocalShellResultItem
+    | ShellCallItem
+    | ShellResultItem
+    | ApplyPatchCallItem
+    | ApplyPatchResultItem
+    | ToolSearchCallItem
+    | ToolSearchResultItem
+    | AdditionalToolsItem
+    | ReasoningItem
+)
+ITEMS = get_args(ConversationItem)
+ELSEWHERE = frozenset(
+    "web_search_call file_search_call code_interpreter_call image_generation_call mcp_list_tools mcp_call "
+    "mcp_approval_request mcp_approval_response program program_output".split()
+)
+"""Types of items about what OpenAI's servers did. The model does not see them."""
 ItemFields = Annotated[
     dict[str, Any],
-    Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"$ref": f"#/components/schemas/{kind.__name__}"}
-                for kind in (MessageItem, FunctionCallItem, FunctionResultItem, ReasoningItem)
-            ]
-        }
-    ),
+    Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS]}),
 ]
 
 
-class FunctionTool(msgspec.Struct, omit_defaults=True):
-    """A function of the client. Tools that OpenAI's servers run have other types and are refused."""
-
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.type != "function":
-            raise ValueError(f"tools of type {self.type[:64]!r} are not supported: tools run at the client")
-        if not self.name:
-            raise ValueError("a function needs a name")
-
-
-class NamedFunction(msgspec.Struct, tag_field="type", tag="function"):
+class NamedTool(msgspec.Struct, tag_field="type"):
     name: str
+    namespace: str | None = None
+
+
+class NamedFunction(NamedTool, tag="function"):
+    pass
+
+
+class NamedCustom(NamedTool, tag="custom"):
+    pass
+
+
+class AllowedTool(msgspec.Struct):
+    """A tool by its name; one that has none by its type."""
+
+    type: str
+    name: str | None = None
 
 
 class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
     """The model sees these of the tools only."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Meta(max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedTool], Meta(max_length=MAX_TOOLS)]
 
 
 class ReasoningOptions(msgspec.Struct):
@@ -195,21 +334,31 @@ class ResponseContext(Body, kw_only=True):
     instructions: str | None = None
     previous_response_id: Label | None = None
     """The conversation so far is that of this response. Its instructions are not carried over."""
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | NamedCustom | AllowedTools | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
     def __post_init__(self) -> None:
-        names = {tool.name for tool in self.tools or ()}
+        if not isinstance(self.tool_choice, str | None):
+            self.chosen_names(ToolCatalog(self.tools or ()))
+
+    def chosen_names(self, catalog: ToolCatalog) -> list[str] | None:
+        """The tools that `tool_choice` names, as the model knows them; None: it names none. Raises ApiError 400."""
         choice = self.tool_choice
-        if isinstance(choice, NamedFunction | AllowedTools):
-            named = [choice] if isinstance(choice, NamedFunction) else choice.tools
-            unknown = next((tool.name for tool in named if tool.name not in names), None)
-            if unknown is not None:
-                raise bad_request(f"tool_choice names {unknown[:64]!r}, which is not one of the tools", "tool_choice")
+        if choice is None or isinstance(choice, str):
+            return None
+        if isinstance(choice, NamedTool):
+            named = [(choice.name, choice.namespace)]
+        else:
+            named = [(tool.name or tool.type, None) for tool in choice.tools if tool.type not in LEFT_OUT]
+        tools = [(name, catalog.find(name, namespace)) for name, namespace in named]
+        unknown = next((name for name, tool in tools if tool is None), None)
+        if unknown is not None:
+            raise bad_request(f"tool_choice names {unknown[:64]!r}, which is not one of the tools", "tool_choice")
+        return [tool.name for _, tool in tools if tool is not None]
 
     def items(self) -> list[dict[str, Any]]:
         """`input` as items."""
@@ -260,9 +409,11 @@ class ResponsesRequest(ResponseContext, kw_only=True):
 
 
 def read_items(items: list[dict[str, Any]]) -> list[ConversationItem]:
-    """Raises ApiError 400 for an item that is not known, or not complete."""
+    """Raises ApiError 400 for an item that is not known, or not complete. Those about what ran elsewhere are not
+    read."""
+    typed = [{"type": "message", **item} for item in items if item.get("type") not in ELSEWHERE]
     try:
-        return msgspec.convert([{"type": "message", **item} for item in items], list[ConversationItem], strict=False)
+        return msgspec.convert(typed, list[ConversationItem], strict=False)
     except msgspec.ValidationError as error:
         raise from_decode_error(error, inside="input") from None
 
@@ -270,9 +421,6 @@ def read_items(items: list[dict[str, Any]]) -> list[ConversationItem]:
 BODIES = (
     ResponsesRequest,
     ResponseContext,
-    MessageItem,
-    FunctionCallItem,
-    FunctionResultItem,
-    ReasoningItem,
+    *ITEMS,
 )
 """The bodies that `/openapi.json` describes."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.entrypoints.responses.protocol import ResponsesRequest
+from sglang.srt.entrypoints.responses.tools import ResponseTool, ToolCatalog
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
 
@@ -31,17 +32,6 @@ def message_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
 def reasoning_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
     """Thoughts are not summarized and not encrypted: they come back as text, and the model may read them."""
     return {"id": item_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": list(content)}
-
-
-def call_item(status: str, call_id: str, name: str, arguments: str = "") -> dict[str, Any]:
-    return {
-        "id": item_id("fc"),
-        "type": "function_call",
-        "status": status,
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-    }
 
 
 def typed_item(item: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +70,12 @@ class ResponseHead:
     created_at: int
     model: str
     body: ResponsesRequest
+    tools: ToolCatalog
     reports_cached: bool
+
+    def call_item(self, status: str, call_id: str, name: str) -> dict[str, Any]:
+        """The item of a call by the name that the model has for the tool; `tools.fill` adds the arguments."""
+        return self.tools.call_item(item_id, status, call_id, name)
 
     def state(self, status: str, **fields: Any) -> dict[str, Any]:
         """The response in a state: `output`, `usage`, `error`, `incomplete_details` as far as there are."""
@@ -138,5 +133,8 @@ def _text_format(body: ResponsesRequest) -> dict[str, Any]:
     return msgspec.structs.asdict(form)
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    return {"type": "function", **msgspec.structs.asdict(tool)}
+def _tool(tool: ResponseTool) -> Any:
+    """A function has all of its fields, others those that the client gave."""
+    if tool.type != "function":
+        return msgspec.to_builtins(tool)
+    return {name: getattr(tool, name) for name in ("type", "name", "description", "parameters", "strict")}

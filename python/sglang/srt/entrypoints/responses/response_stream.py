@@ -11,11 +11,15 @@ from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.response_object import ResponseHead
+from sglang.srt.entrypoints.responses.tools import CALL_ITEMS, fill
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
 
 _CONTENT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 """The events of an item's text, by the item's type."""
+_CALLS = {form.type: form for form in CALL_ITEMS.values()}
+_STREAMED = "function_call"
+"""The calls whose text is sent while the model writes it. Of others it is JSON that the client does not know."""
 
 
 class ResponseStream:
@@ -78,7 +82,7 @@ class ResponseStream:
                 return self._within("reasoning") + self._delta(text)
             case CallStart(call, name):
                 closed = self._close()
-                self._items.append(parts.call_item("in_progress", self._formats.call_id(name, call), name))
+                self._items.append(self._head.call_item("in_progress", self._formats.call_id(name, call), name))
                 return closed + self._open()
             case ArgumentsDelta(_, text):
                 return self._delta(text)
@@ -107,7 +111,10 @@ class ResponseStream:
     def _delta(self, text: str) -> bytes:
         assert self._text is not None
         self._text.append(text)
-        name, fields = _content_event(self._items[-1]["type"])
+        kind = self._items[-1]["type"]
+        if kind in _CALLS:
+            return self._item_event(f"{_CALLS[kind].events}.delta", delta=text) if kind == _STREAMED else b""
+        name, fields = _content_event(kind)
         return self._item_event(name + ".delta", delta=text, **fields)
 
     def _close(self, status: str = "completed") -> bytes:
@@ -115,16 +122,27 @@ class ResponseStream:
             return b""
         item, text, self._text = self._items[-1], "".join(self._text), None
         item["status"] = status
-        name, fields = _content_event(item["type"])
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            events = self._item_event(name + ".done", arguments=text, name=item["name"])
+        if item["type"] in _CALLS:
+            events = self._end_call(item, text)
         else:
+            name, fields = _content_event(item["type"])
             part = _part(item["type"], text)
             item["content"] = [part]
             events = self._item_event(name + ".done", text=text, **fields)
             events += self._item_event("response.content_part.done", part=part, content_index=0)
         return events + self._sse("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _end_call(self, item: dict[str, Any], arguments: str) -> bytes:
+        """The events that end a call, before the one with the whole item."""
+        fill(item, arguments)
+        form = _CALLS[item["type"]]
+        if form.events is None:
+            return b""
+        text = item[form.field]
+        if item["type"] == _STREAMED:
+            return self._item_event(f"{form.events}.done", arguments=text, name=item["name"])
+        delta = self._item_event(f"{form.events}.delta", delta=text) if text else b""
+        return delta + self._item_event(f"{form.events}.done", input=text)
 
 
 def _part(kind: str, text: str = "") -> dict[str, Any]:
@@ -133,7 +151,4 @@ def _part(kind: str, text: str = "") -> dict[str, Any]:
 
 def _content_event(kind: str) -> tuple[str, dict[str, Any]]:
     """The name of the events of such an item's text without `.delta` and `.done`, and their further fields."""
-    name = _CONTENT_EVENTS.get(kind, "response.function_call_arguments")
-    if kind == "message":
-        return name, {"content_index": 0, "logprobs": []}
-    return name, {"content_index": 0} if kind == "reasoning" else {}
+    return _CONTENT_EVENTS[kind], {"content_index": 0, **({"logprobs": []} if kind == "message" else {})}

@@ -20,11 +20,12 @@ from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.responses import response_object as parts
-from sglang.srt.entrypoints.responses.conversation import chat_request
+from sglang.srt.entrypoints.responses.conversation import chat_request, tool_catalog
 from sglang.srt.entrypoints.responses.protocol import ResponseContext, ResponsesRequest, read_items
 from sglang.srt.entrypoints.responses.response_object import ResponseHead
 from sglang.srt.entrypoints.responses.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
 from sglang.srt.entrypoints.responses.response_stream import ResponseStream
+from sglang.srt.entrypoints.responses.tools import fill
 from sglang.srt.entrypoints.responses.truncation import fit_context
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError, refuse_aborted
@@ -70,8 +71,9 @@ class _Answer:
         if parsed.text or not (items or parsed.calls):
             items.append(parts.message_item(status, parts.text_part(parsed.text)))
         for number, call in enumerate(parsed.calls):
-            call_id = self.formats.call_id(call.name, number)
-            items.append(parts.call_item("completed", call_id, call.name, call.arguments))
+            item = self.head.call_item("completed", self.formats.call_id(call.name, number), call.name)
+            fill(item, call.arguments)
+            items.append(item)
         return self.head.ended(items, output.meta, output.finish)
 
 
@@ -93,7 +95,7 @@ async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
     items, num_bytes = _conversation(store, body, len(await request.body()))
-    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes)
+    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes, folds=True)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -102,16 +104,20 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
     items, num_bytes = _conversation(store, body, len(await http.body()))
     if body.background and num_bytes > MAX_BACKGROUND_BYTES:
         raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
-    request = chat_request(body, read_items(items))
+    read = read_items(items)
+    catalog = tool_catalog(body, read)
+    request = chat_request(body, read, catalog)
     if body.truncation == "auto":
         if media_of(request.messages):
             raise ApiError(400, "truncation auto is not supported with images; leave it out", param="truncation")
         context_len = service.manager.model_config.context_len
-        await fit_context(request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len))
+        await fit_context(
+            request, context_len, lambda shorter: count_prompt(service, shorter, num_bytes, context_len, folds=True)
+        )
     rid = rid_of(http)
-    call, formats = await chat_call(service, request, num_bytes, rid)
+    call, formats = await chat_call(service, request, num_bytes, rid, folds=True)
     model = body.model or service.model_name
-    head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, service.report_cached_tokens)
+    head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, catalog, service.report_cached_tokens)
     return _Answer(service, store, head, items, call, formats, num_bytes)
 
 
