@@ -6,8 +6,10 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from sglang.srt.configs.storage_backend import read_storage_config
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.cache_tier import CopyState
+from sglang.srt.mem_cache.storage import store as stores
 from sglang.srt.mem_cache.storage.engine import Lookup, PrefixPages, Read, Removal, StorageEngine, StorageJob, Write
 from sglang.srt.mem_cache.storage.entry import HEADER_BYTES, new_entry, problem, seal
 from sglang.srt.mem_cache.storage.file_store import FileStore
@@ -190,6 +193,15 @@ class Memory:
 class Broken(Memory):
     def __init__(self, options: dict[str, Any]) -> None:
         raise ConnectionRefusedError("nobody answers")
+
+
+OPENS = threading.Event()
+
+
+class Hangs(Memory):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        assert OPENS.wait(60)
 
 
 class NotAStore:
@@ -388,6 +400,34 @@ def test_a_store_that_does_not_answer_is_left_alone(caplog: pytest.LogCaptureFix
     assert pages.look_up(KEYS) == 0 and pages.look_up(KEYS) == 0
     assert pages.engine.num_failures == 1
     assert sum("cannot be read" in record.message for record in caplog.records) == 1
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
+    "a link to another entry": lambda path: path.symlink_to(path.with_name("copy")),
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+}
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_file_is_a_miss(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    pages = Pages(FileStore(Path("f"), min_free=0))
+    pages.write(KEYS)
+    (path,) = Path("f").rglob(PrefixNames(b"one", KEYS, None, block_tokens(PAGE)).block(0))
+    path.rename(path.with_name("copy"))
+    NO_FILES[what](path)
+    assert pages.read(KEYS) == 0 and pages.engine.num_corrupt == 1 and pages.engine.num_failures == 0
+    assert what == "a directory" or not os.path.lexists(path)
+
+
+def test_a_store_that_does_not_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "OPEN_LIMIT_S", 0.05)
+    with pytest.raises(UserError, match="has not opened within 0.05 s"):
+        dynamic("Hangs")
+    OPENS.set()
 
 
 def test_a_removal_leaves_nothing_of_a_prefix(tmp_path: Path) -> None:

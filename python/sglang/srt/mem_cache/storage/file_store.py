@@ -6,10 +6,12 @@ files, which go when they are old. The time of the last use is a file's modifica
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -30,6 +32,8 @@ USE_STEP_NS = 1000
 """Between the times of use of entries that are used together, so that their order is known."""
 _NAME = re.compile(r"[0-9a-z]{65}")
 _TEMPORARY = ".tmp-"
+NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Errors that say what a path leads to: a link, a directory, a socket."""
 
 
 class FileStore:
@@ -99,7 +103,7 @@ class FileStore:
     @staticmethod
     def _touch(path: Path, used_at: int) -> bool:
         try:
-            os.utime(path, ns=(used_at, used_at))
+            os.utime(path, ns=(used_at, used_at), follow_symlinks=False)
         except FileNotFoundError:
             return False
         except OSError:  # a directory that may only be read
@@ -107,14 +111,20 @@ class FileStore:
         return True
 
     def read(self, name: str) -> bytearray | None:
+        """Of what is no file, such as a pipe or a link, nothing: that is no entry, and goes."""
         try:
-            with open(self._path(name), "rb", buffering=0) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
+            with open(self._path(name), "rb", buffering=0, opener=_open_at_once) as file:
+                status = os.fstat(file.fileno())
+                data = bytearray(status.st_size if stat.S_ISREG(status.st_mode) else 0)
                 count = 0
                 while count < len(data) and (more := file.readinto(memoryview(data)[count:])):
                     count += more
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno in NO_FILE:
+                return bytearray()
+            raise
         del data[count:]
         return data
 
@@ -135,7 +145,7 @@ class FileStore:
             raise
 
     def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, IsADirectoryError):
             self._path(name).unlink()
 
     def _path(self, name: str) -> Path:
@@ -187,6 +197,11 @@ class FileStore:
                         yield status.st_mtime_ns, status.st_size, entry.path
                 except FileNotFoundError:  # another server was faster
                     continue
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens without waiting for somebody at the other end, and what a link points at not at all."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _size(options: Mapping[str, Any], key: str, default: int | None) -> int | None:
