@@ -73,6 +73,35 @@ def test_the_page_of_the_server_itself() -> None:
     assert status(client("gpu.example:30000"), "http://gpu.example:30000") == 403
 
 
+OTHER_HOSTS = ["evil.example", "evil.example:30000", "127.0.0.1.evil.example", "local.evil.example:1", "evil.example."]
+OUR_HOSTS = ["127.0.0.1:30000", "[::1]:30000", "10.1.2.3", "localhost", "LOCALHOST:1", "sglang:30000", "a.local", "b.internal:1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", OTHER_HOSTS)
+def test_without_a_key_names_of_others_are_no_host(host: str) -> None:
+    """A page's GET of its own server, whose name leads here now, has no Origin."""
+    for path in ("/server_info", "/v1/models", "/list_external_corpora"):
+        reply = client(host).get(path)
+        assert reply.status_code == 403 and "--allowed-origins" in reply.text and "--api-key" in reply.text
+    assert client(host).post("/flush_cache").status_code == 403
+    assert client(host).get("/health").status_code == REACHED, "probes need no key, either"
+    assert client(host, api_key="secret").get("/server_info").status_code == 401
+    assert client(host, allowed_origins=["*"]).get("/server_info").status_code == REACHED
+
+
+@pytest.mark.parametrize("host", OUR_HOSTS)
+def test_hosts_of_a_server_without_a_key(host: str) -> None:
+    assert client(host).get("/server_info").status_code == REACHED
+
+
+def test_names_that_are_allowed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"allowed_origins": ["https://chat.example:8443", "app://tool"]}
+    assert client("Chat.Example", **named).get("/server_info").status_code == REACHED
+    assert client("other.example", **named).get("/server_info").status_code == 403
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu1.lab.example")
+    assert client("gpu1.lab.example:30000").get("/server_info").status_code == REACHED
+
+
 def test_with_a_key_every_page_may_ask() -> None:
     """The key is what it needs."""
     server = client(api_key="secret")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import threading
 from collections.abc import AsyncGenerator
@@ -17,7 +18,7 @@ from sglang.srt.entrypoints import http_middleware, http_native, http_server
 from sglang.srt.entrypoints.http_app import OFTEN, create_api
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
-from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
+from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES, without_query
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
@@ -376,3 +377,12 @@ def test_metrics_of_a_server_that_starts(enabled: bool, status: int, message: by
     request = scope("/metrics") | {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("a", 1)}
     asyncio.run(create_api(ServerState(args))(request, exchange.receive, exchange.send))
     assert exchange.status == status and message in exchange.body
+
+
+def test_the_access_log_has_no_queries() -> None:
+    """Clients put their keys there."""
+    line = '%s - "%s %s HTTP/%s" %d'
+    args = ("127.0.0.1:5", "GET", "/v1/models?api_key=hush", "1.1", 200)
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, line, args, None)
+    assert without_query(record)
+    assert record.getMessage() == '127.0.0.1:5 - "GET /v1/models HTTP/1.1" 200'

@@ -19,7 +19,8 @@ class ServingArgs:
     allowed_origins: list[str] | None = option(
         None,
         SERVING,
-        "Web pages that may use a server without a key, besides those of this machine: `https://HOST:PORT`; `*`: all.",
+        "Web pages that may use a server without a key, besides this machine's, and whose hosts are names of it:"
+        " `https://HOST:PORT`; `*`: all.",
     )
     chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
     default_chat_template_kwargs: str = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -102,4 +103,5 @@ def create_app(state: ServerState) -> ASGIApp:
     """The complete application for `state`. Of a slash at the end of a path the gate takes no notice."""
     api = create_api(state)
     gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
-    return with_origins_checked(gate, state.args.api_key, state.args.allowed_origins or ())
+    own_names = (state.args.host, socket.gethostname())
+    return with_origins_checked(gate, state.args.api_key, state.args.allowed_origins or (), own_names)
