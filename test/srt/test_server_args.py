@@ -304,6 +304,8 @@ def test_a_seed_has_64_bits(seed: str) -> None:
 def test_an_api_key_that_no_client_could_send_is_refused(key: str) -> None:
     with pytest.raises(UserError, match="--api-key"):
         ServerArgs.from_kwargs(model_path="m", api_key=key)
+    with pytest.raises(UserError, match="--admin-api-key"):
+        ServerArgs.from_kwargs(model_path="m", admin_api_key=key)
 
 
 def test_passwords_are_not_public() -> None:
@@ -311,6 +313,7 @@ def test_passwords_are_not_public() -> None:
     args = cli(
         *("--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic"),
         *("--hicache-storage-backend-extra-config", extra),
+        *("--admin-api-key", "hush"),
         *("--otlp-traces-endpoint", "https://user:hush@collector:4318/v1/traces"),
     )
     shown = args.public_dict()

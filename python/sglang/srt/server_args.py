@@ -28,7 +28,7 @@ from sglang.srt.flag_checks import contradictions
 
 _DRAFT_QUANTIZATION = (*SPELLINGS, UNQUANTIZED)
 
-SECRETS = ("api_key", "hicache_storage_backend_extra_config")
+SECRETS = ("api_key", "admin_api_key", "hicache_storage_backend_extra_config")
 """Fields whose value nobody is shown: the latter is a store's own, with passwords among it."""
 _LOGIN = re.compile(r"//[^/\s]*@")
 """User and password in a URL."""

@@ -74,7 +74,16 @@ def test_the_page_of_the_server_itself() -> None:
 
 
 OTHER_HOSTS = ["evil.example", "evil.example:30000", "127.0.0.1.evil.example", "local.evil.example:1", "evil.example."]
-OUR_HOSTS = ["127.0.0.1:30000", "[::1]:30000", "10.1.2.3", "localhost", "LOCALHOST:1", "sglang:30000", "a.local", "b.internal:1"]  # fmt: skip
+OUR_HOSTS = [
+    "127.0.0.1:30000",
+    "[::1]:30000",
+    "10.1.2.3",
+    "localhost",
+    "LOCALHOST:1",
+    "sglang:30000",
+    "a.local",
+    "b.internal:1",
+]
 
 
 @pytest.mark.parametrize("host", OTHER_HOSTS)

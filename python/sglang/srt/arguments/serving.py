@@ -16,6 +16,12 @@ class ServingArgs:
     api_key: str | None = option(
         None, SERVING, "Require `Authorization: Bearer KEY`, but for `/`, `/page/`, `/health`, `/ready` and `/metrics`."
     )
+    admin_api_key: str | None = option(
+        None,
+        SERVING,
+        "Require this key, and not --api-key's, of routes that abort, pause, flush, profile, or change corpora or the"
+        " store of prefixes.",
+    )
     allowed_origins: list[str] | None = option(
         None,
         SERVING,

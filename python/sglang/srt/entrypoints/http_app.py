@@ -102,6 +102,7 @@ def create_api(state: ServerState) -> FastAPI:
 def create_app(state: ServerState) -> ASGIApp:
     """The complete application for `state`. Of a slash at the end of a path the gate takes no notice."""
     api = create_api(state)
-    gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
-    own_names = (state.args.host, socket.gethostname())
-    return with_origins_checked(gate, state.args.api_key, state.args.allowed_origins or (), own_names)
+    args = state.args
+    gate = RequestGate(TraceHeaders(api) if args.enable_trace else api, args.api_key, args.admin_api_key)
+    own_names = (args.host, socket.gethostname())
+    return with_origins_checked(gate, args.api_key, args.allowed_origins or (), own_names)

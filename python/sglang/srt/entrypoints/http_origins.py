@@ -117,7 +117,7 @@ def _refusal(origin: str) -> ApiError:
 def _host_refusal(host: str) -> ApiError:
     return ApiError(
         403,
-        f"the server has no API key and does not answer under the name {_shown(host)}: the owner of a web page may let a"
-        " name of his point here. Ask under the address, start the server with --allowed-origins and"
+        f"the server has no API key and does not answer under the name {_shown(host)}: the owner of a web page may let"
+        " a name of his point here. Ask under the address, start the server with --allowed-origins and"
         " http://NAME, or with --api-key",
     )
