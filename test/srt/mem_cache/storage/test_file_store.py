@@ -343,7 +343,7 @@ DAMAGE: dict[str, Callable[[bytearray], object]] = {
     "longer": lambda data: data.extend(b"more"),
     **{f"bit of byte {i}": (lambda data, i=i: data.__setitem__(i, data[i] ^ 4)) for i in (0, 7, 20, 75, 82, 90, -1)},
     "another entry": lambda data: data.__setitem__(slice(None), entry(NAMES[0], len(data) - HEADER_BYTES)),
-    "another format": lambda data: data.__setitem__(slice(8), b"SM120KV0"),
+    "another format": lambda data: data.__setitem__(slice(8), b"SM120KV1"),
 }
 
 

@@ -6,6 +6,7 @@ should be are misses; they never reach a request.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 import time
@@ -155,7 +156,10 @@ class StorageEngine:
         self, store: PrefixStore, pools: Sequence[HostPool], fingerprint: bytes, page_size: int, num_windows: int
     ) -> None:
         """pools: of tokens, of each window, and where there are states, of these."""
-        self.store, self.pools, self.fingerprint = store, list(pools), fingerprint
+        self.store, self.pools = store, list(pools)
+        self._key: bytes = getattr(store, "key", b"")
+        self.fingerprint = hmac.digest(self._key, fingerprint, "sha256") if self._key else fingerprint
+        """Entries under another key have other names: two users of a store do not remove each other's."""
         self.page_size, self.num_windows = page_size, num_windows
         self.block = block_tokens(page_size)
         self.has_ends = len(self.pools) > 1
@@ -311,7 +315,7 @@ class StorageEngine:
                 size = len(part) * pool.page_bytes
                 torch.index_select(pool.host, 0, torch.from_numpy(part - 1), out=content[:size].view(len(part), -1))
                 content = content[size:]
-        seal(name, entry)
+        seal(name, entry, self._key)
         self._ask("written", partial(self.store.write, name, entry))
         job.num_bytes += len(entry)
         return True
@@ -324,7 +328,7 @@ class StorageEngine:
             return False
         entry = data if isinstance(data, bytearray) else bytearray(data)
         size = self._size(parts)
-        what = problem(name, entry, size)
+        what = problem(name, entry, size, self._key)
         if what is not None:
             self.num_corrupt += 1
             self._warn("corrupt", f"An entry of the store of cached prefixes {what}, and is removed: {name}")

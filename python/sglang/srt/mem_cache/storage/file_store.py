@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from sglang.srt.environ import envs, parse_bytes
 from sglang.srt.errors import UserError
+from sglang.srt.mem_cache.storage.directory import others_may_write, own_key
 
 GIB = 1 << 30
 DEFAULT_FREE_BYTES = 10 * GIB
@@ -37,7 +37,7 @@ NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
 class FileStore:
-    """Implements PrefixStore."""
+    """Implements PrefixStore. `key`: of its entries' digests; empty where nobody else may write."""
 
     def __init__(
         self, directory: Path, max_bytes: int | None = None, min_free: int | None = None, keep_ratio: float = 0.9
@@ -83,14 +83,9 @@ class FileStore:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.listdir(self.directory)
-            owner = self.directory.stat().st_uid
-        except OSError as error:
+            self.key = own_key(self.directory) if others_may_write(self.directory) else b""
+        except (OSError, UserError) as error:
             raise UserError(f"{where} cannot be used: {error}. {advice}") from None
-        temporary = Path(tempfile.gettempdir()).resolve()
-        if self.directory.resolve().parent == temporary and owner != os.getuid():
-            raise UserError(
-                f"{where} belongs to another user of this machine, who could change what it holds. {advice}"
-            )
 
     # --- PrefixStore --------------------------------------------------------------------------------------------------
 
@@ -133,6 +128,8 @@ class FileStore:
         path = self._path(name)
         temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}-{name[:16]}")
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.parent.is_symlink():  # of somebody else, where others may write
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent))
         try:
             with open(temporary, "xb", buffering=0) as file:
                 rest = memoryview(data)

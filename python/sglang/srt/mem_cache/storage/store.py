@@ -27,6 +27,9 @@ class PrefixStore(Protocol):
 
     Names are of 65 characters, each a letter or a digit. All ranks of a server, and all servers that share a store, may
     read and write at once; an entry of one name always has the same meaning, so the last writer wins.
+
+    A store that others may write has an attribute `key`, bytes that they do not know: entries are then read only if
+    they were written under it.
     """
 
     def contains(self, names: Sequence[str]) -> list[bool]:
