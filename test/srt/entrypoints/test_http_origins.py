@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from starlette.testclient import TestClient
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.entrypoints.http_app import create_app
+from sglang.srt.entrypoints.http_middleware import MAX_HEAD_BYTES
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
@@ -101,6 +103,47 @@ def test_without_a_key_names_of_others_are_no_host(host: str) -> None:
 @pytest.mark.parametrize("host", OUR_HOSTS)
 def test_hosts_of_a_server_without_a_key(host: str) -> None:
     assert client(host).get("/server_info").status_code == REACHED
+
+
+def ask_with(headers: list[tuple[bytes, bytes]], version: str = "1.1", path: str = "/health") -> tuple[int, bytes]:
+    """Status and body of the whole application's answer."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, device="cpu", api_key="secret")
+    app = create_app(ServerState(args))
+    asyncio.run(app({**scope, "http_version": version, "headers": headers}, receive, send))
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+def test_a_request_has_one_host() -> None:
+    host = (b"host", b"127.0.0.1:30000")
+    assert ask_with([host])[0] == REACHED
+    assert ask_with([], "1.0")[0] == REACHED
+    for headers, version, said in (([], "1.1", b"none"), ([host, host], "1.1", b"2"), ([host] * 3, "1.0", b"3")):
+        status, body = ask_with(headers, version)
+        assert status == 400 and b"one header Host, this one has " + said in body
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"x-a", b"a" * MAX_HEAD_BYTES)],
+        [(b"a" * MAX_HEAD_BYTES, b"")],
+        [(b"x", b"")] * (MAX_HEAD_BYTES // 5 + 1),
+        [(b"x-a", b"a" * (MAX_HEAD_BYTES // 2))] * 2,
+    ],
+)
+def test_all_headers_count(headers: list[tuple[bytes, bytes]]) -> None:
+    """However they came: a head that ends within one read is counted, too."""
+    status, body = ask_with([(b"host", b"localhost"), *headers])
+    assert status == 431 and b"headers are larger than" in body
 
 
 def test_names_that_are_allowed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

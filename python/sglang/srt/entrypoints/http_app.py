@@ -16,7 +16,7 @@ from sglang.srt.entrypoints import http_corpora, http_native, http_refused, http
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
-from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
+from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_origins import with_origins_checked
 from sglang.srt.entrypoints.http_state import ServerState, state_of
@@ -105,4 +105,4 @@ def create_app(state: ServerState) -> ASGIApp:
     args = state.args
     gate = RequestGate(TraceHeaders(api) if args.enable_trace else api, args.api_key, args.admin_api_key)
     own_names = (args.host, socket.gethostname())
-    return with_origins_checked(gate, args.api_key, args.allowed_origins or (), own_names)
+    return HeadGate(with_origins_checked(gate, args.api_key, args.allowed_origins or (), own_names))

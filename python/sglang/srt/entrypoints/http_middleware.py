@@ -14,6 +14,8 @@ from sglang.srt.utils.free_memory import release_free_memory, trim_allocator
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
 """Limit for the total size of the bodies of all requests that have not been answered, complete or not."""
+MAX_HEAD_BYTES = 1 << 18
+"""Limit for the request line and all headers of a request."""
 
 LARGE_BODY_BYTES = 1 << 18
 """Size of a body after which memory that the C library keeps is given back to the system, also by a busy server."""
@@ -37,6 +39,9 @@ _NO_ADMIN = ApiError(
 _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
 
 
+_TOO_MANY_HEADERS = ApiError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+
+
 def is_open(path: str) -> bool:
     """Returns whether `path` needs no API key."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
@@ -45,6 +50,33 @@ def is_open(path: str) -> bool:
 def takes_any_type(path: str) -> bool:
     """Returns whether a body is read as JSON whatever content type the request names."""
     return path.startswith(_ANY_TYPE_PATHS)
+
+
+class HeadGate:
+    """Refuses heads that are too large, and those without a `Host` or with several, of which a proxy may have read
+    another one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(scope["path"], refusal)(scope, receive, send)
+
+    @staticmethod
+    def _refusal(scope: Scope) -> ApiError | None:
+        count, size = 0, len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+        for name, value in scope["headers"]:
+            size += len(name) + len(value) + len(b": \r\n")
+            count += name == b"host"
+        if size > MAX_HEAD_BYTES:
+            return _TOO_MANY_HEADERS
+        if count > 1 or (not count and scope.get("http_version", "1.1") != "1.0"):
+            return ApiError(400, f"a request has one header Host, this one has {count or 'none'}")
+        return None
 
 
 class RequestGate:
