@@ -170,6 +170,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, answer: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._is_answering:
+        waiting = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        is_its_own = len(waiting) == 1 and not self._in_head and not waiting[0].response_started
+        if not waiting or is_its_own:
             self.transport.write(answer)
         self.transport.close()
