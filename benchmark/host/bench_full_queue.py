@@ -1,5 +1,5 @@
-"""What one step costs the scheduler's host side where everything is full: 1,024 requests run, 4,096 wait, and the prefix
-tree has 100,000 nodes.
+"""What one step costs the scheduler's host side where everything is full: 1,024 requests run, 4,096 wait, and the
+prefix tree has 100,000 nodes.
 
     python benchmark/host/bench_full_queue.py
 

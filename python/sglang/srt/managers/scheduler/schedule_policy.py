@@ -51,12 +51,16 @@ def _depth_first(queue: list[Req], kv: KVTable) -> list[Req]:
             nodes[id(node)] = node
             weight[id(node)] += 1
             node = node.parent
+    below: dict[int, list[Node]] = defaultdict(list)
+    for n in nodes.values():
+        if n.parent is not None:
+            below[id(n.parent)].append(n)
     stack = [n for n in nodes.values() if n.parent is None]
     order: list[Req] = []
     while stack:
         node = stack.pop()
         order.extend(at_node[id(node)])
-        stack.extend(sorted((c for c in node.children.values() if id(c) in nodes), key=lambda c: weight[id(c)]))
+        stack.extend(sorted(below[id(node)], key=lambda c: weight[id(c)]))
     return order
 
 
