@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.call_ids import with_ids_of_format
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
@@ -70,6 +71,7 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
 
     def render(body: ChatCompletionRequest) -> str:
         check_tools(service.formats.calls_name, body)
+        body.messages = with_ids_of_format(body.messages, service.formats)
         return service.chat_template.render(body)
 
     return await _in_thread_if_long(service, num_bytes, render, body)

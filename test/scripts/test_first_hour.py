@@ -1,0 +1,104 @@
+"""The cases of `scripts/first_hour.py`, and what it says of servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from commands.configs import checkpoint
+from commands.cut import cut, write_cut
+from docs.recipes import CONFIGS
+from live_server import PYTHON_ROOT
+from transformers import PreTrainedTokenizerFast
+
+from sglang.srt.managers.front.media.media_tokens import media_tokens
+from sglang.srt.managers.front.media.processor_files import read_processor_files
+from sglang.srt.plan.model_description import describe_model
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("first_hour", Path(PYTHON_ROOT).parent / "scripts" / "first_hour.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["first_hour"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_every_case_has_a_plan_on_one_card(script: ModuleType, every: bool) -> None:
+    """A case that is refused would say nothing of a GPU."""
+    cases = script.cases_of(every)
+    assert len({case.name for case in cases}) == len(cases) > 60
+    for case in cases:
+        assert script.planned(case, "h200" if every else "sm_120") is not None, case.name
+
+
+def test_each_architecture_has_a_recipe(script: ModuleType) -> None:
+    few = script.cases_of(every=False)
+    assert {script.architecture(case) for case in few if case.kind == "recipe"} == {
+        script.architecture(script.Case("", config)) for config in CONFIGS.values()
+    }
+    assert {case.kind for case in few} == {"embedded", "recipe", "drafts", "published"}
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS.values())))
+def test_the_first_layers_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    """Of every kind that the model has, and as wide; what lies beside them is what a server reads."""
+    source = checkpoint(name, tmp_path / "whole")
+    config = json.loads((source / "config.json").read_text())
+    whole, short = (describe_model(each, None, False) for each in (config, cut(config)))
+    assert short.layers == whole.layers[: len(short.layers)] and len(short.layers) <= 8
+    kinds = {(layer.mixer, layer.ffn) for layer in whole.layers}
+    assert len(short.layers) == 8 or {(layer.mixer, layer.ffn) for layer in short.layers} == kinds
+    folder = write_cut(source, tmp_path / "cut")
+    tokens = media_tokens(config)
+    if tokens is not None:
+        read_processor_files(folder, tokens.family, "{}", config)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        assert tokenizer.convert_ids_to_tokens(tokens.image) == (tokens.image_text or "<|image_pad|>")
+
+
+def test_flags_of_a_layout_are_left_out(script: ModuleType) -> None:
+    words = [
+        "--tp",
+        "8",
+        "--ep-size=4",
+        "--context-length",
+        "9",
+        "--enable-dp-attention",
+        "--mem-fraction-static",
+        "0.9",
+    ]
+    assert script.on_one_gpu(words) == ("--context-length", "9")
+
+
+@pytest.mark.parametrize(
+    ("log", "problems"),
+    [
+        ("The server is fired up\n", 0),
+        ("[t] Traceback (most recent call last):\n  File\n", 1),
+        ("decode_kernel was compiled while requests waited: 0.30 s\n", 1),
+        ("========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= ERROR SUMMARY: 3 errors\n", 1),
+    ],
+)
+def test_what_no_owner_should_read(script: ModuleType, log: str, problems: int) -> None:
+    assert len(script.log_problems(log)) == problems
+
+
+def test_a_server_is_started_asked_and_ended(script: ModuleType, tmp_path: Path) -> None:
+    """On the CPU, where nothing differs but the time that it takes; and one that does not start."""
+    case = script.Case("embedded", "")
+    result = script.Result(case)
+    until = script.time.monotonic() + 300
+    flags = [*script.command_flags(case, tmp_path), "--device", "cpu"]
+    script.play(case, result, flags, tmp_path / "log", "", until)
+    assert result.reached and not result.problems, result.row() + (tmp_path / "log").read_text()
+    refused = script.Result(case)
+    script.play(case, refused, ["--no-such-flag"], tmp_path / "log", "", until)
+    assert refused.reached and refused.problems == ["start ended with 2"]
