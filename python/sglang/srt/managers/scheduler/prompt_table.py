@@ -104,5 +104,5 @@ class Tokens(Sequence[int]):
             raise IndexError("no such token")
         return int(self.prompt[index]) if index < self.num_prompt else self.output[index - self.num_prompt]
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[np.generic]:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.generic]:
         return np.concatenate((self.prompt, np.array(self.output, np.int32))).astype(dtype or np.int32)

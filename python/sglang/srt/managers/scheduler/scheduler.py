@@ -460,7 +460,7 @@ class Scheduler:
         if self.host_tier is not None and batch.loads:
             self.host_tier.finish(batch.loads)
             redo_stale(self, batch)
-        report: list[Req] = []
+        report, num_new = list[Req](), 0
         sampled, interval = batch.read(self.running), self.args.stream_interval
         rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
         if batch.stale:
@@ -474,7 +474,7 @@ class Scheduler:
                 continue
             if req.prompt_len < req.limit:
                 req.output.append(token)
-                self.held_tokens += 1
+                num_new += 1
                 if not (req.stream or req.first_token_time):
                     req.first_token_time = time.monotonic()
                 if req.return_logprob and req.pending_finish is None:
@@ -491,6 +491,7 @@ class Scheduler:
                 self.end(req, reason, report)
             elif req.stream and req.pending_finish is None and req.num_unsent >= interval:
                 report.append(req)
+        self.held_tokens += num_new
         if report:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
         self.stats.processed(len(sampled.tokens))
