@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.step import StepInput, StepResult
+from sglang.srt.plan.decode_interval import NEVER
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
@@ -74,12 +75,13 @@ class NoModel:
 
     tokens_per_step = 1
     tokens_ahead = next_tokens_read = 0
+    launches = None
 
     def __init__(self, num_reqs: int, media: MediaFeatures | None = None) -> None:
         self.media = media
         self.plan = SimpleNamespace(
             pool_sizes=PoolSizes(1 << 20, 1, num_reqs, 4096), page_size=1, context_len=4096, caches_prefixes=True,
-            host_cache=None, chunked_prefill_size=-1, max_prefill_tokens=1 << 20,
+            host_cache=None, chunked_prefill_size=-1, max_prefill_tokens=1 << 20, decode_interval=NEVER,
             model=SimpleNamespace(vocab_size=1 << 17),
         )  # fmt: skip
         self.sampling_table = SimpleNamespace(set=lambda *row: None, clear=lambda slot: None)

@@ -63,6 +63,8 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
             return
         body += message["body"]
         more = message["more_body"]
+    if scope["path"] == "/headers":
+        body = b" ".join(name for name, _ in scope["headers"])
     await send({"type": "http.response.start", "status": 200, "headers": []})
     if body == b"slow":
         await send({"type": "http.response.body", "body": b"one", "more_body": True})
@@ -141,6 +143,36 @@ def test_a_head_without_end_is_too_large() -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"GET / HTTP/1.1\r\nX-A: " + b"b" * 30_000)
         assert (await reader.readline()).startswith(b"HTTP/1.1 431")
+
+    served(client)
+
+
+@pytest.mark.parametrize("line", [b"b" * 5_000, b"X: b\r\n" * 800], ids=["one", "many"])
+def test_trailers_without_end_are_too_large(line: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX-A: b")
+        count = 0
+        with contextlib.suppress(ConnectionError):
+            while count < 1000 and not reader.at_eof():
+                writer.write(line)
+                await writer.drain()
+                count += 1
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(reader.read(1), 0.001)
+        assert count * len(line) < 10 * HurriedProtocol.max_head_bytes
+
+    served(client)
+
+
+def test_trailers_are_no_headers() -> None:
+    """What a gate has checked stays as it was."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /headers HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n")
+        writer.write(b"X-Late: b\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        answer = await reader.readuntil(b"0\r\n\r\n")
+        assert b"transfer-encoding" in answer and b"x-late" not in answer
 
     served(client)
 

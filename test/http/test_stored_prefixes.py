@@ -73,6 +73,12 @@ def attach(client: httpx.Client, extra: str) -> None:
     ):
         refused = client.put(PATH, json=wrong)
         assert refused.status_code == 400 and said in refused.text
+    dynamic = {"module_path": "os", "class_name": "abort"}
+    refused = client.put(
+        PATH,
+        json={"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config_json": json.dumps(dynamic)},
+    )
+    assert refused.status_code == 403 and "--admin-api-key" in refused.text
     assert client.put(PATH, json={**wanted, "hicache_write_policy": "write_through"}).json()["success"]
     assert client.get(PATH).json() == NOW
     assert "detach it first" in client.put(PATH, json=wanted).text

@@ -414,7 +414,11 @@ def test_markdown_becomes_elements_and_nothing_runs(served: LiveServer, watched:
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 40_000, "*a " * 20_000, "`" * 40_000, "> " * 20_000, "- " * 20_000, "|-" * 20_000]
+    "text",
+    [
+        *("[" * 40_000, "*a " * 20_000, "`" * 40_000, "> " * 20_000, "- " * 20_000, "|-" * 20_000),
+        *("# " + " " * 40_000 + "x", "http://a" + "." * 40_000 + "b", "a\n" * 70_000),
+    ],
 )
 def test_hostile_markdown_does_not_stop_the_page(text: str, served: LiveServer, watched: Watch) -> None:
     """Each is shown within the time that a page has for one message, and the box still takes text."""

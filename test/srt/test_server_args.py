@@ -304,6 +304,21 @@ def test_a_seed_has_64_bits(seed: str) -> None:
 def test_an_api_key_that_no_client_could_send_is_refused(key: str) -> None:
     with pytest.raises(UserError, match="--api-key"):
         ServerArgs.from_kwargs(model_path="m", api_key=key)
+    with pytest.raises(UserError, match="--admin-api-key"):
+        ServerArgs.from_kwargs(model_path="m", admin_api_key=key)
+
+
+def test_passwords_are_not_public() -> None:
+    extra = '{"url": "redis://user:hush@10.0.0.1", "module_path": "m", "class_name": "C"}'
+    args = cli(
+        *("--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic"),
+        *("--hicache-storage-backend-extra-config", extra),
+        *("--admin-api-key", "hush"),
+        *("--otlp-traces-endpoint", "https://user:hush@collector:4318/v1/traces"),
+    )
+    shown = args.public_dict()
+    assert "hush" not in str(shown) and shown["hicache_storage_backend_extra_config"] == "set"
+    assert shown["otlp_traces_endpoint"] == "https://...@collector:4318/v1/traces"
 
 
 def test_api_key_is_not_public() -> None:

@@ -83,9 +83,11 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
         text = "--retraction-policy priority needs --enable-priority-scheduling."
         yield {"retraction_policy", "enable_priority_scheduling"}, text
-    if args.api_key is not None and not _API_KEY.fullmatch(args.api_key):
-        text = "--api-key must be text of one line that begins and ends with no blank; leave the flag out for no key."
-        yield {"api_key"}, text
+    for field, name in (("api_key", "--api-key"), ("admin_api_key", "--admin-api-key")):
+        key = getattr(args, field)
+        if key is not None and not _API_KEY.fullmatch(key):
+            text = f"{name} must be text of one line that begins and ends with no blank; leave the flag out for no key."
+            yield {field}, text
     wrong = next((origin for origin in args.allowed_origins or () if not _ORIGIN.fullmatch(origin)), None)
     if wrong is not None:
         text = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,11 @@ from sglang.srt.errors import Problems
 from sglang.srt.flag_checks import contradictions
 
 _DRAFT_QUANTIZATION = (*SPELLINGS, UNQUANTIZED)
+
+SECRETS = ("api_key", "admin_api_key", "hicache_storage_backend_extra_config")
+"""Fields whose value nobody is shown: the latter is a store's own, with passwords among it."""
+_LOGIN = re.compile(r"//[^/\s]*@")
+"""User and password in a URL."""
 
 
 @dataclass(kw_only=True)
@@ -430,8 +436,11 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         return f"http://{host}:{self.port}"
 
     def public_dict(self) -> dict[str, Any]:
-        """All fields for /server_info, without the API key."""
-        return asdict(self) | {"api_key": None if self.api_key is None else "set"}
+        """All fields for /server_info, without keys and passwords."""
+        fields = asdict(self)
+        hidden = {name: "set" for name in SECRETS if fields[name] is not None}
+        shown = {name: _LOGIN.sub("//...@", text) for name, text in fields.items() if isinstance(text, str)}
+        return fields | shown | hidden
 
 
 TABLE = OptionTable(ServerArgs, GROUPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import threading
 from collections.abc import AsyncGenerator
@@ -17,11 +18,12 @@ from sglang.srt.entrypoints import http_middleware, http_native, http_server
 from sglang.srt.entrypoints.http_app import OFTEN, create_api
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
-from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
+from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES, without_query
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.upstream_interface import REFUSED_ROUTES
 
 
 def scope(path: str = "/v1/models", method: str = "GET", **headers: str) -> dict[str, Any]:
@@ -97,6 +99,41 @@ def test_api_key(request_scope: dict[str, Any], status: int) -> None:
     exchange = through_gate(request_scope, Exchange(EMPTY), api_key="secret")
     assert exchange.status == status
     assert (exchange.body == b'{"error":"Unauthorized"}') == (status == 401)
+
+
+USER, ADMIN = {"authorization": "Bearer user"}, {"x_api_key": "root"}
+KEYS: list[tuple[dict[str, str], dict[str, str], dict[str, int]]] = [
+    # keys of the server; key of the request; status of a route of everybody's and of an administrator's
+    ({}, {}, {"/v1/models": 200, "/flush_cache": 200, "/health": 200}),
+    ({"api_key": "user"}, USER, {"/v1/models": 200, "/flush_cache": 200}),
+    ({"admin_api_key": "root"}, {}, {"/v1/models": 200, "/flush_cache": 401, "/health": 200}),
+    ({"admin_api_key": "root"}, ADMIN, {"/v1/models": 200, "/flush_cache": 200}),
+    ({"api_key": "user", "admin_api_key": "root"}, {}, {"/v1/models": 401, "/flush_cache": 401}),
+    ({"api_key": "user", "admin_api_key": "root"}, USER, {"/v1/models": 200, "/flush_cache": 403}),
+    ({"api_key": "user", "admin_api_key": "root"}, ADMIN, {"/v1/models": 401, "/flush_cache": 200}),
+]
+
+
+@pytest.mark.parametrize(("keys", "sent", "statuses"), KEYS)
+def test_an_administrators_key(keys: dict[str, str], sent: dict[str, str], statuses: dict[str, int]) -> None:
+    for path, status in statuses.items():
+        paths = sorted(http_middleware.ADMIN_PATHS) if path == "/flush_cache" else [path]
+        for asked in (*paths, paths[0] + "/"):
+            exchange = through_gate(scope(asked, **sent), Exchange(EMPTY), **keys)
+            assert exchange.status == status, asked
+            assert status != 403 or b"--admin-api-key" in exchange.body
+
+
+def test_what_acts_on_others_is_an_administrators() -> None:
+    """A route of the server itself, beside those of clients: each is on one of the lists."""
+    of_clients = {"/generate", "/encode", "/classify", "/rerank", "/open_session", "/close_session", "/tokenize"}
+    of_clients |= {"/detokenize", "/parse_function_call", "/separate_reasoning"}
+    args = ServerArgs(model_path=DEFAULT_MODEL_PATH, device="cpu")
+    routes = {r.path for r in create_api(ServerState(args)).routes if (r.methods or set()) & {"POST", "PUT", "DELETE"}}
+    ours = {path for path in routes if not path.startswith(("/v1/", "/api/"))}
+    ours -= REFUSED_ROUTES.keys() | of_clients
+    assert http_middleware.ADMIN_PATHS - {"/list_external_corpora"} == ours & http_middleware.ADMIN_PATHS
+    assert ours <= http_middleware.ADMIN_PATHS, ours - http_middleware.ADMIN_PATHS
 
 
 @pytest.mark.parametrize(
@@ -376,3 +413,12 @@ def test_metrics_of_a_server_that_starts(enabled: bool, status: int, message: by
     request = scope("/metrics") | {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("a", 1)}
     asyncio.run(create_api(ServerState(args))(request, exchange.receive, exchange.send))
     assert exchange.status == status and message in exchange.body
+
+
+def test_the_access_log_has_no_queries() -> None:
+    """Clients put their keys there."""
+    line = '%s - "%s %s HTTP/%s" %d'
+    args = ("127.0.0.1:5", "GET", "/v1/models?api_key=hush", "1.1", 200)
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, line, args, None)
+    assert without_query(record)
+    assert record.getMessage() == '127.0.0.1:5 - "GET /v1/models HTTP/1.1" 200'

@@ -100,8 +100,10 @@ class TroubledEngine(StorageEngine):
         trouble = isinstance(job, Lookup | Read | Write) and self.random.random() < 0.08
         if trouble and isinstance(job, Read):
             assert job.pages is not None
-            for part, pool in zip([job.pages.tokens, *job.pages.windows], self.pools, strict=False):
-                pool.host[torch.from_numpy(part[part > 0] - 1)] = 77
+            with job.moving:
+                for part, pool in zip([job.pages.tokens, *job.pages.windows], self.pools, strict=False):
+                    if not job.stopping:
+                        pool.host[torch.from_numpy(part[part > 0] - 1)] = 77
         if trouble and self.random.random() < 0.5:
             raise OSError("trouble")
         super().run(job)

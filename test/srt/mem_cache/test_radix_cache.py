@@ -433,7 +433,7 @@ def test_check_finds_defects(defect: str) -> None:
     elif defect == "edge":
         node.key[0] = 9
     else:
-        node.queued = False
+        node.heap_entry = 0
     with pytest.raises(AssertionError):
         cache.check()
 

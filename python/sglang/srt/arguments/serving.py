@@ -16,10 +16,17 @@ class ServingArgs:
     api_key: str | None = option(
         None, SERVING, "Require `Authorization: Bearer KEY`, but for `/`, `/page/`, `/health`, `/ready` and `/metrics`."
     )
+    admin_api_key: str | None = option(
+        None,
+        SERVING,
+        "Require this key, and not --api-key's, of routes that abort, pause, flush, profile, or change corpora or the"
+        " store of prefixes.",
+    )
     allowed_origins: list[str] | None = option(
         None,
         SERVING,
-        "Web pages that may use a server without a key, besides those of this machine: `https://HOST:PORT`; `*`: all.",
+        "Web pages that may use a server without a key, besides this machine's, and whose hosts are names of it:"
+        " `https://HOST:PORT`; `*`: all.",
     )
     chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
     default_chat_template_kwargs: str = option(

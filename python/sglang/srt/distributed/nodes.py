@@ -27,8 +27,16 @@ from sglang.version import __version__
 
 _SIOCGIFADDR = 0x8915
 _EACH_ITS_OWN = frozenset(
-    {"node_rank", "host", "port", "api_key", "model_path", "tokenizer_path", "download_dir", "served_model_name"}
-    | {"log_level", "log_requests", "log_requests_level", "random_seed", "dist_init_addr", "chat_template"}
+    {"node_rank", "host", "port", "api_key", "admin_api_key", "model_path", "tokenizer_path", "download_dir"}
+    | {
+        "served_model_name",
+        "log_level",
+        "log_requests",
+        "log_requests_level",
+        "random_seed",
+        "dist_init_addr",
+        "chat_template",
+    }
     | {"speculative_draft_model_path", "dry_run", "dist_timeout"}
 )
 """Arguments in which machines may differ: paths, what only the front reads, and the seed, which is the leader's."""

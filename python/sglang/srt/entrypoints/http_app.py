@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang.srt.entrypoints import http_corpora, http_native, http_refused, http
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
-from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
+from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_origins import with_origins_checked
 from sglang.srt.entrypoints.http_request_id import RequestIds
@@ -102,5 +103,7 @@ def create_api(state: ServerState) -> FastAPI:
 def create_app(state: ServerState) -> ASGIApp:
     """The complete application for `state`. Of a slash at the end of a path the gate takes no notice."""
     api = create_api(state)
-    gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
-    return RequestIds(with_origins_checked(gate, state.args.api_key, state.args.allowed_origins or ()))
+    args = state.args
+    gate = RequestGate(TraceHeaders(api) if args.enable_trace else api, args.api_key, args.admin_api_key)
+    own_names = (args.host, socket.gethostname())
+    return RequestIds(HeadGate(with_origins_checked(gate, args.api_key, args.allowed_origins or (), own_names)))

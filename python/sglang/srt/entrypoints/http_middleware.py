@@ -14,6 +14,8 @@ from sglang.srt.utils.free_memory import release_free_memory, trim_allocator
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
 """Limit for the total size of the bodies of all requests that have not been answered, complete or not."""
+MAX_HEAD_BYTES = 1 << 18
+"""Limit for the request line and all headers of a request."""
 
 LARGE_BODY_BYTES = 1 << 18
 """Size of a body after which memory that the C library keeps is given back to the system, also by a busy server."""
@@ -23,10 +25,21 @@ TRIM_DELAY_S = 1.0
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics")
 """They need no API key: probes and scrapers have none, and the page asks for it."""
 _OPEN_PREFIX = "/page/"
+ADMIN_PATHS = frozenset(
+    {"/abort_request", "/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"}
+    | {"/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/hicache/storage-backend"}
+)
+"""Routes by which a client acts on those of others, or has code loaded; as in SGLang."""
 _ANY_TYPE_PATHS = ("/api/",)
 """Prefixes of Ollama's routes, whose bodies are JSON whatever their type is said to be: `curl -d` says otherwise."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
+_NO_ADMIN = ApiError(
+    403, "this route needs the key that the server was given with --admin-api-key, in place of its other key"
+)
 _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
+
+
+_TOO_MANY_HEADERS = ApiError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
 
 
 def is_open(path: str) -> bool:
@@ -39,6 +52,33 @@ def takes_any_type(path: str) -> bool:
     return path.startswith(_ANY_TYPE_PATHS)
 
 
+class HeadGate:
+    """Refuses heads that are too large, and those without a `Host` or with several, of which a proxy may have read
+    another one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(scope["path"], refusal)(scope, receive, send)
+
+    @staticmethod
+    def _refusal(scope: Scope) -> ApiError | None:
+        count, size = 0, len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+        for name, value in scope["headers"]:
+            size += len(name) + len(value) + len(b": \r\n")
+            count += name == b"host"
+        if size > MAX_HEAD_BYTES:
+            return _TOO_MANY_HEADERS
+        if count > 1 or (not count and scope.get("http_version", "1.1") != "1.0"):
+            return ApiError(400, f"a request has one header Host, this one has {count or 'none'}")
+        return None
+
+
 class RequestGate:
     """Checks the API key, and the type and size of request bodies. Takes slashes off the ends of paths: a redirect
     would have to believe the client's `Host`."""
@@ -47,11 +87,13 @@ class RequestGate:
         self,
         app: ASGIApp,
         api_key: str | None,
+        admin_api_key: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         max_bodies_bytes: int = MAX_BODIES_BYTES,
     ) -> None:
         self._app = app
-        self._expected = None if api_key is None else api_key.encode()
+        self._key = None if api_key is None else api_key.encode()
+        self._admin_key = None if admin_api_key is None else admin_api_key.encode()
         self._max_body_bytes = max_body_bytes
         self._max_bodies_bytes = max_bodies_bytes
         self._num_bytes = 0
@@ -68,8 +110,9 @@ class RequestGate:
         if scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = dict(scope["headers"])
-        if not self._authorized(scope, headers):
-            await error_response(scope["path"], _UNAUTHORIZED)(scope, receive, send)
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await error_response(scope["path"], refusal)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0").lstrip(b"0")  # int() refuses thousands of digits, zeros as well
         if length.isdigit() and int(length) > self._max_body_bytes:
@@ -100,13 +143,20 @@ class RequestGate:
             release = trim_allocator if self._num_requests else release_free_memory
             asyncio.get_running_loop().run_in_executor(None, release)
 
-    def _authorized(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        if self._expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
-            return True
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        """Returns why the request's key does not suffice."""
+        is_admin = self._admin_key is not None and scope["path"] in ADMIN_PATHS
+        expected = self._admin_key if is_admin else self._key
+        if expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
+            return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")
-        return hmac.compare_digest(key.strip(), self._expected)
+        key = key.strip()
+        if hmac.compare_digest(key, expected):
+            return None
+        has_other = is_admin and self._key is not None and hmac.compare_digest(key, self._key)
+        return _NO_ADMIN if has_other else _UNAUTHORIZED
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request body is larger than {self._max_body_bytes} bytes")

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from sglang.srt.entrypoints.http_answers import answer_schema
 from sglang.srt.entrypoints.http_body import body_definitions
 from sglang.srt.entrypoints.http_errors import error_schema_name
-from sglang.srt.entrypoints.http_middleware import is_open, takes_any_type
+from sglang.srt.entrypoints.http_middleware import ADMIN_PATHS, is_open, takes_any_type
 
 _STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _LINES = ("/api/chat", "/api/generate")
@@ -44,7 +44,7 @@ _REFUSING = (
 _ERRORS = {
     400: "The request is wrong: the message says what to change.",
     401: "The server has an API key, which neither `Authorization: Bearer KEY` nor `x-api-key: KEY` gives.",
-    403: "Only holders of the server's API key may do this, and the server was started without one.",
+    403: "Only holders of another key may do this: of --admin-api-key, or of any, where the server has none.",
     404: "There is no such thing.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -138,7 +138,7 @@ def _statuses(path: str, method: str, has_body: bool) -> set[int]:
         statuses |= {413} if takes_any_type(path) else {413, 415}
     if has_body or path in _REFUSING:
         statuses.add(400)
-    if path == _STORE and method != "get":
+    if path in ADMIN_PATHS:
         statuses.add(403)
     if path in _NOT_FOUND:
         statuses.add(404)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sglang.srt.entrypoints.http_middleware import MAX_HEAD_BYTES
 from sglang.srt.entrypoints.http_stream import BODY_WRITER
 
 _ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -50,8 +51,8 @@ class HttpProtocol(HttpToolsProtocol):
     body_limit_s: ClassVar[float] = 300.0
     unread_limit_s: ClassVar[float] = 300.0
     half_closed_poll_s: ClassVar[float] = 0.1
-    max_head_bytes: ClassVar[int] = 1 << 18
-    """Request line and headers, and what comes with their end."""
+    max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
+    """Of what has come since a request began, or since the last piece of its body: `HeadGate` counts a whole head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._unanswered: deque[RequestResponseCycle] = deque()
@@ -65,13 +66,21 @@ class HttpProtocol(HttpToolsProtocol):
         self._arm(self.head_limit_s)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         if self._deadline is None:  # the next request of a connection
             self._arm(self.head_limit_s)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.max_head_bytes:
+        if self._head_bytes > self.max_head_bytes:
             self._refuse(_TOO_LARGE)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers are none: they come behind a body, whose request has been checked."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
@@ -84,7 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.scope[BODY_WRITER] = ChunkWriter(self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head, self._head_bytes = True, 0
         self._disarm()
         super().on_message_complete()
 
@@ -161,6 +170,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, answer: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._is_answering:
+        waiting = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        is_its_own = len(waiting) == 1 and not self._in_head and not waiting[0].response_started
+        if not waiting or is_its_own:
             self.transport.write(answer)
         self.transport.close()

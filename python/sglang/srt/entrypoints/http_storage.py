@@ -1,7 +1,7 @@
 """Routes that attach a store of cached prefixes to a running server, and detach it.
 
 A store is a directory, or a class that is imported: who names one may write files and run code here. So the routes that
-change something exist for holders of the server's API key only.
+change something exist for holders of a key only, and that which imports a class for those of the administrator's.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ async def _ask(request: Request, kind: str, args: dict[str, Any] | None = None) 
 
 
 def _refuse_without_key(request: Request) -> None:
-    if state_of(request).args.api_key is None:
+    """The key itself was checked before."""
+    args = state_of(request).args
+    if args.api_key is None and args.admin_api_key is None:
         raise ApiError(
             403,
-            "a store is attached and detached by holders of the server's API key: start it with --api-key, or with"
-            " --hicache-storage-backend",
+            "a store is attached and detached by holders of the server's key: start it with --admin-api-key, with"
+            " --api-key, or with --hicache-storage-backend",
         )
 
 
@@ -62,6 +64,12 @@ async def attach_storage_backend(request: Request) -> Response:
     """Keeps prefixes of main memory in a store from now on. Nothing may run or wait."""
     _refuse_without_key(request)
     body = await read_body(request, StorageBackendBody)
+    if body.hicache_storage_backend == "dynamic" and state_of(request).args.admin_api_key is None:
+        raise ApiError(
+            403,
+            "a store of the backend dynamic is code that is loaded: it is attached by holders of the administrator's"
+            " key only. Start the server with --admin-api-key, or with --hicache-storage-backend dynamic",
+        )
     extra = body.hicache_storage_backend_extra_config_json
     if extra is not None and extra.lstrip().startswith("@"):
         raise bad_request("files of the server are not read for clients; send the JSON itself")

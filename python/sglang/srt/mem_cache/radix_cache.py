@@ -7,7 +7,6 @@ does not fill a page stays with the request.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
+from sglang.srt.mem_cache.eviction_queue import EvictionQueue, KeptQueue
 from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, TellOfNodes
 from sglang.srt.mem_cache.window_table import WindowTable
 
@@ -68,12 +68,10 @@ class RadixCache:
 
     def _start(self) -> None:
         self._clock = 0
-        self._entries = 0  # breaks ties in the heap, so that nodes are never compared
         self._evictable = 0
         self._protected = 0
         self._kept = 0
-        self._next_expiry = math.inf
-        self._heap: list[tuple[int, int, Node]] = []
+        self._evictions, self._kept_nodes = EvictionQueue(), KeptQueue()
         self.root = Node(np.empty(0, np.int64), EMPTY, None, b"", 0)
 
     # --- sizes in tokens ----------------------------------------------------------------------------------------------
@@ -184,6 +182,8 @@ class RadixCache:
         assert parent is not None
         upper = Node(node.key[:length], node.value[:length], parent, node.edge, node.last_access)
         upper.kept_until = node.kept_until
+        if upper.kept_until:
+            self._kept_nodes.add(upper)
         upper.lock_ref = node.lock_ref  # its depth follows from its parent's; that of `node` stays
         parent.children[node.edge] = upper
         node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
@@ -223,35 +223,31 @@ class RadixCache:
             if not n.kept_until:
                 n.last_access += KEPT
                 self._kept += n.key.size
-            n.kept_until = max(n.kept_until, until)
-        self._next_expiry = min(self._next_expiry, until)
-        if self._kept > self.allocator.size // 2:
-            # An ancestor is kept at least as long, so that leaves go first.
-            kept = sorted((n for n in self.nodes() if n.kept_until), key=lambda n: (n.kept_until, -n.depth))
-            sizes = np.cumsum([n.key.size for n in kept])
-            count = 1 + int(np.searchsorted(sizes, self._kept - self.allocator.size // 2))
-            self._let_go(kept[:count])
+            if n.kept_until < until:
+                n.kept_until = until
+                self._kept_nodes.add(n)
+        while self._kept > self.allocator.size // 2:
+            first = self._kept_nodes.pop(math.inf)
+            assert first is not None, "more is kept than there are nodes for it"
+            self._let_go(first)
 
     def expire(self, now: float) -> None:
         """Nothing is kept any more whose time has passed. Every rank gives the same time."""
-        if now < self._next_expiry:
-            return
-        kept = [n for n in self.nodes() if n.kept_until]
-        self._let_go([n for n in kept if n.kept_until <= now])
-        self._next_expiry = min((n.kept_until for n in kept if n.kept_until), default=math.inf)
+        while (node := self._kept_nodes.pop(now)) is not None:
+            self._let_go(node)
 
     def kept_size(self) -> int:
         return self._kept
 
-    def _let_go(self, nodes: list[Node]) -> None:
-        for n in nodes:
-            n.kept_until = 0.0
-            n.last_access -= KEPT
-            self._kept -= n.key.size
-        self._heap = [(n.last_access, entry, n) for _, entry, n in self._heap]
-        heapq.heapify(self._heap)
+    def _let_go(self, node: Node) -> None:
+        """It is as any other from now on."""
+        node.kept_until = 0.0
+        node.last_access -= KEPT
+        self._kept -= node.key.size
+        if self._evictions.drop(node):
+            self._evictions.add(node)
         for window in self.windows:
-            window.order_again()
+            window.order_again(node)
 
     def path(self, node: Node) -> list[Node]:
         """The path from `node` to the first one below the root."""
@@ -264,11 +260,9 @@ class RadixCache:
         assert node is self.root, "the node is no longer in the tree"
 
     def _queue(self, node: Node) -> None:
-        """Makes sure that an evictable leaf has a heap entry. Entries age: `evict` looks at the node itself."""
-        if not node.queued and not node.children and node.lock_ref == 0 and node is not self.root:
-            node.queued = True
-            self._entries += 1
-            heapq.heappush(self._heap, (node.last_access, self._entries, node))
+        """Makes sure that an evictable leaf is in the queue."""
+        if not node.children and node.lock_ref == 0 and node is not self.root:
+            self._evictions.add(node)
 
     def evict(self, num_tokens: int) -> int:
         """Frees at least `num_tokens` tokens, if so many are evictable: least recently used leaves first, from their
@@ -276,15 +270,8 @@ class RadixCache:
         freed: list[Slots] = []
         missing = -(-num_tokens // self.page_size) * self.page_size
         if self.before_eviction is not None and missing > 0:
-            self.before_eviction(self._next_evicted(missing))
-        while missing > 0 and self._heap:
-            queued_at, _, node = heapq.heappop(self._heap)
-            node.queued = False
-            if node.children or node.lock_ref:
-                continue  # queued again when it becomes a free leaf
-            if node.last_access > queued_at:
-                self._queue(node)
-                continue
+            self.before_eviction(self._evictions.next_evicted(missing, self.root))
+        while missing > 0 and (node := self._evictions.pop()) is not None:
             taken = min(missing, node.key.size)
             freed.append(node.value[node.value.size - taken :])
             missing -= taken
@@ -293,27 +280,6 @@ class RadixCache:
         self._evictable -= slots.size
         self.allocator.free(slots)
         return int(slots.size)
-
-    def _next_evicted(self, num_tokens: int) -> list[Node]:
-        """Returns the nodes from which `evict` would take so many tokens, in its order, without those of which it has
-        taken some before."""
-        heap, entries, nodes = list(self._heap), self._entries, list[Node]()
-        gone: set[Node] = set()
-        while num_tokens > 0 and heap:
-            queued_at, entry, node = heapq.heappop(heap)
-            if node in gone or node.lock_ref or any(child not in gone for child in node.children.values()):
-                continue
-            if node.last_access > queued_at:
-                heapq.heappush(heap, (node.last_access, entry, node))
-                continue
-            num_tokens -= node.key.size
-            gone.add(node)
-            if not node.shrunk:
-                nodes.append(node)
-            if node.parent is not None and node.parent is not self.root:
-                entries += 1
-                heapq.heappush(heap, (node.parent.last_access, entries, node.parent))
-        return nodes
 
     def _shrink(self, leaf: Node, num_tokens: int) -> None:
         keep = leaf.key.size - num_tokens
@@ -342,8 +308,7 @@ class RadixCache:
         not be used again; whoever still holds a part of it discards that in turn."""
         while node.parent is not None and not node.children and node.lock_ref == 0:
             parent = node.parent
-            self._heap = [entry for entry in self._heap if entry[2] is not node]
-            heapq.heapify(self._heap)
+            self._evictions.drop(node)
             self._evictable -= node.key.size
             self.allocator.free(node.value)
             self._shrink(node, node.key.size)
@@ -467,7 +432,7 @@ class RadixCache:
         slots = _concat(values)
         assert np.unique(slots).size == slots.size, "two nodes own the same slot"
         assert not self.allocator.is_free(slots).any(), "the tree owns slots that the allocator holds as free"
-        assert len({id(n) for _, _, n in self._heap}) == len(self._heap), "the eviction heap holds a node twice"
+        self._evictions.check(self.nodes())
 
     def _check_node(self, node: Node) -> None:
         page_size = self.page_size
@@ -485,7 +450,7 @@ class RadixCache:
         assert not named or node.parent is self.root, "a namespace below the first level"
         assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), "a locked node under a freer one"
         assert all(c.last_access <= node.last_access for c in node.children.values()), "a child newer than its parent"
-        assert node.queued or node.children or node.lock_ref, "a free leaf that eviction will never find"
+        assert node.heap_entry or node.children or node.lock_ref, "a free leaf that eviction will never find"
 
 
 def _concat(parts: list[Slots]) -> Slots:

@@ -29,13 +29,13 @@ class Node:
         "children",
         "depth",
         "edge",
+        "heap_entry",
         "in_window_heap",
         "kept_until",
         "key",
         "last_access",
         "lock_ref",
         "parent",
-        "queued",
         "shrunk",
         "value",
         "windows",
@@ -50,7 +50,7 @@ class Node:
         self.children: dict[Edge, Node] = {}
         self.lock_ref = 0
         self.last_access = last_access
-        self.queued = False  # has an entry in the eviction heap
+        self.heap_entry = 0  # the number of its entry in the eviction heap; 0: it has none
         self.shrunk = False  # its last tokens were evicted
         self.windows: list[Slots] = []
         self.checkpoint = 0  # the row of the state at its end; 0: none

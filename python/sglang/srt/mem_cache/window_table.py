@@ -202,10 +202,11 @@ class WindowTable:
             self._entries += 1
             heapq.heappush(self._heap, (tier, node.last_access, self._entries, node))
 
-    def order_again(self) -> None:
-        """Times of last use have become earlier."""
-        self._heap = [(tier, node.last_access, entry, node) for tier, _, entry, node in self._heap]
-        heapq.heapify(self._heap)
+    def order_again(self, node: Node) -> None:
+        """The node's time of last use has become earlier: a second entry comes before the first one."""
+        if node.in_window_heap >> self.index & 1:
+            self._entries += 1
+            heapq.heappush(self._heap, (BEFORE_THE_WINDOW, node.last_access, self._entries, node))
 
     def forget(self, node: Node) -> None:
         """The node has left the tree. Where nothing is ever evicted here, entries would keep all that ever did."""
@@ -226,7 +227,7 @@ class WindowTable:
             node.in_window_heap &= ~(1 << self.index)
             slots = node.windows[self.index]
             if node.parent is None:
-                self._num_gone -= 1
+                self._num_gone = max(0, self._num_gone - 1)
                 continue
             if not slots.any():
                 continue
@@ -251,8 +252,10 @@ class WindowTable:
     def _next_evicted(self, num_pages: int) -> list[Node]:
         """Returns the nodes whose last windows lose pages if so many are freed."""
         in_window: list[tuple[int, int, Node, int]] = []
+        seen: set[Node] = set()
         for tier, _, entry, node in self._heap:
-            if node.parent is not None:
+            if node.parent is not None and node not in seen:
+                seen.add(node)
                 slots = node.windows[self.index]
                 end = 0 if tier == IN_THE_WINDOW else self._before_the_window(node)
                 num_pages -= self._unused(slots[:end]).size

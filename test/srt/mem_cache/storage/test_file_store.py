@@ -6,8 +6,10 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from sglang.srt.configs.storage_backend import read_storage_config
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.cache_tier import CopyState
+from sglang.srt.mem_cache.storage import store as stores
 from sglang.srt.mem_cache.storage.engine import Lookup, PrefixPages, Read, Removal, StorageEngine, StorageJob, Write
 from sglang.srt.mem_cache.storage.entry import HEADER_BYTES, new_entry, problem, seal
 from sglang.srt.mem_cache.storage.file_store import FileStore
@@ -45,7 +48,7 @@ def store(tmp_path: Path, **options: Any) -> FileStore:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    return sorted(path for path in (tmp_path / "files").rglob("*") if path.is_file())
+    return sorted(path for path in (tmp_path / "files").glob("??/*") if path.is_file())
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -105,9 +108,95 @@ def test_space_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in NAMES:
         limited.write(name, entry(name))
     assert limited.contains(NAMES) == [False] * 5 + [True] * 3, "others gave way"
-    free = 5000
-    with pytest.raises(OSError, match="would stay free"):
-        limited.write("z" * 65, entry("z" * 65))
+    for free in (5000, 6000, 0):  # noqa: B007 (the disk reads it)
+        with pytest.raises(OSError, match="would stay free"):
+            limited.write("z" * 65, entry("z" * 65))
+    assert limited.contains(NAMES) == [False] * 5 + [True] * 3, "another program has filled the disk: nothing goes"
+    free = 8600
+    limited.write("z" * 65, entry("z" * 65))
+    assert limited.contains([*NAMES[-3:], "z" * 65]) == [True, True, False, True], (
+        "it needs a little, for which the oldest goes"
+    )
+
+
+@pytest.mark.parametrize("what", ["its limit", "a full disk"])
+def test_work_for_an_entry_does_not_grow_with_the_directory(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, count = 100 + HEADER_BYTES, 200
+    options = {"max_bytes": count * size, "keep_ratio": 1.0} if what == "its limit" else {"min_free": 5000}
+    limited, held, scans = store(tmp_path, **options), [0], [0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000 + count * size - held[0]))
+    scan, unlink = os.scandir, os.unlink
+
+    def counted(path: Any) -> Any:
+        scans[0] += 1
+        return scan(path)
+
+    def removed(path: Any) -> None:
+        held[0] -= os.stat(path).st_size
+        unlink(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    monkeypatch.setattr(os, "unlink", removed)
+    for number in range(5 * count):
+        limited.write(f"{number:065d}", entry(NAMES[0], 100))
+        held[0] += size
+    there = limited.contains([f"{number:065d}" for number in range(5 * count)])
+    assert there == [False] * (4 * count) + [True] * count
+    assert scans[0] <= 7 * 2, "once for each directory that was written anew: two folders"
+
+
+def test_ranks_keep_one_limit(tmp_path: Path) -> None:
+    """Whoever writes: the limit is of the directory."""
+    size = 1000 + HEADER_BYTES
+    ranks = [store(tmp_path, max_bytes=20 * size) for _ in range(8)]
+    for number in range(30):
+        for rank, each in enumerate(ranks):
+            each.write(f"{number:032d}{rank:033d}", entry(NAMES[0]))
+            assert sum(path.stat().st_size for path in files(tmp_path)) <= 20 * size
+    assert len(files(tmp_path)) >= 17
+
+
+def test_a_write_that_fails_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = store(tmp_path, max_bytes=3 * (1000 + HEADER_BYTES), keep_ratio=1.0)
+    limited.write(NAMES[0], entry(NAMES[0]))
+
+    def fails(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails)
+        for name in NAMES[1:]:
+            with pytest.raises(OSError, match="full"):
+                limited.write(name, entry(name))
+    limited.write(NAMES[1], entry(NAMES[1]))
+    limited.write(NAMES[2], entry(NAMES[2]))
+    assert limited.contains(NAMES[:3]) == [True] * 3
+
+
+def test_names_of_temporary_files_do_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two containers that share a directory the processes have the same numbers."""
+    seen, replace = list[str](), os.replace
+
+    def noted(source: Path, target: Path) -> None:
+        seen.append(str(source))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", noted)
+    for _ in range(2):
+        store(tmp_path).write(NAMES[0], entry(NAMES[0]))
+    assert len(set(seen)) == 2
+
+
+def test_a_count_that_makes_no_sense_is_made_anew(tmp_path: Path) -> None:
+    limited = store(tmp_path, max_bytes=3 * (1000 + HEADER_BYTES))
+    limited.write(NAMES[0], entry(NAMES[0]))
+    (total,) = (tmp_path / "files").glob(".total-*")
+    total.write_bytes(b"none")
+    for name in NAMES[1:]:
+        limited.write(name, entry(name))
+    assert len(files(tmp_path)) <= 3
 
 
 KILLED = """
@@ -148,10 +237,10 @@ def test_settings_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE", "64Gi")
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE", "1.5G")
     made = FileStore.from_options({})
-    assert (made.directory, made.max_bytes, made.min_free) == (tmp_path / "one", 64 << 30, 1_500_000_000)
-    assert made.keep_ratio == envs.SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO == 0.9
+    assert (made.directory, made.space.max_bytes, made.space.min_free) == (tmp_path / "one", 64 << 30, 1_500_000_000)
+    assert made.space.keep_ratio == envs.SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO == 0.9
     made = FileStore.from_options({"storage_dir": str(tmp_path / "two"), "max_size": 0, "eviction_ratio": 0.5})
-    assert (made.directory, made.max_bytes, made.keep_ratio) == (tmp_path / "two", None, 0.5)
+    assert (made.directory, made.space.max_bytes, made.space.keep_ratio) == (tmp_path / "two", None, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +279,15 @@ class Memory:
 class Broken(Memory):
     def __init__(self, options: dict[str, Any]) -> None:
         raise ConnectionRefusedError("nobody answers")
+
+
+OPENS = threading.Event()
+
+
+class Hangs(Memory):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        assert OPENS.wait(60)
 
 
 class NotAStore:
@@ -331,7 +429,7 @@ DAMAGE: dict[str, Callable[[bytearray], object]] = {
     "longer": lambda data: data.extend(b"more"),
     **{f"bit of byte {i}": (lambda data, i=i: data.__setitem__(i, data[i] ^ 4)) for i in (0, 7, 20, 75, 82, 90, -1)},
     "another entry": lambda data: data.__setitem__(slice(None), entry(NAMES[0], len(data) - HEADER_BYTES)),
-    "another format": lambda data: data.__setitem__(slice(8), b"SM120KV0"),
+    "another format": lambda data: data.__setitem__(slice(8), b"SM120KV1"),
 }
 
 
@@ -388,6 +486,34 @@ def test_a_store_that_does_not_answer_is_left_alone(caplog: pytest.LogCaptureFix
     assert pages.look_up(KEYS) == 0 and pages.look_up(KEYS) == 0
     assert pages.engine.num_failures == 1
     assert sum("cannot be read" in record.message for record in caplog.records) == 1
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
+    "a link to another entry": lambda path: path.symlink_to(path.with_name("copy")),
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+}
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_file_is_a_miss(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    pages = Pages(FileStore(Path("f"), min_free=0))
+    pages.write(KEYS)
+    (path,) = Path("f").rglob(PrefixNames(b"one", KEYS, None, block_tokens(PAGE)).block(0))
+    path.rename(path.with_name("copy"))
+    NO_FILES[what](path)
+    assert pages.read(KEYS) == 0 and pages.engine.num_corrupt == 1 and pages.engine.num_failures == 0
+    assert what == "a directory" or not os.path.lexists(path)
+
+
+def test_a_store_that_does_not_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "OPEN_LIMIT_S", 0.05)
+    with pytest.raises(UserError, match="has not opened within 0.05 s"):
+        dynamic("Hangs")
+    OPENS.set()
 
 
 def test_a_removal_leaves_nothing_of_a_prefix(tmp_path: Path) -> None:

@@ -208,12 +208,17 @@ class AttentionGroups:
         """Queues a request in the group that has most of its prompt in its cache, or least to do."""
         owner = self._owner(msg.rid)
         if owner is None:  # one that has the id refuses it
-            loads = [
-                ReplicaLoad(group, len(scheduler.reqs), sum(len(req.tokens) for req in scheduler.reqs.values()))
-                for group, scheduler in enumerate(self.schedulers)
+            owner = self.schedulers[
+                self.router.choose(self.loads(), msg.input_ids, msg.cache_namespace, msg.media or ())
             ]
-            owner = self.schedulers[self.router.choose(loads, msg.input_ids, msg.cache_namespace, msg.media or ())]
         return owner.add(msg, seed, stop_ids)
+
+    def loads(self) -> list[ReplicaLoad]:
+        """Returns what each group has to do."""
+        return [
+            ReplicaLoad(group, len(scheduler.reqs), scheduler.held_tokens)
+            for group, scheduler in enumerate(self.schedulers)
+        ]
 
     def _owner(self, rid: str) -> Scheduler | None:
         return next((scheduler for scheduler in self.schedulers if rid in scheduler.reqs), None)

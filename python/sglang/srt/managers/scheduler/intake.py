@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.scheduler.media_steps import MediaRefused, MediaSteps
+from sglang.srt.managers.scheduler.prompt_table import MAX_PROMPT_TOKENS, PromptTable
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.kv_table import KVTable
@@ -29,13 +30,14 @@ class Intake:
     kv: KVTable
     media: MediaSteps
     reqs: Mapping[str, Req]
+    prompts: PromptTable
 
     def request_of(
         self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int], num_queued: int, held_hidden: int
     ) -> tuple[Req, FinishReason | None]:
-        """Returns the request of a message, and why it is refused; None: it may enter the queue, which has
-        `num_queued`. seed: of its samples, where it names none. held_hidden: hidden states that the others may come to
-        hold."""
+        """Returns the request of a message, and why it is refused, which gives its prompt back to `prompts`; None: it
+        may enter the queue, which has `num_queued`. seed: of its samples, where it names none. held_hidden: hidden
+        states that the others may come to hold."""
         wanted, length = msg.sampling_params.max_new_tokens, len(msg.input_ids)
         # Guesses may lie beyond the end.
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)
@@ -44,7 +46,10 @@ class Intake:
             media = self.media.of_prompt(msg)
         except MediaRefused as error:
             message = str(error)
-        req = Req(msg, seed, min(capacity, length + wanted if wanted is not None else capacity), stop_ids, media)
+        prompt = self.prompts.take(msg.input_ids)
+        req = Req(
+            msg, seed, min(capacity, length + wanted if wanted is not None else capacity), stop_ids, media, prompt
+        )
         if length > capacity or (length == capacity and wanted != 0):
             message = (
                 f"The prompt has {length} tokens, but this server holds at most {capacity} tokens of one request"
@@ -63,6 +68,8 @@ class Intake:
         most = self.max_queued or MAX_QUEUED_REQUESTS
         if num_queued >= most:
             return f"The queue is full ({most} requests)."
+        if self.prompts.num_tokens > MAX_PROMPT_TOKENS and len(self.reqs):
+            return f"The prompts that run or wait have {MAX_PROMPT_TOKENS:,} tokens; send this one again later."
         if not req.most_hidden:
             return ""
         values = (held_hidden + req.most_hidden) * self.runner.plan.description.hidden_size

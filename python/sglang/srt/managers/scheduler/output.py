@@ -41,13 +41,14 @@ class StopChecker:
 
     def finish_reason(self, req: Req) -> FinishReason | None:
         """None also for a request whose end is on its way to all ranks (`req.pending_finish`)."""
-        token = req.tokens[-1]
+        output = req.output
+        token = output[-1]
         if token in req.stop_ids:
             return FinishReason("stop", matched=token)
         if req.grammar is not None and req.grammar.is_terminated():
             return FinishReason("stop", matched=token)
         reason = self._leader_reason(req)
-        if len(req.tokens) >= req.limit:  # every rank ends it; only the leader's reason is sent
+        if req.prompt_len + len(output) >= req.limit:  # every rank ends it; only the leader's reason is sent
             return reason or FinishReason("length", length=req.output_len)
         if reason is not None and self._tell is not None:
             req.pending_finish, req.pending_finish_len = reason, len(req.tokens)
@@ -96,8 +97,9 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     """Everything of these requests that has not been sent yet."""
     out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], hidden={})
     for req in reqs:  # up to all running requests, each step
-        length = len(req.tokens) if req.pending_finish is None else req.pending_finish_len
-        meta = TokenMeta(req.prompt_len, length - req.prompt_len, req.hit_len, req.num_retractions, req.started_time)
+        prompt_len, output = req.prompt_len, req.output
+        length = prompt_len + len(output) if req.pending_finish is None else req.pending_finish_len
+        meta = TokenMeta(prompt_len, length - prompt_len, req.hit_len, req.num_retractions, req.started_time)
         if req.host_len is not None:
             meta.host_tokens, meta.stored_tokens = req.host_len, req.stored_len
         if req.first_token_time:
@@ -105,7 +107,7 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
         if req.drafts.steps:
             meta.drafts = req.drafts.copy(with_histogram=req.finish is not None)
         out.rids.append(req.rid)
-        out.new_ids.append(req.tokens[req.sent_len : length])
+        out.new_ids.append(output[req.sent_len - prompt_len : length - prompt_len])
         out.finish.append(req.finish)
         out.meta.append(meta)
         out.options.append(_options(req) if req.first_message else None)

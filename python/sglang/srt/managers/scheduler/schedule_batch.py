@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.prompt_table import Prompt, Tokens
 from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.kv_table import Lengths
 from sglang.srt.mem_cache.radix_node import Keys, Node
@@ -55,6 +56,7 @@ class Req:
         limit: int,
         stop_ids: frozenset[int],
         media: PromptMedia | None,
+        prompt: Prompt,
     ) -> None:
         self.rid = msg.rid
         self.params = msg.sampling_params
@@ -65,13 +67,15 @@ class Req:
         self.seed = seed
         self.namespace = msg.cache_namespace
         self.stop_ids = stop_ids
-        self.tokens = list(msg.input_ids)
+        self.prompt, self.tokens = prompt, Tokens(prompt)
+        self.output = self.tokens.output
         self._cache_keys = np.empty(0, np.int64)
-        self.prompt_len = len(msg.input_ids)
+        self.prompt_len = len(prompt.ids)
         self.media = media
         """Its images and videos; None: it has none."""
         self.limit = limit
         """Longest length this request may reach, prompt included."""
+        self.most_output = limit - self.prompt_len
 
         self.slot = 0
         self.turn = 0
@@ -174,7 +178,11 @@ class Req:
 
     @property
     def output_len(self) -> int:
-        return len(self.tokens) - self.prompt_len
+        return len(self.output)
+
+    @property
+    def num_unsent(self) -> int:
+        return self.prompt_len + len(self.output) - self.sent_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -188,11 +196,14 @@ class Req:
         return count if count > 1 else 0
 
     def cache_keys(self, length: int) -> Keys:
-        """Returns the prefix cache's keys of the first `length` tokens. Each is converted once: lists of 100,000
-        numbers take milliseconds."""
+        """Returns the prefix cache's keys of the first `length` tokens. Each is converted once, those of a prompt for
+        all of its samples."""
+        if length <= self.prompt_len and self.media is None:
+            return self.prompt.keys[:length]
         done = len(self._cache_keys)
         if done < length:
-            keys = np.concatenate((self._cache_keys, np.array(self.tokens[done:], np.int64)))
+            keys = self._cache_keys if done else self.prompt.keys
+            keys = np.concatenate((keys, np.array(self.tokens.output[len(keys) - self.prompt_len :], np.int64)))
             if not done and self.media is not None:
                 self.media.write_keys(keys)
             self._cache_keys = keys

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Set
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.intake import Intake
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
+from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
     POLICIES,
@@ -59,6 +61,8 @@ SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache. Where a model has states it waits if it begins with all that the first one
 computes: only behind that is a state."""
+MOST_LOOKED_AT = 128
+"""Requests of the queue that a step looks at, while some of them wait for others, for their images or for a prefix."""
 
 _NAN_LOGITS = FinishReason(
     "abort",
@@ -106,7 +110,10 @@ class Scheduler:
         self._alone = args.attn_dp_size == 1
         """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
-        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs)
+        self.prompts = PromptTable()
+        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts)
+        self.held_tokens = 0
+        """Of these, with their output so far."""
         self.held_hidden = 0
         """Hidden states that these may come to hold."""
         self.outbox: list[BatchTokenIDOut] = []
@@ -268,9 +275,10 @@ class Scheduler:
             if not take:
                 return chosen
             chosen.append((req, take))
+        entered: set[Req] = set()
         leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
         """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
-        for req in self._queue():
+        for req in islice(self._queue(), MOST_LOOKED_AT):
             if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
             prefix = self.kv.match(req)
@@ -300,10 +308,18 @@ class Scheduler:
             leave[start] += self._leaves(req, prefix.length + take)
             self._place(req, prefix.node)
             chosen.append((req, take))
-            self.waiting.remove(req)
+            entered.add(req)
             if budget.short:
                 break
+        self._leave_queue(entered)
         return chosen
+
+    def _leave_queue(self, reqs: set[Req]) -> None:
+        """Takes these out of the queue; most are its first."""
+        while reqs and self.waiting[0] in reqs:
+            reqs.remove(self.waiting.popleft())
+        if reqs:
+            self.waiting = deque(r for r in self.waiting if r not in reqs)
 
     def _least_of_prompt(self) -> int:
         """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
@@ -311,9 +327,9 @@ class Scheduler:
         chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
         return min([*rooms, *chunk, self.plan.context_len])
 
-    def _queue(self) -> list[Req]:
+    def _queue(self) -> Iterable[Req]:
         """Returns the waiting requests in the order in which they enter."""
-        ordered = self.policy(list(self.waiting), self.kv)
+        ordered = self.policy(self.waiting, self.kv)
         return ordered if self.priorities is None else self.priorities.order(ordered)
 
     def _leaves(self, req: Req, end: int) -> list[np.ndarray]:
@@ -332,7 +348,7 @@ class Scheduler:
         self.running.drop_finished()
         if priorities.victim(self.running.reqs, min(self.waiting, key=priorities.rank)) is None:
             return
-        first = self._queue()[0]  # of those equally important the policy's
+        first = next(iter(self._queue()))  # of those equally important the policy's
         if self._fits(first):
             return
         self.settle()
@@ -444,7 +460,7 @@ class Scheduler:
         if self.host_tier is not None and batch.loads:
             self.host_tier.finish(batch.loads)
             redo_stale(self, batch)
-        report: list[Req] = []
+        report, num_new = list[Req](), 0
         sampled, interval = batch.read(self.running), self.args.stream_interval
         rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
         if batch.stale:
@@ -457,7 +473,8 @@ class Scheduler:
                 self.end(req, _NAN_LOGITS, report, keep=False)
                 continue
             if req.prompt_len < req.limit:
-                req.tokens.append(token)
+                req.output.append(token)
+                num_new += 1
                 if not (req.stream or req.first_token_time):
                     req.first_token_time = time.monotonic()
                 if req.return_logprob and req.pending_finish is None:
@@ -472,8 +489,9 @@ class Scheduler:
                 reason = FinishReason("length", length=0)
             if reason is not None:
                 self.end(req, reason, report)
-            elif req.stream and req.pending_finish is None and len(req.tokens) - req.sent_len >= interval:
+            elif req.stream and req.pending_finish is None and req.num_unsent >= interval:
                 report.append(req)
+        self.held_tokens += num_new
         if report:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
         self.stats.processed(len(sampled.tokens))
@@ -501,6 +519,8 @@ class Scheduler:
         """End a request that is not in the queue."""
         req.finish = req.pending_finish or reason
         del self.reqs[req.rid]
+        self.held_tokens -= len(req.tokens)
+        self.prompts.give_back(req.prompt)
         self.held_hidden -= req.most_hidden
         self.media.end(req)
         if req in self.chunked:
@@ -526,9 +546,11 @@ class Scheduler:
         self._expire(msg.received)
         req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, self.held_hidden)
         if refusal is not None:
+            self.prompts.give_back(req.prompt)
             self.refuse(req, refusal)
             return None
         self.reqs[req.rid] = req
+        self.held_tokens += req.prompt_len
         self.held_hidden += req.most_hidden
         self.waiting.append(req)
         if self.host_tier is not None:

@@ -6,6 +6,7 @@ should be are misses; they never reach a request.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 import time
@@ -56,13 +57,30 @@ class PrefixPages:
 
 @dataclass(slots=True, eq=False)
 class StorageJob:
-    """What a thread does. `stopping`: it ends as soon as it can."""
+    """What a thread does. `stopping`: it ends as soon as it can, and no longer touches main memory, however long the
+    store lets it wait."""
 
     keys: Keys
     namespace: str | None
     state: CopyState = CopyState.UNDER_WAY
     stopping: bool = False
+    has_thread: bool = False
     begun: float = field(default_factory=time.monotonic)
+    moving: threading.Lock = field(default_factory=threading.Lock)
+    """Held while pages of main memory are read or written, and to change what is above."""
+
+    def enter(self) -> bool:
+        """A thread has come to it. Returns whether there is something to do."""
+        with self.moving:
+            self.has_thread = not self.stopping
+            return self.has_thread
+
+    def stop(self) -> None:
+        """Behind this its pages may be used for something else. One without a thread has ended."""
+        with self.moving:
+            self.stopping = True
+            if not self.has_thread and self.state is CopyState.UNDER_WAY:
+                self.state = CopyState.FAILED
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +138,9 @@ class StorageJobs(Protocol):
 
     def submit(self, job: StorageJob) -> None: ...
 
+    def distrust(self) -> None:
+        """The store is not read any more: it has entries that must not be used."""
+
     def close(self) -> None: ...
 
 
@@ -135,7 +156,10 @@ class StorageEngine:
         self, store: PrefixStore, pools: Sequence[HostPool], fingerprint: bytes, page_size: int, num_windows: int
     ) -> None:
         """pools: of tokens, of each window, and where there are states, of these."""
-        self.store, self.pools, self.fingerprint = store, list(pools), fingerprint
+        self.store, self.pools = store, list(pools)
+        self._key: bytes = getattr(store, "key", b"")
+        self.fingerprint = hmac.digest(self._key, fingerprint, "sha256") if self._key else fingerprint
+        """Entries under another key have other names: two users of a store do not remove each other's."""
         self.page_size, self.num_windows = page_size, num_windows
         self.block = block_tokens(page_size)
         self.has_ends = len(self.pools) > 1
@@ -169,6 +193,8 @@ class StorageEngine:
     @torch.inference_mode()
     def _work(self, queue: SimpleQueue[StorageJob | None]) -> None:
         while (job := queue.get()) is not None:
+            if not job.enter():
+                continue
             try:
                 self.run(job)
                 job.state = CopyState.DONE
@@ -180,9 +206,12 @@ class StorageEngine:
 
     def _failed(self, job: StorageJob) -> None:
         if isinstance(job, Removal):
-            self._off_until["read"] = float("inf")
-            self._warn("removal", "Entries that must not be used cannot be removed: the store is not read any more")
+            self.distrust()
         job.state = CopyState.FAILED
+
+    def distrust(self) -> None:
+        self._off_until["read"] = float("inf")
+        self._warn("removal", "Entries that must not be used cannot be removed: the store is not read any more")
 
     def run(self, job: StorageJob) -> None:
         names = PrefixNames(self.fingerprint, job.keys, job.namespace, self.block)
@@ -239,13 +268,13 @@ class StorageEngine:
         for index in (i for i, has in enumerate(there) if not has):
             if job.stopping:
                 return
-            self._put(entries[index], self._parts_of_block(job.pages, index), job)
-            job.num_tokens += self.block
+            if self._put(entries[index], self._parts_of_block(job.pages, index), job):
+                job.num_tokens += self.block
         if job.has_end:
             name = names.end(len(job.keys))
             if not job.stopping and not self._ask("written", partial(self.store.contains, [name]))[0]:
-                self._put(name, self._parts_of_end(job.pages), job)
-                job.num_tokens += len(job.keys) - count * self.block
+                if self._put(name, self._parts_of_end(job.pages), job):
+                    job.num_tokens += len(job.keys) - count * self.block
         if job.num_bytes:  # the beginning of a chain is to stay longest
             self._ask("written", partial(self.store.contains, entries))
 
@@ -272,40 +301,49 @@ class StorageEngine:
     def _size(self, parts: Sequence[Pages]) -> int:
         return sum(len(part) * pool.page_bytes for part, pool in zip(parts, self.pools, strict=False))
 
-    def _put(self, name: str, parts: Sequence[Pages], job: Write) -> None:
+    def _put(self, name: str, parts: Sequence[Pages], job: Write) -> bool:
+        """Returns whether the entry was written: not once the job has been stopped."""
         entry = new_entry(self._size(parts))
         content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:]
-        for part, pool in zip(parts, self.pools, strict=False):
-            if not len(part):
-                continue
-            assert part.all(), "a page that is not in main memory cannot be stored"
-            size = len(part) * pool.page_bytes
-            torch.index_select(pool.host, 0, torch.from_numpy(part - 1), out=content[:size].view(len(part), -1))
-            content = content[size:]
-        seal(name, entry)
+        with job.moving:
+            if job.stopping:
+                return False
+            for part, pool in zip(parts, self.pools, strict=False):
+                if not len(part):
+                    continue
+                assert part.all(), "a page that is not in main memory cannot be stored"
+                size = len(part) * pool.page_bytes
+                torch.index_select(pool.host, 0, torch.from_numpy(part - 1), out=content[:size].view(len(part), -1))
+                content = content[size:]
+        seal(name, entry, self._key)
         self._ask("written", partial(self.store.write, name, entry))
         job.num_bytes += len(entry)
+        return True
 
     def _fetch(self, name: str, parts: Sequence[Pages], job: Read) -> bool:
-        """Returns whether the entry was there and right; then its pages are in main memory."""
+        """Returns whether the entry was there and right; then its pages are in main memory, unless the job has been
+        stopped."""
         data = self._ask("read", partial(self.store.read, name))
         if data is None:
             return False
         entry = data if isinstance(data, bytearray) else bytearray(data)
         size = self._size(parts)
-        what = problem(name, entry, size)
+        what = problem(name, entry, size, self._key)
         if what is not None:
             self.num_corrupt += 1
             self._warn("corrupt", f"An entry of the store of cached prefixes {what}, and is removed: {name}")
             self._ask("written", partial(self.store.delete, name))
             return False
         content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:]
-        for part, pool in zip(parts, self.pools, strict=False):
-            wanted = np.flatnonzero(part)
-            rows = content[: len(part) * pool.page_bytes].view(len(part), pool.page_bytes)
-            content = content[len(part) * pool.page_bytes :]
-            if len(wanted):
-                pool.host.index_copy_(0, torch.from_numpy(part[wanted] - 1), rows[torch.from_numpy(wanted)])
+        with job.moving:
+            if job.stopping:
+                return False
+            for part, pool in zip(parts, self.pools, strict=False):
+                wanted = np.flatnonzero(part)
+                rows = content[: len(part) * pool.page_bytes].view(len(part), pool.page_bytes)
+                content = content[len(part) * pool.page_bytes :]
+                if len(wanted):
+                    pool.host.index_copy_(0, torch.from_numpy(part[wanted] - 1), rows[torch.from_numpy(wanted)])
         job.num_bytes += len(entry)
         return True
 

@@ -3,18 +3,21 @@
 8 bytes    MAGIC, which names the version of the format
 65 bytes   the entry's name, so that a file under another's name is noticed
 8 bytes    length of the rest, little-endian
-4 bytes    CRC-32 of name, length and the rest, little-endian
+16 bytes   digest of name, length and the rest: the beginning of HMAC-SHA-256 where the store has a key, as others may
+           write there; otherwise CRC-32, little-endian, and zeros
 """
 
 from __future__ import annotations
 
+import hmac
 import zlib
 
-MAGIC = b"SM120KV1"
+MAGIC = b"SM120KV2"
 NAME_BYTES = 65
 _LENGTH_AT = len(MAGIC) + NAME_BYTES
-_CHECKSUM_AT = _LENGTH_AT + 8
-HEADER_BYTES = _CHECKSUM_AT + 4
+_DIGEST_AT = _LENGTH_AT + 8
+_DIGEST_BYTES = 16
+HEADER_BYTES = _DIGEST_AT + _DIGEST_BYTES
 
 
 def new_entry(size: int) -> bytearray:
@@ -22,27 +25,32 @@ def new_entry(size: int) -> bytearray:
     return bytearray(HEADER_BYTES + size)
 
 
-def seal(name: str, entry: bytearray) -> None:
+def seal(name: str, entry: bytearray, key: bytes = b"") -> None:
     """Writes the header of an entry whose content is there."""
     entry[: len(MAGIC)] = MAGIC
     entry[len(MAGIC) : _LENGTH_AT] = name.encode("ascii")
-    entry[_LENGTH_AT:_CHECKSUM_AT] = (len(entry) - HEADER_BYTES).to_bytes(8, "little")
-    entry[_CHECKSUM_AT:HEADER_BYTES] = _checksum(entry).to_bytes(4, "little")
+    entry[_LENGTH_AT:_DIGEST_AT] = (len(entry) - HEADER_BYTES).to_bytes(8, "little")
+    entry[_DIGEST_AT:HEADER_BYTES] = _digest(entry, key)
 
 
-def problem(name: str, entry: bytearray, size: int) -> str | None:
+def problem(name: str, entry: bytearray, size: int, key: bytes = b"") -> str | None:
     """Returns what is wrong with an entry that should have the name and `size` bytes of content; None: nothing is."""
     if entry[: len(MAGIC)] != MAGIC:
         return "is no entry of this version"
-    if len(entry) != HEADER_BYTES + size or int.from_bytes(entry[_LENGTH_AT:_CHECKSUM_AT], "little") != size:
+    if len(entry) != HEADER_BYTES + size or int.from_bytes(entry[_LENGTH_AT:_DIGEST_AT], "little") != size:
         return f"has {len(entry):,} bytes instead of {HEADER_BYTES + size:,}"
     if entry[len(MAGIC) : _LENGTH_AT] != name.encode("ascii"):
         return "is an entry of another name"
-    if int.from_bytes(entry[_CHECKSUM_AT:HEADER_BYTES], "little") != _checksum(entry):
-        return "has a wrong checksum"
+    if not hmac.compare_digest(entry[_DIGEST_AT:HEADER_BYTES], _digest(entry, key)):
+        return "has a wrong digest"
     return None
 
 
-def _checksum(entry: bytearray) -> int:
+def _digest(entry: bytearray, key: bytes) -> bytes:
     view = memoryview(entry)
-    return zlib.crc32(view[HEADER_BYTES:], zlib.crc32(view[len(MAGIC) : _CHECKSUM_AT]))
+    head, content = view[len(MAGIC) : _DIGEST_AT], view[HEADER_BYTES:]
+    if not key:
+        return zlib.crc32(content, zlib.crc32(head)).to_bytes(_DIGEST_BYTES, "little")
+    keyed = hmac.new(key, head, "sha256")
+    keyed.update(content)
+    return keyed.digest()[:_DIGEST_BYTES]

@@ -6,51 +6,48 @@ files, which go when they are old. The time of the last use is a file's modifica
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
-import re
+import secrets
 import shutil
-import tempfile
-import threading
+import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import envs, parse_bytes
 from sglang.srt.errors import UserError
+from sglang.srt.mem_cache.storage.directory import others_may_write, own_key
+from sglang.srt.mem_cache.storage.file_sizes import NAME, TEMPORARY, DirectorySpace
 
 GIB = 1 << 30
 DEFAULT_FREE_BYTES = 10 * GIB
 """What stays free on the file system where nothing is said, or a tenth of it, if that is less."""
-STALE_S = 600.0
-"""Age from which a temporary file was left by a crash."""
 USE_STEP_NS = 1000
 """Between the times of use of entries that are used together, so that their order is known."""
-_NAME = re.compile(r"[0-9a-z]{65}")
-_TEMPORARY = ".tmp-"
+NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Errors that say what a path leads to: a link, a directory, a socket."""
 
 
 class FileStore:
-    """Implements PrefixStore."""
+    """Implements PrefixStore. `key`: of its entries' digests; empty where nobody else may write."""
 
     def __init__(
         self, directory: Path, max_bytes: int | None = None, min_free: int | None = None, keep_ratio: float = 0.9
     ) -> None:
         """max_bytes: of all files in the directory; None: no limit. min_free: bytes that stay free on the file system;
         None: DEFAULT_FREE_BYTES. keep_ratio: share of `max_bytes` that an eviction leaves. Raises UserError."""
-        self.directory, self.max_bytes, self.keep_ratio = directory, max_bytes, keep_ratio
+        self.directory = directory
         self._prepare()
         if min_free is None:
             min_free = min(DEFAULT_FREE_BYTES, shutil.disk_usage(directory).total // 10)
-        self.min_free = min_free
+        self.space = DirectorySpace(directory, max_bytes, min_free, keep_ratio)
+        self._writer = secrets.token_hex(8)
+        """In the names of temporary files: process ids repeat in other containers."""
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        """Of what follows."""
-        self._unchecked = max_bytes or 0
-        """Bytes written since the directory was measured; at first as if everything were new."""
-        self._measured = 0
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> FileStore:
@@ -79,14 +76,9 @@ class FileStore:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.listdir(self.directory)
-            owner = self.directory.stat().st_uid
-        except OSError as error:
+            self.key = own_key(self.directory) if others_may_write(self.directory) else b""
+        except (OSError, UserError) as error:
             raise UserError(f"{where} cannot be used: {error}. {advice}") from None
-        temporary = Path(tempfile.gettempdir()).resolve()
-        if self.directory.resolve().parent == temporary and owner != os.getuid():
-            raise UserError(
-                f"{where} belongs to another user of this machine, who could change what it holds. {advice}"
-            )
 
     # --- PrefixStore --------------------------------------------------------------------------------------------------
 
@@ -99,7 +91,7 @@ class FileStore:
     @staticmethod
     def _touch(path: Path, used_at: int) -> bool:
         try:
-            os.utime(path, ns=(used_at, used_at))
+            os.utime(path, ns=(used_at, used_at), follow_symlinks=False)
         except FileNotFoundError:
             return False
         except OSError:  # a directory that may only be read
@@ -107,22 +99,30 @@ class FileStore:
         return True
 
     def read(self, name: str) -> bytearray | None:
+        """Of what is no file, such as a pipe or a link, nothing: that is no entry, and goes."""
         try:
-            with open(self._path(name), "rb", buffering=0) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
+            with open(self._path(name), "rb", buffering=0, opener=_open_at_once) as file:
+                status = os.fstat(file.fileno())
+                data = bytearray(status.st_size if stat.S_ISREG(status.st_mode) else 0)
                 count = 0
                 while count < len(data) and (more := file.readinto(memoryview(data)[count:])):
                     count += more
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno in NO_FILE:
+                return bytearray()
+            raise
         del data[count:]
         return data
 
     def write(self, name: str, data: bytearray) -> None:
-        self._make_room(len(data))
         path = self._path(name)
-        temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}-{name[:16]}")
+        temporary = path.with_name(f"{TEMPORARY}{self._writer}-{next(self._numbers)}")
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.parent.is_symlink():  # of somebody else, where others may write
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent))
+        self.space.make_room(len(data))
         try:
             with open(temporary, "xb", buffering=0) as file:
                 rest = memoryview(data)
@@ -132,61 +132,22 @@ class FileStore:
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
+            with suppress(OSError):
+                self.space.give_back(len(data))
             raise
 
     def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, IsADirectoryError):
             self._path(name).unlink()
 
     def _path(self, name: str) -> Path:
-        assert _NAME.fullmatch(name), "a name of an entry is no path"
+        assert NAME.fullmatch(name), "a name of an entry is no path"
         return self.directory / name[1:3] / name
 
-    # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, size: int) -> None:
-        """Evicts entries, the least recently used first, until `size` bytes fit. Raises OSError if they do not."""
-        with self._lock:
-            self._unchecked += size
-            over = self.max_bytes is not None and self._measured + self._unchecked > self.max_bytes
-            free = shutil.disk_usage(self.directory).free - self.min_free - size
-            if not over and free >= 0:
-                return
-            self._evict(size, -free)
-            if self.max_bytes is not None and self._measured + size > self.max_bytes:
-                raise OSError(f"an entry of {size:,} bytes does not fit into {self.max_bytes:,} bytes")
-            if shutil.disk_usage(self.directory).free < self.min_free + size:
-                raise OSError(f"fewer than {self.min_free:,} bytes would stay free on the file system")
-            self._unchecked = size
-
-    def _evict(self, size: int, missing: int) -> None:
-        """Others write and delete here, too, so the directory is measured anew. missing: bytes to free at least."""
-        files = sorted(self._files())
-        self._measured = sum(length for _, length, _ in files)
-        most = self._measured - max(missing, 0)
-        if self.max_bytes is not None and self._measured + size > self.max_bytes:
-            most = min(most, int(self.keep_ratio * self.max_bytes) - size)
-        for _, length, path in files:
-            if self._measured <= most:
-                break
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            self._measured -= length
-
-    def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Last use in ns, size and path of every entry. What was left by a crash goes; what is not ours stays."""
-        for folder in os.scandir(self.directory):
-            if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
-                continue
-            for entry in os.scandir(folder.path):
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                    if entry.name.startswith(_TEMPORARY) and time.time() - status.st_mtime > STALE_S:
-                        os.unlink(entry.path)
-                    elif _NAME.fullmatch(entry.name):
-                        yield status.st_mtime_ns, status.st_size, entry.path
-                except FileNotFoundError:  # another server was faster
-                    continue
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens without waiting for somebody at the other end, and what a link points at not at all."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _size(options: Mapping[str, Any], key: str, default: int | None) -> int | None:

@@ -29,5 +29,8 @@ class OthersStorage:
             job.num_tokens = AS_MUCH_AS_ANY
         job.state = CopyState.DONE
 
+    def distrust(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

@@ -30,11 +30,15 @@ class RedisStore:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Keys: url (redis://, rediss:// or unix://, with user, password and database); prefix of all keys; ttl in
-        seconds after the last use; timeout in seconds of a call. Raises UserError, also if nobody answers."""
-        known = {"url", "prefix", "ttl", "timeout"}
+        seconds after the last use; timeout in seconds of a call; key, a secret of the servers that share entries, where
+        others may write them. Raises UserError, also if nobody answers."""
+        known = {"url", "prefix", "ttl", "timeout", "key"}
         if unknown := sorted(options.keys() - known):
-            raise UserError(f"{FLAG}: {', '.join(unknown)} means nothing to RedisStore; it reads {', '.join(known)}.")
+            raise UserError(
+                f"{FLAG}: {', '.join(unknown)} means nothing to RedisStore; it reads {', '.join(sorted(known))}."
+            )
         self.prefix = str(options.get("prefix", DEFAULT_PREFIX))
+        self.key = str(options.get("key", "")).encode()
         ttl = _positive(options, "ttl", 0.0)
         self.ttl = max(1, round(ttl)) if ttl else None
         self._client = _connect(options.get("url"), _positive(options, "timeout", DEFAULT_TIMEOUT_S))

@@ -8,13 +8,16 @@ A store is a map from names to bytes that may lose entries at any time. `python 
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from sglang.srt.configs.storage_backend import StorageConfig
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.storage.file_store import FileStore
 
+OPEN_LIMIT_S = 60.0
 METHODS = ("contains", "read", "write", "delete")
 
 
@@ -24,6 +27,9 @@ class PrefixStore(Protocol):
 
     Names are of 65 characters, each a letter or a digit. All ranks of a server, and all servers that share a store, may
     read and write at once; an entry of one name always has the same meaning, so the last writer wins.
+
+    A store that others may write has an attribute `key`, bytes that they do not know: entries are then read only if
+    they were written under it.
     """
 
     def contains(self, names: Sequence[str]) -> list[bool]:
@@ -41,7 +47,30 @@ class PrefixStore(Protocol):
 
 
 def create_store(config: StorageConfig) -> PrefixStore:
-    """Creates the store that the flags name. Raises UserError if they are wrong or it cannot be used."""
+    """Creates the store that the flags name. Raises UserError if they are wrong or it cannot be used: also if nothing
+    answers, as a directory of another machine may."""
+    result: SimpleQueue[PrefixStore | Exception] = SimpleQueue()
+
+    def open_it() -> None:
+        try:
+            result.put(_open(config))
+        except Exception as error:  # raised by the caller
+            result.put(error)
+
+    threading.Thread(target=open_it, name="open-storage", daemon=True).start()
+    try:
+        opened = result.get(timeout=OPEN_LIMIT_S)
+    except Empty:
+        raise UserError(
+            f"--hicache-storage-backend {config.backend}: the store has not opened within {OPEN_LIMIT_S:g} s. See that"
+            " its directory or its server answers, or remove the flag."
+        ) from None
+    if isinstance(opened, Exception):
+        raise opened
+    return opened
+
+
+def _open(config: StorageConfig) -> PrefixStore:
     if config.backend == "file":
         return FileStore.from_options(config.options)
     return _import_store(dict(config.options))

@@ -7,9 +7,10 @@ what their threads have done, and the least that one of them has read is what al
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -27,15 +28,20 @@ from sglang.srt.mem_cache.cache_tier import (
     resumable_end,
 )
 from sglang.srt.mem_cache.radix_node import Keys, Node
-from sglang.srt.mem_cache.storage.engine import Lookup, PrefixPages, Read, Removal, StorageJobs, Write
+from sglang.srt.mem_cache.storage.engine import READERS, Lookup, PrefixPages, Read, Removal, StorageJobs, Write
 
 MOST_PREFETCHES = 16
 """Look-ups and reads at a time; other requests are looked up when one has ended."""
 MOST_OFFERS = 1024
 """Prefixes that wait to be written; beyond that the oldest is given up."""
-MOST_REMOVALS = 64
+MOST_REMOVED_TOKENS = 1 << 24
+"""Of all removals under way: 128 MiB. Beyond that the store is not read any more."""
 GRACE_S = 0.25
-"""Time that a job gets to end when it has been stopped. Beyond it no request waits for the job."""
+"""Time that a job gets to end when it has been stopped. Beyond it nobody waits for the job."""
+HANG_S = 30.0
+"""A job that has a thread and gets nowhere for so long is stopped."""
+CLOSE_S = 10.0
+"""Time that removals get before the store is left."""
 IN_TIME, OVERDUE, GIVEN_UP = 0, 1, 2
 
 
@@ -56,38 +62,58 @@ class StoredRequest(Protocol):
     def matchable_len(self) -> int: ...
 
 
-@dataclass(slots=True, eq=False)
-class Prefetch:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Patience:
+    """How long somebody waits for a job that may never end."""
+
+    job: Lookup | Read | Write
+    deadline: float = math.inf
+    stopped: float = 0.0
+    seen: tuple[int, int] = (0, 0)
+    seen_at: float = field(default_factory=time.monotonic)
+    """The last progress, and when that was."""
+
+    def stop(self, at_once: bool = False) -> None:
+        """at_once: without time to end."""
+        if not self.job.stopping:
+            self.job.stop()
+            self.stopped = time.monotonic()
+        if at_once:
+            self.stopped = -math.inf
+
+    def lateness(self, has_threads: bool) -> int:
+        """has_threads: a job that has no thread yet will get one."""
+        now = time.monotonic()
+        if self.job.stopping:
+            return GIVEN_UP if now > self.stopped + GRACE_S else IN_TIME
+        if self.progress != self.seen or (has_threads and not self.job.has_thread):
+            self.seen, self.seen_at = self.progress, now
+        return OVERDUE if now > self.deadline or now > self.seen_at + HANG_S else IN_TIME
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Returns how many leading tokens a job that reads has got to, or one that writes has written, and the
+        bytes."""
+        if isinstance(self.job, Lookup):
+            return self.job.end, 0
+        return self.job.num_tokens if isinstance(self.job, Write) else self.job.end, self.job.num_bytes
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Prefetch(Patience):
     """A look-up, and the read that follows it."""
 
     job: Lookup | Read
-    reqs: list[StoredRequest]
+    reqs: list[StoredRequest] = field(default_factory=list)
     """Requests that wait for it."""
-    deadline: float
     least: int
     """Tokens that these have without it."""
     arrival: Arrival | None = None
     """Of a read: its room in main memory."""
-    stopped: float = 0.0
-
-    def stop(self) -> None:
-        if not self.job.stopping:
-            self.job.stopping, self.stopped = True, time.monotonic()
-
-    def lateness(self, waits_forever: bool) -> int:
-        now = time.monotonic()
-        if self.job.stopping:
-            return GIVEN_UP if now > self.stopped + GRACE_S else IN_TIME
-        return OVERDUE if now > self.deadline and not waits_forever else IN_TIME
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Returns how many leading tokens the job has got to, and the bytes that it has read."""
-        return self.job.end, self.job.num_bytes if isinstance(self.job, Read) else 0
 
 
-@dataclass(slots=True, eq=False)
-class Backup:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Backup(Patience):
     """A write under way."""
 
     job: Write
@@ -131,12 +157,14 @@ class StorageTier:
         """Nodes of main memory's tree whose prefixes are to be written, the oldest first."""
         self._backup: Backup | None = None
         self._removals: list[Removal] = []
+        self._hung: list[Lookup | Read | Write] = []
+        """Jobs that were given up and whose threads have not come back, on some rank."""
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def look_up(self, req: StoredRequest) -> None:
         """A request has entered the queue: is more of its prefix in the store?"""
-        if req.looked_up or self._removals:
+        if req.looked_up or self._removals or not self._has_readers:
             return
         page = self._host.page_size
         keys = req.cache_keys(req.matchable_len() // page * page)
@@ -154,10 +182,19 @@ class StorageTier:
             return
         start = host.length // self.engine.block * self.engine.block
         lookup = Lookup(keys, req.namespace, start=start, least=least)
-        prefetch = Prefetch(lookup, [], time.monotonic() + self.config.timeout_base, least)
+        prefetch = Prefetch(job=lookup, deadline=self._deadline(lookup.begun, 0), least=least)
         self._prefetches.append(prefetch)
         self._wait_for(prefetch, req)
         self.engine.submit(lookup)
+
+    @property
+    def _has_readers(self) -> bool:
+        """Returns whether there is a thread for further jobs that read."""
+        return sum(not isinstance(job, Write) for job in self._hung) < READERS
+
+    def _deadline(self, begun: float, num_tokens: int) -> float:
+        forever = self.config.prefetch_policy == "wait_complete"
+        return math.inf if forever else begun + self.config.timeout(num_tokens)
 
     def _wait_for(self, prefetch: Prefetch, req: StoredRequest) -> None:
         req.looked_up = True
@@ -203,7 +240,7 @@ class StorageTier:
             return False
         read = Read(keys, lookup.namespace, pages=pages, start=arrival.had)
         prefetch.job, prefetch.arrival = read, arrival
-        prefetch.deadline += self.config.timeout(end - arrival.had) - self.config.timeout_base
+        prefetch.deadline = self._deadline(lookup.begun, end - arrival.had)
         self.engine.submit(read)
         return True
 
@@ -255,7 +292,8 @@ class StorageTier:
         """Begins to write what was offered first, if nothing is written at the moment."""
         if self._backup is not None or not self._offers:
             return
-        if not self._agree([int(self.engine.writes)])[0]:
+        hangs = any(isinstance(job, Write) for job in self._hung)
+        if hangs or not self._agree([int(self.engine.writes)])[0]:
             for node in list(self._offers):
                 self._drop(node)
             return
@@ -281,11 +319,11 @@ class StorageTier:
             node = path.state_at(end)
             has_end = has_end and node is not None and departure.keep_state(node)
         pages = PrefixPages(keys, namespace_of(path.nodes), pages_of(path.slots(0, end), page), windows, departure.row)
-        return Backup(Write(keys, pages.namespace, pages=pages, has_end=has_end), departure)
+        return Backup(job=Write(keys, pages.namespace, pages=pages, has_end=has_end), departure=departure)
 
     def _end_write(self, backup: Backup, num_tokens: int, num_bytes: int) -> None:
         """A write has ended on all ranks, each of which has written so much at least."""
-        counts = self.counts
+        counts, self._backup = self.counts, None
         backup.departure.end()
         counts.written_tokens += num_tokens
         counts.written_bytes += num_bytes
@@ -294,12 +332,12 @@ class StorageTier:
     def remove(self, keys: Keys, namespace: str | None) -> None:
         """These tokens' entries must not be read again. Until they are removed nothing is looked up."""
         self.drain()
+        if sum(len(removal.keys) for removal in self._removals) + len(keys) > MOST_REMOVED_TOKENS:
+            self.engine.distrust()
+            return
         removal = Removal(keys, namespace)
         self._removals.append(removal)
         self.engine.submit(removal)
-        while len(self._removals) > MOST_REMOVALS:
-            self.wait()
-            self.settle()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -307,52 +345,54 @@ class StorageTier:
     def busy(self) -> bool:
         return bool(self._prefetches or self._backup or self._offers or self._removals)
 
+    def _waits(self) -> list[Patience]:
+        return [*self._prefetches, *([] if self._backup is None else [self._backup])]
+
     def settle(self) -> None:
         """Ends the jobs that have ended on every rank. A collective while there are any."""
-        prefetches, backup, removals = list(self._prefetches), self._backup, list(self._removals)
-        if not prefetches and not removals and backup is None:
+        waits, removals, hung = self._waits(), self._removals, self._hung
+        if not waits and not removals and not hung:
             return
-        forever = self.config.prefetch_policy == "wait_complete"
-        values: list[Sequence[int]] = [(p.job.state, *p.progress, p.lateness(forever)) for p in prefetches]
-        values += [(job.state,) for job in removals]
-        if backup is not None:
-            values.append((backup.job.state, backup.job.num_tokens, backup.job.num_bytes))
+        values: list[Sequence[int]] = [(w.job.state, *w.progress, w.lateness(self._has_readers)) for w in waits]
+        values += [(job.state,) for job in (*removals, *hung)]
         numbers = iter(self._agree([number for of_job in values for number in of_job]))
         agreed = iter([next(numbers) for _ in of_job] for of_job in values)
-        for prefetch in prefetches:
-            self._settle_prefetch(prefetch, *next(agreed))
+        outcomes = [next(agreed) for _ in waits]
         self._removals = [job for job in removals if next(agreed)[0] == CopyState.UNDER_WAY]
-        if backup is not None:
-            state, num_tokens, num_bytes = next(agreed)
-            if state != CopyState.UNDER_WAY:
-                self._backup = None
-                self._end_write(backup, num_tokens, num_bytes)
+        self._hung = [job for job in hung if next(agreed)[0] == CopyState.UNDER_WAY]
+        for wait, outcome in zip(waits, outcomes, strict=True):
+            self._settle_wait(wait, *outcome)
 
-    def _settle_prefetch(self, prefetch: Prefetch, state: int, end: int, num_bytes: int, lateness: int) -> None:
-        if lateness == OVERDUE or all(req.finish is not None for req in prefetch.reqs):
-            prefetch.stop()
-        if lateness == GIVEN_UP:
-            self._let_go(prefetch)
-        if state != CopyState.UNDER_WAY:
-            self._end_prefetch(prefetch, end, num_bytes)
+    def _settle_wait(self, wait: Patience, state: int, progress: int, num_bytes: int, lateness: int) -> None:
+        is_wanted = not isinstance(wait, Prefetch) or any(req.finish is None for req in wait.reqs)
+        if lateness == OVERDUE or not is_wanted:
+            wait.stop()
+        if state == CopyState.UNDER_WAY:
+            if lateness != GIVEN_UP:
+                return
+            self._hung.append(wait.job)
+        if isinstance(wait, Prefetch):
+            self._end_prefetch(wait, progress, num_bytes)
+        elif isinstance(wait, Backup):
+            self._end_write(wait, progress, num_bytes)
 
     def drain(self) -> None:
-        """Stops all jobs and waits for their ends."""
+        """Stops all jobs. What they have done so far counts. A collective while there are any."""
         self._offers.clear()
-        while self._prefetches or self._backup is not None:
-            for prefetch in self._prefetches:
-                prefetch.stop()
-            if self._backup is not None:
-                self._backup.job.stopping = True
-            self.wait()
-            self.settle()
+        for wait in self._waits():
+            wait.stop(at_once=True)
+        self.settle()
+        assert not self._prefetches and self._backup is None, "a job goes on that was stopped"
 
     def close(self) -> None:
-        """Ends everything, removals too, and the threads."""
+        """Ends everything, removals too if the store answers, and the threads. A collective."""
         self.drain()
-        while self._removals:
+        until = time.monotonic() + CLOSE_S
+        while self._removals and self._agree([int(time.monotonic() < until)])[0]:
             self.wait()
             self.settle()
+        if self._removals:
+            self.engine.distrust()
         self.engine.close()
 
     @staticmethod

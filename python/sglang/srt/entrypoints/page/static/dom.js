@@ -2,7 +2,8 @@
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element. A function value is a listener of the event that its key names, `true` an empty attribute. */
+/** An element. A function value is a listener of the event that its key names, `true` an empty attribute. Children may
+    come in arrays: an argument each is too many from some ten thousand on. */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -10,7 +11,7 @@ export function h(tag, attributes = {}, ...children) {
     if (typeof value === "function") element.addEventListener(name, value);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  for (const child of children.flat()) if (child !== null && child !== undefined) element.append(child);
   return element;
 }
 

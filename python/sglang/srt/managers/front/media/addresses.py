@@ -1,20 +1,43 @@
 """The network addresses that a client may have the server connect to.
 
 A name is resolved once, and the connection goes to an address that was checked: a second answer of the name server
-cannot lead elsewhere.
+cannot lead elsewhere. The ranges are those of IANA's registries of special-purpose addresses, whichever of them the
+version of Python knows, and what clouds have at addresses that look public.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+_NOT_PUBLIC_V4 = tuple(
+    map(
+        ipaddress.IPv4Network,
+        (
+            *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+            *("192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24"),
+            *("192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+            *("224.0.0.0/4", "240.0.0.0/4"),
+            "168.63.129.16/32",  # Azure's platform services
+            *("161.26.0.0/16", "166.8.0.0/14"),  # IBM Cloud's services
+        ),
+    )
+)
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""Everything that is public in IPv6 is in it."""
+_NOT_PUBLIC_V6 = tuple(
+    map(
+        ipaddress.IPv6Network,
+        (
+            *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+            "3ffe::/16",  # the 6bone, given back
+        ),
+    )
+)
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 """IPv6 addresses whose last 32 bits are the IPv4 address that a gateway connects to (RFC 6052)."""
-_TRANSLATED_LOCALLY = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def is_public(address: str) -> bool:
@@ -23,29 +46,23 @@ def is_public(address: str) -> bool:
     >>> [is_public(text) for text in ("8.8.8.8", "10.0.0.1", "::ffff:127.0.0.1", "169.254.169.254")]
     [True, False, False, False]
     """
-    return all(_is_public(meant) for meant in _meant(ipaddress.ip_address(address.partition("%")[0])))
+    return _is_public(_meant(ipaddress.ip_address(address.partition("%")[0])))
 
 
 def _is_public(address: Address) -> bool:
-    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
-
-
-def _meant(address: Address) -> Iterator[Address]:
-    """The address, and those of IPv4 that it carries."""
     if isinstance(address, ipaddress.IPv4Address):
-        yield address
-        return
-    if address.ipv4_mapped is not None:
-        yield address.ipv4_mapped
-        return
-    if address in _TRANSLATED:
-        yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        return
-    yield ipaddress.IPv4Address("0.0.0.0") if address in _TRANSLATED_LOCALLY else address
-    if address.sixtofour is not None:
-        yield address.sixtofour
-    if address.teredo is not None:
-        yield address.teredo[1]
+        return not any(address in network for network in _NOT_PUBLIC_V4)
+    return address in _UNICAST and not any(address in network for network in _NOT_PUBLIC_V6)
+
+
+def _meant(address: Address) -> Address:
+    """Returns the address of IPv4 that one of IPv6 stands for."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped
+        if address in _TRANSLATED:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
 
 
 def resolve(host: str, port: int) -> list[str]:

@@ -1,0 +1,119 @@
+"""What one step costs the scheduler's host side where everything is full: 1,024 requests run, 4,096 wait, and the
+prefix tree has 100,000 nodes.
+
+    python benchmark/host/bench_full_queue.py
+
+Prints the best and the median of many steps in milliseconds for each policy of the queue, beside what comes once a
+prompt: to keep it before others (cache_control) beyond half of the pool, and to choose its attention group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+from bench_host import NoModel
+
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+RUNNING, WAITING, NODES, NODE_TOKENS = 1024, 4096, 100_000, 8
+NO_STOPS: frozenset[int] = frozenset()
+
+
+def message(rid: str, ids: list[int], tokens: int) -> TokenizedGenerateReq:
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    return TokenizedGenerateReq(rid=rid, input_ids=ids, sampling_params=params, stream=True)
+
+
+def full_scheduler(policy: str, **flags: object) -> Scheduler:
+    """More rows than requests that run, and no memory for another one: each step looks at the queue."""
+    args = ServerArgs.from_kwargs(model_path="none", schedule_policy=policy, **flags)
+    scheduler = Scheduler(args, NoModel(RUNNING + 64), StopChecker(None))  # type: ignore[arg-type]
+    tree, rng = scheduler.kv.tree, np.random.default_rng(0)
+    trunks = rng.integers(0, 1000, (100, NODE_TOKENS))
+    for number in range(NODES):
+        ids = np.concatenate((trunks[number % 100], rng.integers(0, 1 << 17, NODE_TOKENS)))
+        match = tree.match_prefix(ids)
+        slots = scheduler.kv.allocator.alloc([match.length], [len(ids)], None)
+        tree.lock(match.node)
+        done = tree.commit(ids, np.concatenate((tree.slots_to(match.node), slots)), match.node, match.length)
+        tree.unlock(done.node)
+    for number in range(RUNNING):
+        scheduler.add(message(f"runs {number}", [number + 1, 2, 3], 4000), number, NO_STOPS)
+    while scheduler.waiting:
+        if scheduler.pick_prefill() is None:
+            scheduler.ratio.value = 0.0
+        scheduler.ratio.value = 0.0
+        scheduler.step()
+    scheduler.ratio.value = scheduler.ratio.floor = 1.0
+    for number in range(WAITING):
+        ids = [*trunks[number % 100].tolist(), *rng.integers(0, 1 << 17, 40).tolist()]
+        scheduler.add(message(f"waits {number}", ids, 100 + number % 7), number, NO_STOPS)
+    return scheduler
+
+
+def times_of(step: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """The best and the median in milliseconds."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return min(times), statistics.median(times)
+
+
+def step_of(scheduler: Scheduler) -> Callable[[], None]:
+    def step() -> None:
+        scheduler.step()
+        scheduler.outbox.clear()
+
+    return step
+
+
+def keeping(scheduler: Scheduler) -> Callable[[], None]:
+    """Keeps one more prompt while half of the pool is kept."""
+    tree, until = scheduler.kv.tree, itertools.count(1)
+    nodes = itertools.cycle(list(tree.nodes()))
+    while tree.kept_size() < tree.allocator.size // 2 - 2 * NODE_TOKENS:
+        tree.keep(next(nodes), 1e9 + next(until))
+    return lambda: tree.keep(next(nodes), 1e9 + next(until))
+
+
+def groups_of(scheduler: Scheduler, count: int = 4) -> Callable[[], object]:
+    """Chooses the attention group of one more message; all groups have as much to do."""
+    groups = SimpleNamespace(
+        schedulers=[scheduler] * count, router=SimpleNamespace(choose=lambda loads, *request: len(loads) - 1)
+    )
+    return lambda: AttentionGroups.loads(groups)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    args = parser.parse_args()
+    cases = [(name, {}) for name in args.policies.split(",")]
+    cases.append(("fcfs", {"enable_priority_scheduling": True}))
+    print(f"{'one step':<40} {'best':>8} {'median':>8}  ms")
+    for policy, flags in cases:
+        scheduler = full_scheduler(policy, **flags)
+        best, median = times_of(step_of(scheduler), args.repeats)
+        print(f"{policy + ' with priorities' * bool(flags):<40} {best:>8.2f} {median:>8.2f}")
+    for name, step in (("keep a prompt", keeping(scheduler)), ("choose a group", groups_of(scheduler))):
+        best, median = times_of(step, args.repeats)
+        print(f"{name:<40} {best:>8.2f} {median:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

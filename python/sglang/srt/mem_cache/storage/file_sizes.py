@@ -1,0 +1,160 @@
+"""How much room the entries of a directory may take, and which of them make room for others.
+
+All processes that write there count together, in a file that they lock. The directory is scanned when somebody begins,
+and again when the oldest entries of the last scan are gone: the work for an entry does not grow with the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import heapq
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+NAME = re.compile(r"[0-9a-z]{65}")
+TEMPORARY = ".tmp-"
+STALE_S = 600.0
+"""Age from which a temporary file was left by a crash."""
+RESCAN_S = 600.0
+"""Age from which a scan may have missed too much that others did."""
+MOST_CANDIDATES = 1 << 16
+"""Entries of a scan that are remembered, the least recently used."""
+GIVES_WAY = 4
+"""Bytes that may go for each that is written where other programs fill the disk. Beyond that nothing goes, and nothing
+is written: what fills a disk at once is not made room for by an empty store."""
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""File systems without locks: processes may then exceed the limit by what they write at once."""
+
+
+@dataclass(slots=True)
+class _Total:
+    """Bytes of all entries, while the file with it is locked; None: nobody has counted yet."""
+
+    value: int | None
+
+
+class DirectorySpace:
+    """Of one process. All methods may be called from several threads."""
+
+    def __init__(self, directory: Path, max_bytes: int | None, min_free: int, keep_ratio: float) -> None:
+        self.directory, self.max_bytes, self.min_free, self.keep_ratio = directory, max_bytes, min_free, keep_ratio
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._oldest: list[tuple[int, int, str]] = []
+        """Last use in ns, size and path of what the last scan found, the least recently used at the end. What has been
+        used or written since is newer than all of it."""
+        self._scanned = -RESCAN_S
+        self._most = 0
+        """The most bytes of entries that this process has seen."""
+
+    def make_room(self, size: int) -> None:
+        """Counts an entry of `size` bytes that is about to be written. Others go until it fits, the least recently used
+        first. Raises OSError if it does not."""
+        with self._lock, self._shared_total() as total:
+            if self.max_bytes is not None:
+                self._make_room_below(self.max_bytes, size, total)
+            missing = self.min_free + size - shutil.disk_usage(self.directory).free
+            if missing > 0:
+                self._make_room_on_disk(missing, size, total)
+            total.value = (total.value or 0) + size
+
+    def give_back(self, size: int) -> None:
+        """The entry was not written."""
+        with self._lock, self._shared_total() as total:
+            total.value = max(0, (total.value or 0) - size)
+
+    def _make_room_below(self, limit: int, size: int, total: _Total) -> None:
+        if total.value is None or not self._most:
+            self._scan(total)
+        assert total.value is not None
+        if total.value + size <= limit:
+            return
+        if time.monotonic() - self._scanned >= RESCAN_S:
+            self._scan(total)
+        if total.value + size > limit:
+            self._evict(total.value + size - int(self.keep_ratio * limit), total)
+        if total.value + size > limit:
+            raise OSError(f"an entry of {size:,} bytes does not fit into {limit:,} bytes")
+
+    def _make_room_on_disk(self, missing: int, size: int, total: _Total) -> None:
+        if total.value is None or not self._most:
+            self._scan(total)
+        assert total.value is not None
+        self._most = max(self._most, total.value)
+        exchanges = missing <= size
+        if exchanges or missing <= min(GIVES_WAY * size, total.value - self._most // 2):
+            self._evict(missing, total)
+        if shutil.disk_usage(self.directory).free < self.min_free + size:
+            raise OSError(f"fewer than {self.min_free:,} bytes would stay free on the file system")
+
+    def _evict(self, num_bytes: int, total: _Total) -> None:
+        """Removes entries of so many bytes at least, if there are so many."""
+        assert total.value is not None
+        least, scanned = total.value - num_bytes, False
+        while total.value > least:
+            if not self._oldest:
+                if scanned:
+                    return
+                self._scan(total)
+                scanned = True
+                continue
+            used_at, length, path = self._oldest.pop()
+            with suppress(FileNotFoundError):
+                if os.lstat(path).st_mtime_ns == used_at:
+                    os.unlink(path)
+                    total.value -= length
+
+    def _scan(self, total: _Total) -> None:
+        count = 0
+
+        def entries() -> Iterator[tuple[int, int, str]]:
+            nonlocal count
+            for entry in self._files():
+                count += entry[1]
+                yield entry
+
+        self._oldest = heapq.nsmallest(MOST_CANDIDATES, entries())[::-1]
+        self._scanned = time.monotonic()
+        total.value, self._most = count, max(self._most, count, 1)
+
+    def _files(self) -> Iterator[tuple[int, int, str]]:
+        """Last use in ns, size and path of every entry. What was left by a crash goes; what is not ours stays."""
+        for folder in os.scandir(self.directory):
+            if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in os.scandir(folder.path):
+                with suppress(FileNotFoundError):  # another server was faster
+                    status = entry.stat(follow_symlinks=False)
+                    if entry.name.startswith(TEMPORARY) and time.time() - status.st_mtime > STALE_S:
+                        os.unlink(entry.path)
+                    elif NAME.fullmatch(entry.name):
+                        yield status.st_mtime_ns, status.st_size, entry.path
+
+    @contextmanager
+    def _shared_total(self) -> Iterator[_Total]:
+        """Of this user's processes: others may not write the file."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(self.directory / f".total-{os.getuid()}", flags, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            text = os.pread(descriptor, 20, 0)
+            total = _Total(int(text) if text.isdigit() else None)
+            try:
+                yield total
+            finally:
+                if total.value is not None:
+                    os.pwrite(descriptor, b"%020d" % total.value, 0)
+        finally:
+            os.close(descriptor)

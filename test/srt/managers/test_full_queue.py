@@ -1,0 +1,113 @@
+"""Work of the host in one step where much waits, runs and is cached: it is bounded, whatever the policy. Calls are
+counted; benchmark/host/bench_full_queue.py has times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.srt.managers.scheduler import schedule_policy
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.schedule_policy import MOST_MATCHED, POLICIES
+from sglang.srt.managers.scheduler.scheduler import MOST_LOOKED_AT, SHARED_PREFIX, Scheduler
+from sglang.srt.mem_cache.allocator import TokenAllocator
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from srt.managers.fake_runner import Collector, FakeRunner, add, assert_clean, make_scheduler, request, run_to_end
+from srt.mem_cache.test_radix_cache import matched
+
+
+def full_scheduler(policy: str, num_waiting: int, shared: bool = False) -> Scheduler:
+    """One request runs and takes all memory; the others wait. shared: they begin alike, and there is room."""
+    scheduler = make_scheduler(FakeRunner(4096 if shared else 400, 1, 512, 8, 256), schedule_policy=policy)
+    add(scheduler, request("runs", [1, 2, 3], 380, ignore_eos=True))
+    scheduler.step()
+    for number in range(num_waiting):
+        ids = [*range(10, 10 + SHARED_PREFIX), number] if shared else [number % 90 + 5] * 20
+        add(scheduler, request(f"waits {number}", ids, 4 + number % 3, ignore_eos=True))
+    return scheduler
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_matches_few_of_those_that_wait(policy: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, calls, match = full_scheduler(policy, 1000, shared), Counter[str](), KVTable.match
+
+    def counted(self: KVTable, req: Any) -> Any:
+        calls["match"] += 1
+        return match(self, req)
+
+    monkeypatch.setattr(KVTable, "match", counted)
+    for _ in range(3):
+        calls.clear()
+        scheduler.step()
+        assert calls["match"] <= MOST_MATCHED + MOST_LOOKED_AT
+    assert len(scheduler.waiting) >= 900
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_all(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those behind the ones that it orders, and those that a step does not look at."""
+    for name in ("MOST_MATCHED", "MOST_SHUFFLED"):
+        monkeypatch.setattr(schedule_policy, name, 5)
+    monkeypatch.setattr("sglang.srt.managers.scheduler.scheduler.MOST_LOOKED_AT", 3)
+    scheduler, collector = full_scheduler(policy, 40, shared=True), Collector()
+    order = [req.rid for req in scheduler._queue()]
+    assert sorted(order) == sorted(req.rid for req in scheduler.waiting)
+    if policy == "random":
+        assert order[5:] == [f"waits {number}" for number in range(5, 40)]
+    run_to_end(scheduler, collector)
+    assert len(collector.finish) == 41
+    assert_clean(scheduler)
+
+
+def test_tokens_that_are_held_are_counted_as_they_come() -> None:
+    scheduler, collector = make_scheduler(FakeRunner(300, 1, 128, 4, 32)), Collector()
+    for number in range(20):
+        add(scheduler, request(f"r{number}", [number + 3] * (number % 7 + 1), 20))
+    for _ in range(20_000):
+        scheduler.step()
+        collector.take(scheduler)
+        assert scheduler.held_tokens == sum(len(req.tokens) for req in scheduler.reqs.values())
+        if scheduler.idle:
+            break
+    assert scheduler.idle and scheduler.held_tokens == 0
+
+
+def test_the_choice_of_a_group_looks_at_no_request() -> None:
+    class Opaque(dict[str, Any]):
+        def values(self) -> Any:
+            raise AssertionError("the sum over all requests")
+
+    groups = AttentionGroups.__new__(AttentionGroups)
+    scheduler = make_scheduler(FakeRunner(300, 1, 128, 4, 32))
+    add(scheduler, request("r", [3, 4, 5], 20))
+    scheduler.reqs = Opaque(scheduler.reqs)
+    groups.schedulers = [scheduler, scheduler]
+    assert [(load.index, load.num_requests, load.num_tokens) for load in groups.loads()] == [(0, 1, 3), (1, 1, 3)]
+
+
+def test_keeping_beyond_half_of_the_pool_walks_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = RadixCache(TokenAllocator(1000, 1), 1)
+    nodes = []
+    for number in range(200):
+        ids = np.array([number, number, 1])
+        slots = cache.allocator.alloc([0], [3], None)
+        nodes.append(cache.commit(ids, slots, cache.root, 0).node)
+        cache.unlock(nodes[-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(RadixCache, "nodes", lambda self: (_ for _ in ()).throw(AssertionError("the whole tree")))
+        for until, node in enumerate(nodes, 1):
+            cache.keep(node, float(until))
+            assert cache.kept_size() <= 500
+        cache.expire(100.0)
+    cache.check()
+    assert [bool(node.kept_until) for node in nodes] == [number >= 100 for number in range(200)]
+    cache.evict(300)
+    assert all(node.parent is not None for node in nodes if node.kept_until), "what is kept goes last"
+    cache.expire(1e9)
+    cache.check()
+    assert cache.kept_size() == 0 and len(matched(cache, [199, 199, 1])) == 3

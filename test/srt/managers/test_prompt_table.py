@@ -1,0 +1,80 @@
+"""Prompts that wait: four bytes a token, shared by samples, and no more of them than the limit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from sglang.srt.managers.scheduler import intake, prompt_table
+from sglang.srt.managers.scheduler.prompt_table import PromptTable, Tokens
+from srt.managers.fake_runner import Collector, FakeRunner, add, make_scheduler, request, run_to_end
+
+
+def test_tokens_are_a_list_of_two_parts() -> None:
+    rng, prompts = random.Random(0), PromptTable()
+    for _ in range(200):
+        plain = [rng.randrange(1 << 20) for _ in range(rng.randrange(6))]
+        tokens = Tokens(prompts.take(plain))
+        for _ in range(rng.randrange(5)):
+            token = rng.randrange(1 << 20)
+            plain.append(token)
+            tokens.output.append(token)
+        assert len(tokens) == len(plain) and list(tokens) == plain
+        assert np.array_equal(np.asarray(tokens, np.int64), np.array(plain, np.int64))
+        for start in (None, *range(-7, 12)):
+            for end in (None, *range(-7, 12)):
+                assert tokens[start:end] == plain[start:end]
+        for index in range(-12, 12):
+            if -len(plain) <= index < len(plain):
+                assert tokens[index] == plain[index]
+            else:
+                with pytest.raises(IndexError):
+                    tokens[index]
+
+
+def test_equal_prompts_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PromptTable()
+    first, second, other = table.take([1, 2, 3]), table.take([1, 2, 3]), table.take([1, 2, 4])
+    assert first is second and first is not other and table.num_tokens == 6 and first.ids.dtype == np.int32
+    table.give_back(first)
+    assert table.num_tokens == 6 and table.take([1, 2, 3]) is second
+    for prompt in (second, second, other):
+        table.give_back(prompt)
+    assert table.num_tokens == 0 and len(table) == 0
+    monkeypatch.setattr(prompt_table, "_name", lambda ids: (0, 0))
+    one, another = table.take([1]), table.take([2])
+    assert one is not another and table.take([1]) is one and table.num_tokens == 2, "of one hash"
+    for prompt in (another, one, one):
+        table.give_back(prompt)
+    assert table.num_tokens == 0 and len(table) == 0
+
+
+def test_samples_that_wait_share_their_prompt() -> None:
+    scheduler, collector = make_scheduler(FakeRunner(4096, 1, 1024, 4, 64)), Collector()
+    ids = list(range(3, 103))
+    for number in range(12):
+        add(scheduler, request(f"sample {number}", ids, 4, ignore_eos=True))
+    reqs = list(scheduler.reqs.values())
+    assert all(req.tokens.prompt is reqs[0].tokens.prompt for req in reqs)
+    assert all(req.cache_keys(64).base is reqs[0].cache_keys(64).base for req in reqs), "their keys are one, too"
+    assert scheduler.prompts.num_tokens == 100
+    run_to_end(scheduler, collector)
+    assert scheduler.prompts.num_tokens == 0 and len(scheduler.prompts) == 0
+
+
+def test_prompts_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 100)
+    scheduler, collector = make_scheduler(FakeRunner(4096, 1, 1024, 4, 64)), Collector()
+    add(scheduler, request("alone", list(range(3, 113)), 4, ignore_eos=True))
+    add(scheduler, request("its sample", list(range(3, 113)), 4, ignore_eos=True))
+    add(scheduler, request("other", [5, 6], 4, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    assert collector.finish["alone"].type == "length", "one that exceeds the limit may come alone"
+    for rid in ("its sample", "other"):
+        assert collector.finish[rid].status_code == 503 and "send this one again later" in collector.finish[rid].message
+    assert scheduler.prompts.num_tokens == 0
+    add(scheduler, request("later", [5, 6], 4, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    assert collector.finish["later"].type == "length"
