@@ -8,6 +8,7 @@ from sglang.explain import explain, to_text
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.openai.built_in_templates import model_template
 from sglang.srt.entrypoints.openai.chat_template import read_template_file
+from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
 from sglang.srt.kernels.resolve import installed_packages
@@ -45,4 +46,4 @@ def _read_tokenizer(args: ServerArgs, architecture: str) -> None:
     template = None if args.chat_template is None else read_template_file(args.chat_template)
     tokenizer = load_tokenizer(args)
     if tokenizer is not None:
-        model_template(args, tokenizer, architecture, template)
+        TemplatePool(model_template(args, tokenizer, architecture, template)).close()

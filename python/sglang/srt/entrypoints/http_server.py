@@ -157,6 +157,7 @@ class _Server:
         finally:
             self._http.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
+            self.state.close()
             if self.handle is not None:
                 self.handle.manager.close()
                 self.handle.shutdown()
@@ -208,6 +209,7 @@ class _Server:
         def work() -> None:
             try:
                 self.handle = launch_engine(self.args)
+                self.state.connect(self.handle.manager)
                 self.handle.wait_ready()
             except BaseException as error:
                 outcome: BaseException | None = error
@@ -221,7 +223,6 @@ class _Server:
         await done
         assert self.handle is not None
         self.handle.manager.attach()
-        self.state.connect(self.handle.manager)
 
         def report(replica: int, message: str) -> None:
             loop.call_soon_threadsafe(self._on_engine_failure, replica, message)

@@ -68,11 +68,9 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
     """The conversation as the model reads it."""
     _ = service.tokenizer
 
-    def render(body: ChatCompletionRequest) -> str:
-        check_tools(service.formats.calls_name, body)
-        return service.chat_template.render(body)
-
-    return await _in_thread_if_long(service, num_bytes, render, body)
+    await _in_thread_if_long(service, num_bytes, partial(check_tools, service.formats.calls_name), body)
+    (prompt,) = await service.chat_template.render([body], num_bytes >= LONG_TEXT)
+    return prompt
 
 
 async def count_prompt(

@@ -1,0 +1,104 @@
+"""Body of a process that renders conversations: compiles the model's template, then does one job after another."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.errors import UserError
+from sglang.srt.managers.front.job_process import begin_jobs
+from sglang.srt.utils.process_limits import limit_memory
+
+WORKING_BYTES = 1 << 30
+"""Memory that a template may take beside what its process has at first."""
+
+
+class TemplateSource(NamedTuple):
+    """What a ChatTemplate is made of."""
+
+    source: str | dict[str, str] | None
+    special_tokens: dict[str, str]
+    defaults: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The text of all templates."""
+        if isinstance(self.source, dict):
+            return "\n".join(self.source.values())
+        return self.source or ""
+
+
+class Probe(NamedTuple):
+    """Arguments of `ChatTemplate.render_probe`."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+
+
+class Started(msgspec.Struct, tag=True):
+    """First message, before the template is read."""
+
+
+class Compiled(msgspec.Struct, tag=True):
+    """Second message, unless the template is refused."""
+
+
+class Rendered(msgspec.Struct, tag=True):
+    """The texts of a job's conversations, in order."""
+
+    texts: list[str]
+
+
+class Refused(msgspec.Struct, tag=True):
+    message: str
+    param: str | None = None
+
+
+Reply = Started | Compiled | Rendered | Refused
+
+
+def run_templates(source: TemplateSource, max_chars: int, working_bytes: int, connection: Connection) -> None:
+    """Jobs are pickled: a list of the fields of ChatCompletionRequests, or a Probe."""
+    begin_jobs()
+    with suppress(EOFError, OSError):  # the front is gone
+        _send(connection, Started())
+        limit_memory(working_bytes)
+        try:
+            template = ChatTemplate(*source, max_chars=max_chars)
+        except (UserError, MemoryError) as error:
+            return _send(connection, Refused(str(error) or "the chat template takes too much memory to compile"))
+        _send(connection, Compiled())
+        while True:
+            job = pickle.loads(connection.recv_bytes())
+            _send(connection, _answer(template, job))
+            del job
+
+
+def _answer(template: ChatTemplate, job: list[dict[str, Any]] | Probe) -> Reply:
+    try:
+        if isinstance(job, Probe):
+            return Rendered([template.render_probe(*job)])
+        return Rendered([template.render(ChatCompletionRequest(**fields)) for fields in job])
+    except ApiError as error:
+        return Refused(error.message, error.param)
+    except (ValueError, MemoryError) as error:
+        return Refused(str(error) or "the chat template takes too much memory", "messages")
+
+
+def _send(connection: Connection, reply: Reply) -> None:
+    try:
+        message = msgspec.msgpack.encode(reply)
+    except UnicodeEncodeError:
+        message = msgspec.msgpack.encode(
+            Refused("The conversation holds half of a surrogate pair, which is no character.", "messages")
+        )
+    connection.send_bytes(message)
