@@ -13,6 +13,7 @@ from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.message_stream import MessageStream
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
@@ -25,7 +26,8 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
     rid = uuid.uuid4().hex
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid, budget)
+    rendering = chat_call(service, chat_request(body), len(await request.body()), rid, budget)
+    call, formats = await until_disconnect(request, rendering)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -56,5 +58,6 @@ def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput)
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    count = await count_prompt(service, chat_request(body), len(await request.body()))
+    counting = count_prompt(service, chat_request(body), len(await request.body()))
+    count = await until_disconnect(request, counting)
     return json_response({"input_tokens": count})

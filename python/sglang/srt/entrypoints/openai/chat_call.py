@@ -10,6 +10,7 @@ from typing import TypeVar
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
+from sglang.srt.entrypoints.openai.chat_template import ConversationTooLong
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
@@ -79,7 +80,12 @@ async def count_prompt(
     """The tokens of the conversation, images included; no more are counted than it takes to have `enough`."""
     media = media_of(body.messages)
     service.manager.preparer.require_media(media)
-    prompt = await rendered_prompt(service, body, num_bytes)
+    try:
+        prompt = await rendered_prompt(service, body, num_bytes)
+    except ConversationTooLong:
+        if enough == math.inf:
+            raise
+        return int(enough) + 1
     if not media:
         return await service.manager.count_tokens(prompt, enough)
     return await service.manager.count_with_media(prompt, media)

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import msgspec
 
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.jinja_environment import MAX_RENDERED, OutputTooLong, make_environment, write
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, separates_parts, template_message
@@ -36,6 +36,13 @@ _SET_BY_SERVER = frozenset({"messages", "tools", "add_generation_prompt", "respo
 MAX_ENDING = 64
 """Characters: no template writes more behind a message, so that a longer text is nowhere in it."""
 _OTHER_TEXT = "⁂another text⁂"
+
+
+class ConversationTooLong(ApiError):
+    """The prompt would be longer than any that fits the context."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message, param="messages")
 
 
 def read_template_file(path: str) -> str:
@@ -110,7 +117,7 @@ class ChatTemplate:
         try:
             text = write(template, variables, self._max_chars)
         except OutputTooLong as error:
-            raise bad_request(f"{error}; send fewer or shorter messages", param="messages") from None
+            raise ConversationTooLong(f"{error}; send fewer or shorter messages") from None
         except jinja2.TemplateError as error:
             raise bad_request(f"the chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template is a program, and what it meets are a client's values

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.openai.chat_template import ConversationTooLong
 from sglang.srt.entrypoints.openai.jinja_environment import MAX_RENDERED
 from sglang.srt.entrypoints.openai.media_parts import media_kind
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -144,16 +145,17 @@ class TemplatePool:
     def _render(self, job: _Job, bodies: Sequence[ChatCompletionRequest], number: int) -> list[str]:
         job.message = pickle.dumps([_fields(body) for body in bodies])
         if len(job.message) > self._limits.max_chars + _OVERHEAD:
-            raise bad_request(
+            raise ConversationTooLong(
                 f"the conversation of {len(job.message)} bytes is longer than what a prompt may have here, "
-                f"{self._limits.max_chars} characters; send fewer or shorter messages",
-                param="messages",
+                f"{self._limits.max_chars} characters; send fewer or shorter messages"
             )
         return self._ask(job, number)
 
     def _ask(self, job: _Job, number: int) -> list[str]:
         self._wait_ready(number)
         reply = self._receive(number, job)
+        if isinstance(reply, Refused) and reply.too_long:
+            raise ConversationTooLong(reply.message)
         if isinstance(reply, Refused):
             raise bad_request(reply.message, param=reply.param)
         assert isinstance(reply, Rendered)

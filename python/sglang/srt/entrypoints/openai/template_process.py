@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, ConversationTooLong
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.job_process import begin_jobs
@@ -59,8 +59,11 @@ class Rendered(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
+    """`too_long`: for any model of this context length, whatever its template is."""
+
     message: str
     param: str | None = None
+    too_long: bool = False
 
 
 Reply = Started | Compiled | Rendered | Refused
@@ -89,7 +92,7 @@ def _answer(template: ChatTemplate, job: list[dict[str, Any]] | Probe) -> Reply:
             return Rendered([template.render_probe(*job)])
         return Rendered([template.render(ChatCompletionRequest(**fields)) for fields in job])
     except ApiError as error:
-        return Refused(error.message, error.param)
+        return Refused(error.message, error.param, isinstance(error, ConversationTooLong))
     except (ValueError, MemoryError) as error:
         return Refused(str(error) or "the chat template takes too much memory", "messages")
 

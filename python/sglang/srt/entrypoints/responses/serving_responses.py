@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
+from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -76,7 +77,7 @@ class _Answer:
 
 
 async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
-    answer = await _new_answer(service, store, body, len(await request.body()))
+    answer = await until_disconnect(request, _new_answer(service, store, body, len(await request.body())))
     if body.background:
         return json_response(_start(answer))
     if body.stream:
@@ -93,7 +94,8 @@ async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
     items, num_bytes = _conversation(store, body, len(await request.body()))
-    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes)
+    counting = count_prompt(service, chat_request(body, read_items(items)), num_bytes)
+    count = await until_disconnect(request, counting)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
