@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 from sglang.explain import explain, to_text
@@ -46,4 +47,5 @@ def _read_tokenizer(args: ServerArgs, architecture: str) -> None:
     template = None if args.chat_template is None else read_template_file(args.chat_template)
     tokenizer = load_tokenizer(args)
     if tokenizer is not None:
-        TemplatePool(model_template(args, tokenizer, architecture, template)).close()
+        with closing(TemplatePool(model_template(args, tokenizer, architecture, template))) as templates:
+            templates.wait_ready()

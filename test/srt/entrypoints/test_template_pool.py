@@ -42,6 +42,7 @@ def make() -> Iterator[Make]:
     def pool(source: str | None, num_long: int = 1, **limits: Any) -> TemplatePool:
         given = TemplateLimits(**{"seconds": 60.0, "contended_seconds": 60.0, **limits})
         pools.append(TemplatePool(TemplateSource(source, {"eos_token": "</s>"}, {}), given, num_long))
+        pools[-1].wait_ready()
         return pools[-1]
 
     with forked_children():

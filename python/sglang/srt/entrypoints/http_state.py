@@ -41,6 +41,7 @@ class ServerState:
             self.sessions.media_files = manager.media.files
         source = model_template(self.args, tokenizer, manager.model_config.architecture, self._own_source)
         template = self._templates = TemplatePool(source, template_limits(self.args, manager.model_config.context_len))
+        template.wait_ready()
         self.engine = OpenAIService(
             manager=manager,
             chat_template=template,

@@ -84,8 +84,8 @@ class TemplatePool:
     """The processes of one model's template. `render` belongs to an event loop."""
 
     def __init__(self, source: TemplateSource, limits: TemplateLimits | None = None, num_long: int = 1) -> None:
-        """Starts the processes. num_long: those that take long conversations, beside one that takes short ones alone.
-        Raises UserError for a template that cannot be compiled within the limits."""
+        """Starts the processes. num_long: those that take long conversations, beside one that takes short ones
+        alone."""
         self.sources = source.text
         self._limits = limits or TemplateLimits()
         args = (source, self._limits.max_chars, self._limits.working_bytes)
@@ -94,10 +94,12 @@ class TemplatePool:
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._closed = False
         self._lanes = Lanes(len(self._processes), "template", num_short=1, first=self._start)
+
+    def wait_ready(self) -> None:
+        """Blocks until the template is compiled. Raises UserError if it cannot be within the limits."""
         try:
             self._lanes.submit(True, self._wait_ready).result()
         except ApiError as error:
-            self.close()
             raise UserError(
                 f"{error.message} (chat_template of the model's tokenizer, or --chat-template, which gives another one)"
             ) from None

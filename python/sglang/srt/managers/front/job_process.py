@@ -14,14 +14,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from sglang.srt.managers.reap import reap
 from sglang.srt.utils.process_limits import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 """Seconds between two looks at whether an answer is still waited for."""
-REAP_LIMIT_S = 1.0
-"""Seconds in which a killed process must be gone. One in an uninterruptible wait is left to the system."""
 
 
 class ProcessEnded(RuntimeError):
@@ -30,14 +29,6 @@ class ProcessEnded(RuntimeError):
     def __init__(self, is_late: bool) -> None:
         super().__init__("it took too long" if is_late else "it died")
         self.is_late = is_late
-
-
-def reap(process: BaseProcess) -> None:
-    """Kills a process and waits for its end, but not for ever."""
-    process.kill()
-    process.join(REAP_LIMIT_S)
-    if process.exitcode is None:
-        logger.warning("Process %d (%s) does not end although it was killed.", process.pid or 0, process.name)
 
 
 class JobProcess:
@@ -73,7 +64,7 @@ class JobProcess:
         """Ends the process. Harmless when repeated, and from another thread."""
         process, pipe = self._process, self._pipe
         if process is not None:
-            reap(process)
+            reap([process])
         if pipe is not None:
             with suppress(OSError):
                 pipe.close()
