@@ -28,6 +28,15 @@ class TokenizerFiles:
         return "AutoTokenizer" in (self.config.get("auto_map") or {})
 
     @property
+    def added_tokens(self) -> list[tuple[int, dict[str, Any]]]:
+        """Returns the tokens of `added_tokens_decoder` with their ids. Raises UserError."""
+        try:
+            return [(int(key), dict(token)) for key, token in self.config.get("added_tokens_decoder", {}).items()]
+        except (ValueError, TypeError, AttributeError):
+            path = self.directory / "tokenizer_config.json"
+            raise UserError(f"{path}: added_tokens_decoder must hold tokens by their ids.") from None
+
+    @property
     def json_path(self) -> Path:
         return self.directory / "tokenizer.json"
 
@@ -70,5 +79,13 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | dict[str, s
     legacy = _read_object(directory / "chat_template.json").get("chat_template")
     value = legacy if legacy is not None else config.get("chat_template")
     if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}
-    return value if isinstance(value, str | dict) else None
+        value = {entry["name"]: entry["template"] for entry in value if _is_named_template(entry)} or value
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
+        return value
+    raise UserError(f"{directory}: chat_template must be a Jinja template, or a list of some with name and template.")
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry

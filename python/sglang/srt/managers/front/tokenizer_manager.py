@@ -55,7 +55,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenMeta,
 )
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+from sglang.srt.utils.hf_tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.media_item import MediaItem
 
 logger = logging.getLogger(__name__)
@@ -362,6 +362,8 @@ class TokenizerManager:
             return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
+        except TokenizerError as error:
+            raise RequestError(f"The model's tokenizer fails on this text: {error}") from None
 
     async def count_tokens(self, text: str, enough: float = math.inf) -> int:
         """Tokens of a text without special ones. Exact up to EXACT_COUNT_CHARS, else up to a few for each piece that is
