@@ -128,5 +128,24 @@ def test_user_errors(directory: Path, tmp_path: Path) -> None:
         load(empty)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("added_tokens_decoder", {"1": "a"}),
+        ("added_tokens_decoder", [1]),
+        ("chat_template", [{"name": "default"}]),
+        ("chat_template", {"default": 1}),
+        ("chat_template", 1),
+    ],
+)
+def test_a_key_of_another_form_is_refused_by_its_name(directory: Path, key: str, value: object) -> None:
+    (directory / "chat_template.jinja").unlink()
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(UserError, match=key):
+        load(directory)
+
+
 def test_no_tokenizer_wanted() -> None:
     assert load_tokenizer(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, skip_tokenizer_init=True)) is None

@@ -97,7 +97,7 @@ async def test_a_pattern_that_gives_up_on_a_clients_text_refuses_that_text(write
     assert await manager.encode("hello")
     with pytest.raises(RequestError, match="The model's tokenizer fails on this text: .*retry-limit") as refused:
         await manager.encode("q" * 40 + "!")
-    assert refused.value.status == 400
+    assert refused.value.status_code == 400
     assert await manager.encode("hello")
 
 
