@@ -11,6 +11,7 @@ from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.openai.template_pool import TemplatePool, template_limits
 from sglang.srt.entrypoints.output_formats import model_formats
 from sglang.srt.entrypoints.responses.response_store import ResponseStore
+from sglang.srt.managers.front.lanes import num_long_lanes
 from sglang.srt.managers.front.sessions import SessionStore
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import ServerArgs
@@ -40,7 +41,8 @@ class ServerState:
         if manager.media is not None:
             self.sessions.media_files = manager.media.files
         source = model_template(self.args, tokenizer, manager.model_config.architecture, self._own_source)
-        template = self._templates = TemplatePool(source, template_limits(self.args, manager.model_config.context_len))
+        limits = template_limits(self.args, manager.model_config.context_len)
+        template = self._templates = TemplatePool(source, limits, num_long_lanes(self.args.dp_size))
         template.wait_ready()
         self.engine = OpenAIService(
             manager=manager,

@@ -133,6 +133,18 @@ class Tokenizer:
         return None if token_id is None else int(token_id)
 
     @property
+    def added_tokens(self) -> dict[int, Any]:
+        """Returns the tokens outside of the vocabulary's rules, by id, as the library describes them."""
+        return {} if self._rust is None else self._rust.get_added_tokens_decoder()
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text by itself, without those that frame a prompt. Raises TokenizerError."""
+        if self._rust is None:
+            return [self.encode(text, add_special_tokens=False) for text in texts]
+        with _panics_as_errors():
+            return [each.ids for each in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @property
     def rust(self) -> tokenizers.Tokenizer | None:
         """The underlying `tokenizers` object, if there is one."""
         return self._rust
@@ -151,13 +163,12 @@ class TokenizerError(ValueError):
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """The library's panics are no Exceptions, so that they would end whatever thread or process meets one."""
+    """The library raises bare Exceptions, and panics, which are none: those would end whatever thread or process meets
+    one."""
     try:
         yield
-    except Exception:
-        raise
     except BaseException as error:
-        if type(error).__name__ != _PANIC:
+        if type(error) is not Exception and type(error).__name__ != _PANIC:
             raise
         raise TokenizerError(str(error)) from None
 

@@ -14,6 +14,7 @@ from forked_servers import forked_children
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.prefix_tokens import PrefixTokens
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.front.tokenizer_trial import TokenizerTrial
 from sglang.srt.server_args import ServerArgs
@@ -92,8 +93,8 @@ async def test_a_pattern_that_gives_up_on_a_clients_text_refuses_that_text(write
     args = write(pre_tokenizer=split("(q+)+$"))
     tokenizer = load_tokenizer(args)
     manager = TokenizerManager.__new__(TokenizerManager)
-    manager.tokenizer = tokenizer
     assert tokenizer is not None
+    manager.tokenizer, manager._prefixes = tokenizer, PrefixTokens(tokenizer)
     assert await manager.encode("hello")
     with pytest.raises(RequestError, match="The model's tokenizer fails on this text: .*retry-limit") as refused:
         await manager.encode("q" * 40 + "!")

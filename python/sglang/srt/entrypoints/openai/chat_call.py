@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.function_call.names import check_argument_names, check_function_names, tagged_names
 from sglang.srt.managers.front.generate_request import GenerateRequest
-from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
+from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT, LONG_WORK
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
     _ = service.tokenizer
 
     await _in_thread_if_long(service, num_bytes, partial(check_tools, service.formats.calls_name), body)
-    (prompt,) = await service.chat_template.render([body], num_bytes >= LONG_TEXT)
+    (prompt,) = await service.chat_template.render([body], num_bytes >= LONG_WORK)
     return prompt
 
 
@@ -94,7 +94,7 @@ async def count_prompt(
 async def _in_thread_if_long(
     service: OpenAIService, num_bytes: int, work: Callable[[ChatCompletionRequest], T], body: ChatCompletionRequest
 ) -> T:
-    return work(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(work, body)
+    return work(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, body)
 
 
 def check_tools(calls_name: str | None, body: ChatCompletionRequest) -> None:

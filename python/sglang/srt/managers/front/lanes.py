@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import deque
@@ -10,6 +11,16 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+MOST_LONG_LANES = 4
+"""For one replica."""
+
+
+def num_long_lanes(num_replicas: int) -> int:
+    """Returns how many threads take long work of a server: replicas have their own, and large machines more."""
+    processors = os.cpu_count() or 1
+    return max(1, min(processors, max(num_replicas, min(MOST_LONG_LANES, processors // 4))))
 
 
 class _Job(NamedTuple):

@@ -95,11 +95,20 @@ def run_trial(path: str, working_bytes: int, connection: Connection) -> None:
             for key, work in _stages(rust):
                 connection.send_bytes(f"stage:{key}".encode())
                 for text in texts:
-                    work(text)
+                    _try(work, text)
         except BaseException as error:  # a panic of the library is no Exception
             connection.send_bytes(f"failed:{str(error)[:500]}".encode())
         else:
             connection.send_bytes(b"")
+
+
+def _try(work: Callable[[str], object], text: str) -> None:
+    """Lets errors of the library pass that say that a vocabulary has no token for a text."""
+    try:
+        work(text)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
 
 
 def _stages(rust: Any) -> Iterator[tuple[str, Callable[[str], object]]]:
