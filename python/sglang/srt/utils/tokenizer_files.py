@@ -9,6 +9,8 @@ from typing import Any
 
 from sglang.srt.errors import UserError
 
+MAX_FILE_BYTES = 64 << 20
+"""Of tokenizer_config.json, of a template and of their like."""
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,12 +55,22 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(_text_of(path))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object.")
     return value
+
+
+def _text_of(path: Path) -> str:
+    """Raises UserError for a file that is no text of the size that such files have."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise UserError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB, which no such file needs.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8: {error}") from None
 
 
 def _token_text(value: Any) -> str | None:
@@ -71,11 +83,11 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | dict[str, s
     """Files win over tokenizer_config.json; further templates may lie in additional_chat_templates/."""
     single = directory / "chat_template.jinja"
     if single.is_file():
-        default = single.read_text(encoding="utf-8")
+        default = _text_of(single)
         more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
         if not more:
             return default
-        return {"default": default, **{path.stem: path.read_text(encoding="utf-8") for path in more}}
+        return {"default": default, **{path.stem: _text_of(path) for path in more}}
     legacy = _read_object(directory / "chat_template.json").get("chat_template")
     value = legacy if legacy is not None else config.get("chat_template")
     if isinstance(value, list):
