@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from forked_servers import forked_children
 
@@ -158,6 +159,32 @@ async def test_names_that_the_server_sets_are_refused(make: Make, name: str) -> 
         await texts(pool, said("x", chat_template_kwargs={name: "x" * 10, "enable_thinking": True}))
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
     assert await texts(pool, said("x", chat_template_kwargs={"enable_thinking": True})) == ["True"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+            "json_schema {'type': 'object'}",
+        ),
+        ({"json_schema": '{"type": "array"}'}, "json_schema {'type': 'array'}"),
+        ({"regex": "a"}, "regex"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "f"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, ""),
+        ({"reasoning_effort": "high"}, "high"),
+        ({"add_generation_prompt": False}, "no answer"),
+    ],
+)
+async def test_a_template_sees_of_a_request_what_it_should(make: Make, fields: dict[str, Any], text: str) -> None:
+    pool = make(
+        "{% set form = response_format or {} %}{{ form.type }} {{ (form.json_schema or {}).schema }}"
+        "{% for tool in tools or [] %}"
+        "{{ tool.function.name }}{% endfor %}{{ reasoning_effort }}{{ 'no answer' if not add_generation_prompt }}"
+    )
+    body = msgspec.convert({"messages": [{"role": "user", "content": "x"}], **fields}, ChatCompletionRequest)
+    assert (await texts(pool, body))[0].strip() == text
 
 
 async def test_the_data_of_pictures_stays_here(make: Make) -> None:

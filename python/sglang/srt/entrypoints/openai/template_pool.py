@@ -216,6 +216,8 @@ def _fields(body: ChatCompletionRequest) -> dict[str, Any]:
     """What the template sees of a request, without the data of images and videos."""
     fields = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     fields["messages"] = [_without_media(message) for message in body.messages]
+    if body.response_format is not None:
+        fields["response_format"] = msgspec.to_builtins(body.response_format)  # pickle looks for UNSET in all modules
     if body.tool_choice == "none":
         fields.pop("tools", None)
     return fields

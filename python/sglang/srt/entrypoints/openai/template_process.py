@@ -90,7 +90,7 @@ def _answer(template: ChatTemplate, job: list[dict[str, Any]] | Probe) -> Reply:
     try:
         if isinstance(job, Probe):
             return Rendered([template.render_probe(*job)])
-        return Rendered([template.render(ChatCompletionRequest(**fields)) for fields in job])
+        return Rendered([template.render(msgspec.convert(fields, ChatCompletionRequest)) for fields in job])
     except ApiError as error:
         return Refused(error.message, error.param, isinstance(error, ConversationTooLong))
     except (ValueError, MemoryError) as error:
