@@ -7,9 +7,10 @@ import pytest
 from forked_servers import forked_children
 
 from sglang.cli import main, with_model
-from sglang.embedded import DEFAULT_MODEL_PATH, SEEING_PATH
+from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH, SEEING_PATH
 from sglang.launch_server import report_user_errors
 from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
 
 EMBEDDED = [
     *("--model-path", SEEING_PATH, "--served-model-name", "tiny"),
@@ -51,6 +52,16 @@ def test_drafts_with_the_models_own_layer_take_the_form_that_has_one(
     assert given[1] == path and given[len(EMBEDDED) :] == words
     said = capsys.readouterr().err
     assert said.count("\n") == (path == DEFAULT_MODEL_PATH) and ("without eyes" in said) == bool(said)
+
+
+@pytest.mark.parametrize(("algorithm", "path"), [("EAGLE3", EAGLE3_PATH), ("dflash", DFLASH_PATH)])
+def test_the_embedded_drafts_need_no_path(algorithm: str, path: str) -> None:
+    words = ["--speculative-algorithm", algorithm]
+    draft = ["--speculative-draft-model-path", path]
+    assert with_model(words) == [*EMBEDDED, *draft, *words]
+    with_own = [*words, "--speculative-draft-model-path", "d"]
+    assert with_model(with_own) == [*EMBEDDED, *with_own]
+    assert ServerArgs.from_cli(with_model(words)).speculative_draft_model_path == path
 
 
 def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def attention_calls(data: Data, before: bool) -> Calls:
     sizes = (shape.batch, shape.num_heads, shape.num_kv_heads, shape.v_head_dim, arch.num_sms, tile, "cuda")
     workspace = decode_attention.DecodeWorkspace.allocate(*sizes, *(() if before else (CONTEXT,)))
     rows, lens = torch.arange(shape.batch, device="cuda"), data.ints(*[shape.prefix] * shape.batch)
-    decode_attention.plan_decode(lens, workspace, tile)
+    plan = decode_attention.plan_decode(lens, workspace, tile)
     torch.cuda.synchronize()  # a kernel that begins early reads the plan
     whole = 1 << (shape.v_head_dim - 1).bit_length()
     launch = {"V_HEAD_DIM": shape.v_head_dim, "BLOCK_DV": whole, "BLOCK_P": 16, "num_warps": 4}
@@ -53,7 +53,7 @@ def attention_calls(data: Data, before: bool) -> Calls:
     def call(i: int) -> torch.Tensor:
         with patch.object(decode_attention, "combine_constants", constants):
             decode_attention.decode_attention_fwd(
-                data.q[i], data.out, data.k_cache, data.v_cache, data.tables[i], rows, lens, workspace,
+                data.q[i], data.out, data.k_cache, data.v_cache, data.tables[i], rows, lens, plan,
                 scale=data.scale, tile=tile,
             )  # fmt: skip
         return data.out

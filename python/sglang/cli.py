@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.bench.command import run_bench
 from sglang.doctor.command import run_doctor
-from sglang.embedded import DEFAULT_MODEL_PATH, SEEING_PATH
+from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH, SEEING_PATH
 from sglang.launch_server import report_user_errors, serve
 from sglang.plan.command import run_plan
 from sglang.srt.errors import UserError
@@ -44,25 +44,30 @@ def with_model(argv: Sequence[str]) -> list[str]:
         return ["--model-path", *words]
     if _has_model(words):
         return words
-    path = SEEING_PATH
-    if _drafts_with_own_layer(words):
+    path, drafts = SEEING_PATH, list[str]()
+    algorithm = _drafts_without_path(words)
+    if algorithm in EMBEDDED_DRAFTS:
+        drafts = ["--speculative-draft-model-path", EMBEDDED_DRAFTS[algorithm]]
+    elif algorithm in ("NEXTN", "EAGLE"):  # only the form without eyes has the layer
         path = DEFAULT_MODEL_PATH
         print(
             "The embedded model drafts with its own layer in its form without eyes; images are refused.",
             file=sys.stderr,
         )
     parsers = ["--tool-call-parser", "auto", "--reasoning-parser", "auto"]
-    return ["--model-path", path, "--served-model-name", Path(DEFAULT_MODEL_PATH).name, *parsers, *words]
+    return ["--model-path", path, "--served-model-name", Path(DEFAULT_MODEL_PATH).name, *parsers, *drafts, *words]
 
 
-def _drafts_with_own_layer(argv: Sequence[str]) -> bool:
-    """Whether the layer for multi-token prediction is asked for, which only the form without eyes has."""
+EMBEDDED_DRAFTS = {"EAGLE3": EAGLE3_PATH, "DFLASH": DFLASH_PATH}
+
+
+def _drafts_without_path(argv: Sequence[str]) -> str:
+    """Returns the speculative algorithm that the words name without a path of its draft model; "" for none."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--speculative-algorithm", nargs="?", default="")
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", nargs="?")
     options, _ = parser.parse_known_args(list(argv))
-    without_draft = options.speculative_draft_model_path is None
-    return without_draft and str(options.speculative_algorithm).upper() in ("NEXTN", "EAGLE")
+    return "" if options.speculative_draft_model_path else str(options.speculative_algorithm).upper()
 
 
 def run_serve(argv: Sequence[str]) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shlex
 from pathlib import Path
@@ -14,74 +13,17 @@ import pytest
 from srt.kernels import published
 
 from commands.configs import CONFIGS, checkpoint
+from commands.published import COMMANDS, NOT_SERVED, words_of
 from sglang import explain
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.server_args import ServerArgs
 
-COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
-NOT_SERVED = ("k3",)
-"""Of models that are not implemented."""
-STRETCHED = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 262144}
-STAND_INS = {
-    "rk-q397-fp8": ["--quantization", "fp8"],
-    "red-fn-yaml": [
-        "--json-model-override-args",
-        json.dumps({"text_config": {"rope_parameters": STRETCHED}}),
-    ],
-}
-"""What makes of the config what the command was for."""
-BRINGS_DSPARK = {
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 128799,
-    "dspark_target_layer_ids": [40, 41, 42],
-    "dspark_markov_rank": 256,
-}
-"""Keys that the config of DeepSeek-V4-Flash-0731 has beside those of the model."""
 OTHER_FLAWS = {
     "i40877-dsv41": "Unknown option --gpu-memory-utilization. Here that is --mem-fraction-static",
 }
 """What messages say of commands that are another engine's."""
-DRAFTS = {
-    "google/gemma-4-31B-it-assistant": {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
-        "backbone_hidden_size": 5376,
-        "tie_word_embeddings": True,
-        "text_config": {
-            "model_type": "gemma4_text",
-            "hidden_size": 1024,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 4,
-            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "num_global_key_value_heads": 4,
-            "head_dim": 256,
-            "global_head_dim": 512,
-            "attention_k_eq_v": True,
-            "sliding_window": 1024,
-            "max_position_embeddings": 262144,
-            "rms_norm_eps": 1e-6,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size_per_layer_input": 0,
-            "vocab_size": 262144,
-            "rope_parameters": {
-                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
-                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-            },
-        },
-    }
-}
-"""Configs of the form that such drafts have; the widths of this one are not known here."""
-
-
-def draft_checkpoint(name: str, folder: Path) -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(DRAFTS[name]))
-    return str(folder)
 
 
 @pytest.mark.parametrize("name", [name for name, row in COMMANDS.items() if row["config"] != "-"])
@@ -89,14 +31,8 @@ def test_a_published_command_starts_or_says_why_not(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = COMMANDS[name]
-    words = shlex.split(row["flags"])
     model = checkpoint(row["config"], tmp_path / "m")
-    argv = ["--arch", row["gpu"], "--model-path", str(model)]
-    brings_draft = "dspark_block_size" in (Path(model) / "config.json").read_text()
-    if "DSPARK" in words and "--speculative-draft-model-path" not in words and not brings_draft:
-        argv += ["--json-model-override-args", json.dumps(BRINGS_DSPARK)]
-    words = [draft_checkpoint(word, tmp_path / "draft") if word in DRAFTS else word for word in words]
-    status = explain.main([*argv, *words, *STAND_INS.get(name, [])])
+    status = explain.main(["--arch", row["gpu"], *words_of(name, model, tmp_path / "draft")])
     printed = capsys.readouterr()
     if name in OTHER_FLAWS:
         assert status == 2 and OTHER_FLAWS[name] in printed.err

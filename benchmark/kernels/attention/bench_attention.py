@@ -173,11 +173,11 @@ def _our_decode(data: Data, tile: dict[str, int]) -> list[Launch]:
     workspace = DecodeWorkspace.allocate(
         shape.batch, shape.num_heads, shape.num_kv_heads, shape.v_head_dim, num_multiprocessors(), tile, "cuda"
     )
-    plan_decode(seq_lens, workspace, tile)
+    plan = plan_decode(seq_lens, workspace, tile)
 
     def launch(i: int) -> None:
         decode_attention_fwd(
-            data.q[i], data.out, data.k_cache, data.v_cache, data.tables[i], rows, seq_lens, workspace,
+            data.q[i], data.out, data.k_cache, data.v_cache, data.tables[i], rows, seq_lens, plan,
             scale=data.scale, tile=tile,
         )  # fmt: skip
 

@@ -53,11 +53,11 @@ def decode_call(heads: int, batch: int, context: int, cache_name: str) -> Callab
     chosen = tile("decode_attention", (DIM, RANK), cache_name, heads)
     workspace = DecodeWorkspace.allocate(batch, heads, 1, RANK, num_sms, chosen, "cuda")
     lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    plan_decode(lens, workspace, chosen)
+    plan = plan_decode(lens, workspace, chosen)
     cache, table = randn(batch * context, 1, DIM, dtype=CACHES[cache_name]), scattered(batch, context)
     q, out, rows = randn(batch, heads, DIM), randn(batch, heads, RANK), torch.arange(batch, device="cuda")
     return lambda: decode_attention_fwd(
-        q, out, cache, cache[..., :RANK], table, rows, lens, workspace, scale=SCALE, tile=chosen
+        q, out, cache, cache[..., :RANK], table, rows, lens, plan, scale=SCALE, tile=chosen
     )
 
 

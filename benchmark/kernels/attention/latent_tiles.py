@@ -75,14 +75,14 @@ def named(tile: tuple[int, ...], ctas: int = 1, waves: int = 2) -> dict[str, int
 def calls(load: Load, heads: int, tile: dict[str, int]) -> list[Callable[[], None]]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     workspace = DecodeWorkspace.allocate(load.batch, heads, 1, RANK, sms, tile, "cuda")
-    plan_decode(load.lens, workspace, tile)
+    plan = plan_decode(load.lens, workspace, tile)
     q = torch.randn(load.batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
     o = torch.empty(load.batch, heads, RANK, device="cuda", dtype=torch.bfloat16)
     rows = torch.arange(load.batch, device="cuda")
 
     def call(cache: torch.Tensor) -> None:
         decode_attention_fwd(
-            q, o, cache, cache[..., :RANK], load.table, rows, load.lens, workspace, scale=SCALE, tile=tile
+            q, o, cache, cache[..., :RANK], load.table, rows, load.lens, plan, scale=SCALE, tile=tile
         )  # fmt: skip
 
     return [lambda cache=cache: call(cache) for cache in load.caches]
@@ -100,9 +100,9 @@ def error(cache_name: str, tile: dict[str, int], heads: int = 20) -> float:
     rows = torch.arange(batch, device="cuda")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     workspace = DecodeWorkspace.allocate(batch, heads, 1, RANK, sms, tile, "cuda")
-    plan_decode(lens, workspace, tile)
+    plan = plan_decode(lens, workspace, tile)
     decode_attention_fwd(
-        q, o, cache, cache[..., :RANK], table, rows, lens, workspace, scale=SCALE, tile=tile, k_scale=0.5, v_scale=0.5
+        q, o, cache, cache[..., :RANK], table, rows, lens, plan, scale=SCALE, tile=tile, k_scale=0.5, v_scale=0.5
     )  # fmt: skip
     wanted = torch.empty(batch, heads, RANK, device="cuda")
     for i, n in enumerate(lens.tolist()):

@@ -153,13 +153,13 @@ def _decode(op: DecodeAttention, arch: ArchTraits, device: str) -> list[Call]:
         keys.batch, keys.heads, keys.kv_heads, keys.v_head_dim, max(1, arch.num_sms), tile, device,
         max(SERVED_CONTEXT, keys.context),
     )  # fmt: skip
-    plan_decode(seq_lens, workspace, tile)  # once a step, for all layers: not timed
+    plan = plan_decode(seq_lens, workspace, tile)  # once a step, for all layers: not timed
     q = _half(keys.batch, keys.heads, keys.head_dim, device=device)
     out = _half(keys.batch, keys.heads, keys.v_head_dim, device=device)
 
     def call(part: int) -> None:
         decode_attention_fwd(
-            q, out, caches.k, caches.v, caches.tables[part], caches.rows, seq_lens, workspace,
+            q, out, caches.k, caches.v, caches.tables[part], caches.rows, seq_lens, plan,
             scale=keys.head_dim**-0.5, tile=tile,
         )  # fmt: skip
 

@@ -456,9 +456,9 @@ def _attention(
         for tile in attention_tiles("decode_attention", dim, v_dim, dtype, arch.features):
             for tokens in (1, 4):  # of each request: one, or guesses
                 workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
-                plan_decode(lens, workspace, tile)
+                plan = plan_decode(lens, workspace, tile)
                 decodes(
-                    q[: 8 * tokens], empty(8 * tokens, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
+                    q[: 8 * tokens], empty(8 * tokens, heads, v_dim), k_cache, v_cache, table, slots, lens, plan,
                     scale=0.1, tile=tile, prefix_lens=lens if tokens > 1 else None, **layer,
                 )  # fmt: skip
 
@@ -503,9 +503,9 @@ def _fp4_attention(shape: AttentionShape, layer: dict[str, Any], arch: ArchTrait
     for tile in attention_tiles("decode_attention", dim, v_dim, FP4, arch.features) if causal else ():
         for tokens in (1, 4):
             workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
-            plan_decode(lens, workspace, tile)
+            plan = plan_decode(lens, workspace, tile)
             decode_fp4_fwd(
-                q[: 8 * tokens], empty(8 * tokens, heads, v_dim), seq_lens=lens, workspace=workspace, tile=tile,
+                q[: 8 * tokens], empty(8 * tokens, heads, v_dim), seq_lens=lens, plan=plan, tile=tile,
                 prefix_lens=lens if tokens > 1 else None, **rows,
             )  # fmt: skip
 

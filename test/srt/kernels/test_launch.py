@@ -190,6 +190,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.attention.call_site import Attention
+    from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodePlan
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
@@ -211,9 +212,10 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     )
     log: list[tuple[str, Tile]] = []
 
-    def cut(seq_lens: object, workspace: Any, tile: Tile) -> None:
+    def cut(seq_lens: torch.Tensor, workspace: Any, tile: Tile) -> DecodePlan:
         log.append(("cut", tile))
         workspace.part_lse.fill_(1.0)
+        return DecodePlan(len(seq_lens), tile, seq_lens, seq_lens, workspace.part_o, workspace.part_lse)
 
     def launch_of(name: str, limit: int) -> Callable[..., None]:
         def attempt(*args: object, tile: Tile, **rest: object) -> None:
@@ -228,7 +230,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(triton_backend, "plan_decode", cut)
     backend = triton_backend.TritonAttnBackend(plan, "cpu")  # type: ignore[arg-type]
     decode, extend = backend.decode_builder(layer.site), backend.extend_builder(layer.site)
-    first_workspace = decode.workspace
+    first_workspace = decode.workspaces[1]
     cache.bind({"k": torch.zeros(1, 2, 64), "v": torch.zeros(1, 2, 64)}, table=0)
     one, slots = torch.ones(1), (TokenSlots(torch.ones(1), torch.ones(1)),)
     q, out = torch.zeros(2, 4, 64), torch.zeros(2, 4, 64)
@@ -245,7 +247,8 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode", small_decode),
         ("decode", small_decode),
     ]
-    workspace = decode.workspace
+    workspace = decode.workspaces[1]
     assert workspace is not first_workspace
+    assert decode._replaced == [{1: first_workspace}], "graphs that were captured before write there"
     assert not workspace.part_lse.any(), "the plan is read early: something must be launched behind what makes it"
     assert {step["op"] for step in step_downs()} == {"extend_attention", "decode_attention"}

@@ -173,13 +173,13 @@ def test_a_graph_of_early_launches_keeps_the_order() -> None:
     w, router = torch.randn(512, 512, device="cuda").bfloat16() / 16, torch.randn(64, 512, device="cuda").bfloat16()
 
     def step() -> list[torch.Tensor]:
-        decode_attention.plan_decode(lens, workspace, tile)
+        plan = decode_attention.plan_decode(lens, workspace, tile)
         x, results = p.q[0].flatten().clone(), []
         for _ in range(20):
             x = gemv.gemv(x, w)
             q = x.view(1, 8, 64).expand(3, 8, 64)
             decode_attention.decode_attention_fwd(
-                q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, workspace, scale=1.0, tile=tile
+                q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, plan, scale=1.0, tile=tile
             )
             x = gemv.gemv(out[0].flatten(), w)
             results += [x, *topk.topk_softmax(gemv.gemv(x, router)[None], 8, True)]

@@ -62,10 +62,10 @@ def test_decode(dims: tuple[int, int], features: dict[str, float]) -> None:
     tile, sinks = tile_of("decode_attention", dims), torch.linspace(-2, 3, 6, device=DEVICE)
     out = torch.full((4, 6, dims[1]), float("nan"), device=DEVICE)
     workspace = DecodeWorkspace.allocate(7, 6, 2, dims[1], 8, tile, DEVICE)
-    plan_decode(p.prefix + 1, workspace, tile)
+    plan = plan_decode(p.prefix + 1, workspace, tile)
     decode_fp4_fwd(
         p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=p.prefix + 1,
-        workspace=workspace, scale=dims[0] ** -0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale,
+        plan=plan, scale=dims[0] ** -0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale,
         sliding_window=int(features.get("window", 0)), logit_cap=features.get("logit_cap", 0.0),
         sinks=sinks if "sinks" in features else None, chunked="chunked" in features, **caches,
     )  # fmt: skip

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sglang.srt.layers.attention.shared_tokens import builders_of
 from sglang.srt.layers.attention.sites import AttentionSites
@@ -20,16 +22,58 @@ from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
 
+POISON_INDEX = -(1 << 20)
+
 
 class StepInPlaceOfGraph:
     """A replay computes the captured step once more."""
 
-    def __init__(self, step: Callable[[], object], pool: Any) -> None:
+    def __init__(self, step: Callable[[], object], pool: Any, producer: Callable[[], object] | None = None) -> None:
         self.replay = step
         step()
 
     def pool(self) -> None:
         return None
+
+
+class PoisonedGraph(StepInPlaceOfGraph):
+    """What the capture itself gives is poisoned: on a GPU nothing has computed it before the first replay. Takes twice
+    as long."""
+
+    def __init__(self, step: Callable[[], object], pool: Any, producer: Callable[[], object] | None = None) -> None:
+        self.replay = step
+        if producer is not None:
+            producer()
+        with Poisoned():
+            step()
+
+
+class Poisoned(TorchDispatchMode):
+    """Fills the memory that the block allocates, at its end: with NaN, or with numbers that are no index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self._made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in self._tensors((args, kwargs)):
+            self._known.add(tensor.untyped_storage().data_ptr())
+        result = func(*args, **(kwargs or {}))
+        for tensor in self._tensors(result):
+            if tensor.untyped_storage().data_ptr() not in self._known:
+                self._known.add(tensor.untyped_storage().data_ptr())
+                self._made.append(tensor)  # held, so that no later tensor has its address
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor in self._made:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else tensor.dtype != torch.bool and POISON_INDEX)
+
+    @staticmethod
+    def _tensors(tree: object) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class DeviceLengths:
@@ -126,9 +170,9 @@ def in_graphs(
     replays: list[StepInput] = []
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(graph_runner, "capture", capture)
-        drafts = runner.output.drafts
+        drafts, drafts_in_graphs = runner.output.drafts, not runner.state.attention.decode_plans_on_host
         sizes = replace(sizes, widths=runner.widths)
-        runner.graphs = graphs = GraphRunner(runner.state, sizes, keeps_hidden or drafts is not None, drafts)
+        runner.graphs = graphs = GraphRunner(runner.state, sizes, keeps_hidden, drafts, drafts_in_graphs)
         replay = graphs.replay
         patch.setattr(graphs, "replay", lambda shape, step: (replays.append(step), replay(shape, step))[1])
         yield replays

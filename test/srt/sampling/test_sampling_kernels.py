@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import interpreter
 import numpy as np
 import pytest
@@ -72,6 +74,27 @@ def assert_same_choices(vocab_size: int, params: list[SamplingParams], steps: in
 @pytest.mark.parametrize("vocab_size", [301, 9000])
 def test_mixed_batch_as_torch(vocab_size: int, masked: bool) -> None:
     assert_same_choices(vocab_size, MIXED, steps=3, masked=masked)
+
+
+def test_captured_draws_keep_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs hold its address: as many rows as a peak of requests brings later, each with its draft tokens, change
+    nothing. More rows than it has are refused."""
+    launched: list[list[int]] = []
+
+    class Launch:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *args, **_: launched.append([args[i].data_ptr() for i in (5, 6, 7)])
+
+    monkeypatch.setattr(ops, "draw_tokens_kernel", Launch())
+    rows = torch.zeros(1, dtype=torch.int64)
+    for count in (1, 257 * 4, 4096 * 16):
+        slots = rows.expand(count)
+        ops.draw_tokens(torch.zeros(1, 32).expand(count, 32), rows, slots, slots, None, True, None)
+    assert len(launched) == 3 and launched[0] == launched[1] == launched[2]
+    assert all(part.numel() >= 4096 * 16 for part in ops._draw_scratch(rows.device))
+    with pytest.raises(AssertionError, match="rows are drawn at once"):
+        slots = rows.expand(ops.DRAW_ROWS + 1)
+        ops.draw_tokens(torch.zeros(1, 32).expand(len(slots), 32), rows, slots, slots, None, True, None)
 
 
 @interpreter.kernel_test

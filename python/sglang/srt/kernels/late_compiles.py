@@ -29,7 +29,7 @@ class LateCompiles:
         self._started = time.perf_counter()
         return False
 
-    def ends(self, *, fn: Any, **_: Any) -> None:
+    def ends(self, *, fn: Any, repr: str = "", **_: Any) -> None:
         """Called by Triton afterwards."""
         seconds = time.perf_counter() - self._started
         if seconds < COMPILED_S:
@@ -40,6 +40,7 @@ class LateCompiles:
             fn.name.rpartition(".")[2],
             seconds,
         )
+        logger.info("Its form: %s", repr)
 
 
 def watch() -> LateCompiles | None:

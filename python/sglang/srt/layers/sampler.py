@@ -102,8 +102,9 @@ class Sampler:
             return _largest(logits)
         return _sample_torch(logits, everything, positions, None)
 
-    def warm_up(self, table: SamplingTable, next_token: torch.Tensor) -> None:
-        """Compile what requests will need later, on the padding slot of `table`, which is left as it was."""
+    def warm_up(self, table: SamplingTable, next_token: torch.Tensor | None) -> None:
+        """Compiles what requests will need later, on the padding slot of `table`, which is left as it was. next_token
+        [num_slots] int64: the table that draws write to; None: they write to none, as where steps bring guesses."""
         slots = np.zeros(1, dtype=np.int64)
         device, vocab_size = table.device, table.vocab_size
         slots_dev, positions = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64)
@@ -121,7 +122,8 @@ class Sampler:
                 batch = table.view(slots, slots_dev)
                 self(logits, batch, positions.to(device), vocab_mask, next_token=next_token)
         table.clear(0)
-        next_token[0] = 0
+        if next_token is not None:
+            next_token[0] = 0
 
 
 def _add_sparse(logits: torch.Tensor, packed: torch.Tensor, positions: torch.Tensor) -> None:

@@ -24,18 +24,27 @@ class StaticOutput:
 
     def keep(self, result: torch.Tensor) -> torch.Tensor:
         """Copies the result [N, ...] to its fixed address and returns it there: valid after each replay, until the
-        next. Called in every step; the first of a width has the most rows and is not captured."""
+        next. Called in every step; the first of a width is not captured, and none after it may have more rows: earlier
+        graphs hold the address."""
         width = result.shape[1:]
         if width not in self._buffers:
             self._buffers[width] = torch.empty_like(result)
-        return self._buffers[width][: len(result)].copy_(result)
+        buffer = self._buffers[width]
+        assert len(result) <= len(buffer), "the graph of the most rows is captured first"
+        return buffer[: len(result)].copy_(result)
 
 
-def capture(step: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """The graph of `step`, which runs twice before: kernels are compiled and libraries choose theirs, neither of which
-    may happen during a capture. Nor may garbage be collected: it may hold an older graph, whose destruction is not
-    permitted then and spoils the capture. `pool`: of the graph whose memory this one may use."""
+def capture(
+    step: Callable[[], object], pool: Any = None, producer: Callable[[], object] | None = None
+) -> torch.cuda.CUDAGraph:
+    """Returns the graph of `step`, which runs twice before: kernels are compiled and libraries choose theirs, neither
+    of which may happen during a capture. Nor may garbage be collected: it may hold an older graph, whose destruction is
+    not permitted then and spoils the capture. pool: of the graph whose memory this one may use. producer: writes what
+    `step` reads, so that runs before the capture follow it as every replay does: the memory of a captured graph holds
+    nothing until it is replayed, and what is no index yet would be one."""
     for _ in range(2):
+        if producer is not None:
+            producer()
         step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -85,9 +85,15 @@ class GraphRunner:
     """Owns the captured graphs, and the arrays and results at fixed addresses."""
 
     def __init__(
-        self, state: DeviceState, sizes: GraphSizes, keeps_hidden: bool = False, drafts: DraftRunner | None = None
+        self,
+        state: DeviceState,
+        sizes: GraphSizes,
+        keeps_hidden: bool = False,
+        drafts: DraftRunner | None = None,
+        drafts_in_graphs: bool = True,
     ) -> None:
-        """keeps_hidden: steps without prompts leave their hidden states, too."""
+        """keeps_hidden: steps without prompts leave their hidden states, too. drafts_in_graphs False: what follows the
+        sampling is launched kernel by kernel, over the rows of the graph."""
         self.state, self.sizes, self.drafts = state, sizes, drafts
         self.num_windows = state.num_tables - 1
         self.groups = parallel_state.groups()
@@ -107,7 +113,7 @@ class GraphRunner:
         self.outputs: dict[StepShape, ModelOutput] = {}
         """Output of each graph; held, so that no other graph uses the memory."""
         self._tokens = torch.zeros(max(self._num_sampled(s) for s in shapes), dtype=torch.int64, device=state.device)
-        """Sampled tokens, the input of the graphs of drafts; `_settled` holds the results of these graphs."""
+        """Sampled tokens, the input of what settles a step; `_settled` holds what that gives."""
         self._settled: dict[StepShape, Settled] = {}
         self._settle: dict[StepShape, Callable[[torch.Tensor], Settled]] = {}
         state.attention.prepare_graphs(tuple(sorted({s.num_decodes for s in shapes if s.num_decodes})))
@@ -116,18 +122,20 @@ class GraphRunner:
             self._capture(shape, pool)
             pool = pool or self.graphs[shape].pool()
             if drafts is not None:
-                self._capture_drafts(drafts, shape, pool)
+                self._settle[shape] = self._settle_of(drafts, shape, drafts_in_graphs, pool)
 
     # --- shapes and arrays --------------------------------------------------------------------------------------------
 
     def _shapes(self) -> Iterator[StepShape]:
-        """Yields the shapes of all graphs, of each kind the largest first: smaller graphs then reuse its memory."""
+        """Yields the shapes of all graphs, of each kind those of the most tokens first: smaller graphs then reuse their
+        memory, and static outputs are large enough for all that follow."""
         for tokens in reversed(self.sizes.prompt_tokens):
             for decodes in reversed([size for size in self.sizes.mixed_decodes if size <= tokens]):
                 yield StepShape(tokens, decodes, has_prompts=True)
-        for size in reversed(self.sizes.batch_sizes):
-            for width in reversed(self.sizes.widths):
-                yield StepShape(size * width, size, width)
+        decodes = [
+            StepShape(size * width, size, width) for size in self.sizes.batch_sizes for width in self.sizes.widths
+        ]
+        yield from sorted(decodes, reverse=True)
 
     def shape_of(self, step: StepInput) -> StepShape | None:
         """Returns the shape of the graph that the step runs in; None if it has none."""
@@ -277,20 +285,23 @@ class GraphRunner:
             return shape.num_tokens
         return min(shape.num_decodes + MAX_PROMPTS, self.state.sizes.max_requests)
 
-    def _capture_drafts(self, drafts: DraftRunner, shape: StepShape, pool: Any) -> None:
+    def _settle_of(
+        self, drafts: DraftRunner, shape: StepShape, in_graph: bool, pool: Any
+    ) -> Callable[[torch.Tensor], Settled]:
+        """Returns what settles a step of the shape, given the tokens sampled for its own rows."""
         tokens = self._tokens[: self._num_sampled(shape)]
 
         def compute() -> None:
-            self._settled[shape] = drafts.settle(shape, self.outputs[shape], tokens, in_graph=True)
+            self._settled[shape] = drafts.settle(shape, self.outputs[shape], tokens, in_graph)
 
-        graph = capture(compute, pool)
+        launch = capture(compute, pool, self.graphs[shape].replay).replay if in_graph else compute
 
         def settle(sampled: torch.Tensor) -> Settled:
             tokens[: len(sampled)] = sampled
-            graph.replay()
+            launch()
             return self._settled[shape]
 
-        self._settle[shape] = settle
+        return settle
 
     def _refresh(self, rows: DecodeRows | None, seq_lens: np.ndarray) -> None:
         """The one place where what attention plans on the host follows a step, before every replay of any graph.

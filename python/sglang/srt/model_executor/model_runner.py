@@ -50,6 +50,8 @@ from sglang.srt.utils.device_arrays import send
 
 logger = logging.getLogger(__name__)
 
+SHORT_PROMPT = 16
+
 CreateDrafter = Callable[[CausalLM, Plan], Drafter]
 """Creates the drafter for a model that has its weights."""
 
@@ -94,7 +96,7 @@ class ModelRunner:
         self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
-        sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
+        sampler.warm_up(self.sampling_table, None if self.state.guesses else self.state.next_tokens[:, 0])
         self.widths = tuple(sorted(widths)) or (width,)
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
@@ -108,12 +110,10 @@ class ModelRunner:
         sizes = graph_sizes(plan, self.state, self.widths)
         if sizes.any:
             with torch.inference_mode():
-                in_graphs = None if attention.decode_plans_on_host else drafts
-                self.graphs = GraphRunner(self.state, sizes, keeps_hidden or drafts is not None, in_graphs)
+                self.graphs = GraphRunner(self.state, sizes, keeps_hidden, drafts, not attention.decode_plans_on_host)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
-            for prefix in attention.prefixes(16, plan.context_len):  # compiles what prompts too long for a graph need
-                self.run_padding(16, prefix)
+            self._compile_prompts()
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
@@ -186,6 +186,17 @@ class ModelRunner:
         with self.without_graphs():
             self.run(padding_step(num, prefix, self.state.guesses)).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
+
+    def _compile_prompts(self) -> None:
+        """Computes prompts that are too long for a graph, so that none waits for a kernel: a short one and the longest
+        behind every kind of cached prefix, and those at which the tiles of a kernel change."""
+        attention, context_len = self.state.attention, self.plan.context_len
+        lengths = {(num, 0) for num in self.plan.band_sizes(self.longest_prompt)}
+        for num in (min(SHORT_PROMPT, self.longest_prompt), self.longest_prompt):
+            lengths |= {(num, prefix) for prefix in attention.prefixes(num, context_len)}
+        for num, prefix in sorted(lengths):
+            self.run_padding(num, prefix)
+        self.launches = PromptLaunches()
 
     def run(self, step: StepInput) -> StepResult:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""

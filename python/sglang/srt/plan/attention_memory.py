@@ -11,8 +11,8 @@ MIB = 1024**2
 FLASHINFER_WORKSPACE = 256 * MIB
 FLASHINFER_MLA_WORKSPACE = 128 * MIB
 FLASHINFER_PLANS = 8 * MIB
-"""Bytes of the lists that a planner makes: each attention site has three buffers for prefill and one for decoding,
-which the wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
+"""Bytes of the lists that a planner makes: each attention site has three buffers for prefill and three for decoding, of
+which the wrappers of all captured batch sizes share one. A test holds both sizes to the backend's."""
 FLASHINFER_LATENT_WORKSPACE = 32 * MIB
 FLASHINFER_LATENT_LISTS = MIB // 4
 FLASHINFER_LATENT_CHUNKS = 32
@@ -103,17 +103,17 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
 
 
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
-    """Returns the bytes of the workspace and, for each attention site, of four buffers of plans and of page lists: one
+    """Returns the bytes of the workspace and, for each attention site, of seven buffers of plans and of page lists: one
     list for captured batches, sized for requests of the full length, and one that a step gathers. One more buffer of
-    plans exists while a wrapper is made. Where ranks share out tokens, requests that decode, tokens one by one and
-    prompts have a buffer each, a page is as many entries as before on all ranks together, and tokens that come together
-    are a page each."""
+    plans exists while a wrapper is made. Where ranks share out tokens, requests that decode and tokens one by one have
+    three buffers each and prompts one, a page is as many entries as before on all ranks together, and tokens that come
+    together are a page each."""
     workspace = FLASHINFER_MLA_WORKSPACE if choice.name == "flashinfer_mla" else FLASHINFER_WORKSPACE
     largest = max(sizes.graph_batch_sizes, default=0)
     pages = [min(window or sizes.pages_per_request, sizes.pages_per_request) for window in sizes.windows]
     captured = sum(4 * largest * (each + 3) for each in pages)
     gathered = (len(pages) * sizes.max_pages + sizes.gathered_tokens) * LIST_BYTES_PER_PAGE
-    return workspace + (4 * len(pages) + 1) * FLASHINFER_PLANS + captured + gathered
+    return workspace + (7 * len(pages) + 1) * FLASHINFER_PLANS + captured + gathered
 
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:

@@ -180,6 +180,12 @@ class Plan:
         cut = self.bands.get(op)
         return () if cut is None else cut.by_shape[shape]
 
+    def band_sizes(self, most: int) -> list[int]:
+        """Returns numbers of tokens, ascending: steps of these launch every tile that any step of up to `most` tokens
+        launches."""
+        bands = (band for cut in self.bands.values() for each in cut.by_shape.values() for band in each)
+        return sorted({int(min(band.most, most)) for band in bands} - {0})
+
     def tile(self, op: str) -> Tile:
         """Returns the chosen tile of a kernel that has one for steps of any size."""
         return self._rungs(op)[0]

@@ -148,14 +148,16 @@ def reexecuting_capture(recorder: list[str]) -> Any:
     """`graph_capture.capture` without a GPU: a replay runs the step again, over the same static tensors. `recorder`
     holds "graph" while device work of a graph runs, so that host work can notice that it does not belong there."""
 
-    def capture(step: Any, pool: Any = None) -> Any:
+    def capture(step: Any, pool: Any = None, producer: Any = None) -> Any:
         def run_as_graph() -> None:
             recorder.append("graph")
             step()
             recorder.remove("graph")
 
-        step()
-        step()
+        for _ in range(2):
+            if producer is not None:
+                producer()
+            step()
         run_as_graph()
         return SimpleNamespace(replay=run_as_graph, pool=lambda: None)
 

@@ -44,9 +44,9 @@ def merged(p: Problem, size: int, backend: Any, **options: Any) -> torch.Tensor:
         out = torch.full((len(p.prefix_lens), p.num_heads, p.v_head_dim), float("nan"), device=p.device, dtype=p.dtype)
         lse = torch.full((len(p.prefix_lens), p.num_heads), float("nan"), device=p.device)
         metadata = builder.build(own_rows(whole_rows(p), Group(rank, size)))
-        if hasattr(builder, "workspace"):
-            builder.workspace.part_o.fill_(float("nan"))
-            builder.workspace.part_lse.fill_(float("nan"))
+        for workspace in getattr(builder, "workspaces", {}).values():
+            workspace.part_o.fill_(float("nan"))
+            workspace.part_lse.fill_(float("nan"))
         metadata.attend_part(p.q, layer, out, lse)
         check_without(lse, torch.tensor(p.prefix_lens, device=p.device) < rank)
         parts.append(out)

@@ -19,6 +19,7 @@ from pairs import some, some_of
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENTS, AttentionTile, _split, attention_tiles
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    DecodePlan,
     DecodeWorkspace,
     combine_constants,
     decode_attention_fwd,
@@ -97,12 +98,11 @@ def run_decode(
     )
     workspace.part_o.fill_(float("nan"))
     workspace.part_lse.fill_(float("nan"))
-    workspace.work.fill_(1 << 30)
     seq_lens = p.prefix + 1
-    plan_decode(seq_lens, workspace, tile)
+    plan = plan_decode(seq_lens, workspace, tile)
     attend = decode_biased_fwd if "bias" in kwargs else decode_attention_fwd
     attend(
-        p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, seq_lens, workspace, scale=p.head_dim**-0.5,
+        p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, seq_lens, plan, scale=p.head_dim**-0.5,
         tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, **kwargs,
     )  # fmt: skip
     return out
@@ -351,9 +351,8 @@ def test_decode_pieces_cover_every_token_once(waves: int, lens: list[int], num_s
     tile: AttentionTile = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2}
     tile["waves"] = waves
     workspace = DecodeWorkspace.allocate(len(lens), 8, 2, 64, num_sms, tile, interpreter.DEVICE, max(lens))
-    plan_decode(torch.tensor(lens, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
-    work = workspace.work[: workspace.num_pieces(len(lens))].tolist()
-    pieces = workspace.pieces[: len(lens)].tolist()
+    plan = plan_decode(torch.tensor(lens, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
+    work, pieces = plan.work.tolist(), plan.pieces.tolist()
     for seq, length in enumerate(lens):
         mine = [row for row in work if row[0] == seq]
         first, count = pieces[seq]
@@ -398,10 +397,11 @@ def test_pieces_are_merged_whatever_their_number(batch: str, head_dim: int) -> N
     workspace.part_o.fill_(float("nan"))
     workspace.part_lse.fill_(float("nan"))
     workspace.part_o[:total], workspace.part_lse[:total] = part, lse
-    workspace.pieces[:] = torch.tensor(list(zip(firsts, counts, strict=True)), dtype=torch.int32)
+    pieces = torch.tensor(list(zip(firsts, counts, strict=True)), dtype=torch.int32, device=interpreter.DEVICE)
+    plan = DecodePlan(len(counts), tile, pieces, pieces, workspace.part_o, workspace.part_lse)
     for sinks in (None, torch.tensor([0.5, -1.0], device=interpreter.DEVICE)):
         out = torch.full((len(counts), heads, head_dim), -7.0, device=interpreter.DEVICE)
-        merge_pieces(out, workspace, sinks)
+        merge_pieces(out, plan, sinks)
         assert (out[0] == -7.0).all()
         for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
             mine = slice(first, first + count)
@@ -418,8 +418,8 @@ def test_pieces_fill_the_waves_of_a_card(batch: int, num_sms: int, pieces: int) 
     """A program an SM, 8,192 tokens: of 16 sequences eleven pieces each are one wave of 188, sixteen would be two."""
     tile = _split(16, 64, 8, 3, ctas_per_sm=1, waves=2)
     workspace = DecodeWorkspace.allocate(batch, 16, 1, 512, num_sms, tile, interpreter.DEVICE)
-    plan_decode(torch.full((batch,), 8192, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
-    assert workspace.pieces[:batch, 1].tolist() == [pieces] * batch
+    plan = plan_decode(torch.full((batch,), 8192, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
+    assert plan.pieces[:, 1].tolist() == [pieces] * batch
 
 
 @interpreter.kernel_test

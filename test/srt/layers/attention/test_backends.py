@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +90,20 @@ def test_triton_prompts_behind_decoding_requests(decodes: int) -> None:
     out = layer_of(e)(q, k, v, mixed_batch_of(d, e, sites, decodes))
     assert relative_error(out[:decodes], expected[:decodes]) < BF16_OUTPUT_BOUND
     assert relative_error(out[decodes:], expected[decodes:]) < BF16_OUTPUT_BOUND
+
+
+@interpreter.kernel_test
+def test_a_plan_outlives_those_of_other_steps() -> None:
+    """As of the halves of a step, both planned before either computes, and of a draft's first rows, which attend over
+    what the target planned. The other steps have more rows, and other lengths."""
+    p = decode_problem()
+    sites = triton_sites(plan_of(p, max_running_requests=16), p.device)
+    batch = batch_of(p, Mode.DECODE, sites)
+    rows = batch.decode
+    more = replace(rows, seq_lens=rows.seq_lens.repeat(4) + 60, req_pool_indices=rows.req_pool_indices.repeat(4))
+    sites.metadata(replace(batch, decode=more))
+    out = layer_of(p)(p.q, p.k, p.v, batch)
+    assert relative_error(out, reference_decode(p, 64**-0.5).flatten(1)) < BF16_OUTPUT_BOUND
 
 
 @interpreter.kernel_test

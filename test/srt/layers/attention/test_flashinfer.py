@@ -169,30 +169,41 @@ class StagingWrapper:
 
 
 def test_a_plan_made_ahead_leaves_the_last_one_alone(fake_backend: ModuleType) -> None:
-    """The host plans the next step while the device has not begun the last one."""
+    """The host plans the next step while the device has not begun the last one. Who runs a plan that another one has
+    replaced is told."""
     stream = Stream()
     inner = StagingWrapper(stream)
     wrapper = fake_backend.PlannedWrapper(inner, stream)
     steps = [[1, 2], [30, 4], [5, 600]]
     for lens in steps:
-        wrapper.plan(lens)
-        wrapper.run(None, (None, None))
+        plan = wrapper.plan(lens)
+        plan.run(None, (None, None))
     stream.record()
     stream.synchronize()
     assert inner.outputs == steps
+    wrapper.plan([7])
+    with pytest.raises(AssertionError, match="planned for another step"):
+        plan.run(None, (None, None))
 
 
-def test_halves_of_a_step_and_the_whole_of_it_are_planned_before_either_attends(fake_backend: ModuleType) -> None:
-    first, second = (Problem(lens, new, 4, 2, 64, 64, page_size=4) for lens, new in (([0, 9], [7, 3]), ([5], [6])))
+@pytest.mark.parametrize("mode", [Mode.EXTEND, Mode.DECODE], ids=["prefill", "decode"])
+def test_halves_of_a_step_and_the_whole_of_it_are_planned_before_either_attends(
+    fake_backend: ModuleType, mode: Mode
+) -> None:
+    """Where attention groups have requests of their own, both halves may have some that decode."""
+    news = ([7, 3], [6]) if mode is Mode.EXTEND else ([1, 1], [1])
+    first, second = (
+        Problem(lens, new, 4, 2, 64, 64, page_size=4) for lens, new in zip(([0, 9], [5]), news, strict=True)
+    )
     share_cache(first, second)
     sites = sites_of(plan_of(second), fake_backend.FlashInferAttnBackend(plan_of(second), "cpu"))
     steps = (first, second, first)
     for p in steps:
         store_new_tokens(p)
-    batches = [batch_of(p, Mode.EXTEND, sites) for p in steps]
+    batches = [batch_of(p, mode, sites) for p in steps]
     for p, batch in zip(steps, batches, strict=True):
         layer = layer_of(p)
-        assert relative_error(layer(p.q, p.k, p.v, batch), native(p, Mode.EXTEND, layer)) < BOUND
+        assert relative_error(layer(p.q, p.k, p.v, batch), native(p, mode, layer)) < BOUND
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
@@ -233,9 +244,9 @@ def test_prompts_take_the_kernels_of_the_planned_gpu(
     plan_next = fake_backend.FlashInferExtend._plan_next
 
     def spy(self: Any, *args: Any) -> Any:
-        wrapper = plan_next(self, *args)
-        planned.append(wrapper._wrapper.backend)
-        return wrapper
+        plan = plan_next(self, *args)
+        planned.append(plan.wrapper._wrapper.backend)
+        return plan
 
     monkeypatch.setattr(fake_backend.FlashInferExtend, "_plan_next", spy)
     batch_of(p, Mode.EXTEND, sites_of(plan, fake_backend.FlashInferAttnBackend(plan, "cpu")))

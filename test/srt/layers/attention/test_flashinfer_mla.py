@@ -130,8 +130,8 @@ def test_the_kernels_are_those_of_the_architecture(fake_backend: ModuleType, fea
     p = latents([5], [1])
     backend = fake_backend.FlashInferMLABackend(replace(plan_for(p), arch=FakeArch(features=features)), "cpu")
     site = layer_of(p).site
-    for builder in (backend.decode_builder(site)._eager, backend.extend_builder(site)._wrapper):
-        assert builder._wrapper.backend == ("fa3" if features else "fa2")
+    for wrapper in (next(backend.decode_builder(site)._eager), backend.extend_builder(site)._wrapper):
+        assert wrapper._wrapper.backend == ("fa3" if features else "fa2")
 
 
 @pytest.mark.gpu

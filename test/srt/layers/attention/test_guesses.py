@@ -48,12 +48,12 @@ def run(
     )
     workspace.part_o.fill_(float("nan"))
     workspace.part_lse.fill_(float("nan"))
-    plan_decode(lens, workspace, tile)
+    plan = plan_decode(lens, workspace, tile)
     out = torch.full((len(p.q), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
     caches = fp4 or {"k_cache": p.k_cache, "v_cache": p.v_cache}
     usual = decode_biased_fwd if "bias" in features else decode_attention_fwd
     (decode_fp4_fwd if fp4 else usual)(
-        p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=lens, workspace=workspace,
+        p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=lens, plan=plan,
         scale=p.head_dim**-0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, prefix_lens=p.prefix, **caches,
         **features,
     )  # fmt: skip
@@ -178,10 +178,10 @@ def test_one_row_is_a_decoding_token() -> None:
     if interpreter.INTERPRETED:
         tile = attention_tiles("decode_attention", 64, 64, "bfloat16", arch_by_name("sm_120").features)[0]
     workspace = DecodeWorkspace.allocate(len(lens) + 2, 6, 2, 64, 8, tile, p.device)
-    plan_decode(lens, workspace, tile)
+    plan = plan_decode(lens, workspace, tile)
     out = torch.empty_like(guessed)
     decode_attention_fwd(
-        p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, workspace, scale=64**-0.5, tile=tile
+        p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, plan, scale=64**-0.5, tile=tile
     )
     assert torch.equal(out, guessed)
 
@@ -222,7 +222,8 @@ def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch:
     shape = (num_heads, kv_heads, dims[1], 188, tile, "meta", 1 << 17)
     one, several = DecodeWorkspace.allocate(batch, *shape), DecodeWorkspace.for_guesses(most, batch, *shape)
     assert set(several) == set(range(2, most + 1))
-    buffers = [part for each in (one, several[most]) for part in (each.work, each.pieces, each.part_o, each.part_lse)]
+    plans = [torch.empty(each.num_pieces(batch) * 4 + batch * 2, dtype=torch.int32) for each in (one, several[most])]
+    buffers = [*plans, *(part for each in (one, several[most]) for part in (each.part_o, each.part_lse))]
     choice = SimpleNamespace(need=SimpleNamespace(op="decode_attention"), tile=tile, name="triton")
     sizes = AttentionSizes(((num_heads, dims[1]),), dims[1], 0, 188, batch, (), 1, 1, (0,), verified_tokens=most)
     assert sum(part.nbytes for part in buffers) <= attention_bytes({"decode_attention": choice}, sizes)

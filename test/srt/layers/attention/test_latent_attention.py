@@ -226,9 +226,9 @@ def decode(
     seq_lens = problem.prefix_lens + torch.tensor(NEW_LENS, dtype=torch.int32, device=DEVICE)
     workspace = DecodeWorkspace.allocate(len(q), q.shape[1], 1, RANK, num_sms, tile, DEVICE)
     out = torch.empty(len(q), q.shape[1], RANK, dtype=q.dtype, device=DEVICE)
-    plan_decode(seq_lens, workspace, tile)
+    plan = plan_decode(seq_lens, workspace, tile)
     decode_attention_fwd(
-        q, out, problem.cache, problem.cache[..., :RANK], problem.table, problem.rows, seq_lens, workspace,
+        q, out, problem.cache, problem.cache[..., :RANK], problem.table, problem.rows, seq_lens, plan,
         scale=problem.softmax_scale, k_scale=problem.scale, v_scale=problem.scale, tile=tile, **features,
     )  # fmt: skip
     return out

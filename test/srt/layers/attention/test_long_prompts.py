@@ -69,6 +69,8 @@ def test_prefixes_that_meet_other_kernels() -> None:
     assert attention.prefixes(16, 40_000) == [0, 1, sites.LONG_PREFIX]
     assert attention.prefixes(16, 6_000) == [0, 1, 5_983]
     assert attention.prefixes(16, 5_016) == [0, 1]
+    latent = AttentionSites({}, {}, dict.fromkeys(attention.extend), chunk_tokens=64)
+    assert latent.prefixes(16, 82) == [0, 1, 65] and latent.prefixes(16, 81) == [0, 1]
 
 
 def plan_of(backend: Any) -> Any:

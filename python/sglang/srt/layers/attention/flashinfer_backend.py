@@ -36,8 +36,8 @@ CHECKED_TOKENS = 200
 CHECK_BOUND = 0.02
 """Of a right result: probabilities are rounded to the queries' type, or in some kernels to float8."""
 PLANS_AT_ONCE = 3
-"""Of prompts: where a step runs as two halves (`plan.halves`), both are planned before either attends, and before them
-the whole step, whose prompts a draft attends to behind them."""
+"""Of each kind: where a step runs as two halves (`plan.halves`), both are planned before either attends, and before
+them the whole step, over whose rows a draft attends behind them."""
 TENSOR_CORE_GROUP = 4
 """Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
 
@@ -59,16 +59,36 @@ class PlannedWrapper:
     def __init__(self, wrapper: Any, copied: torch.cuda.Event | None) -> None:
         self._wrapper = wrapper
         self._copied = copied
+        self._num_plans = 0
 
-    def plan(self, *args: Any, **options: Any) -> None:
+    def plan(self, *args: Any, **options: Any) -> WrapperPlan:
         if self._copied is not None:
             self._copied.synchronize()  # at once if it was never recorded
         self._wrapper.plan(*args, **options)
         if self._copied is not None:
             self._copied.record()
+        self._num_plans += 1
+        return self.current()
+
+    def current(self) -> WrapperPlan:
+        """Returns the plan that was made last."""
+        return WrapperPlan(self, self._num_plans)
+
+    def run(self, number: int, *args: Any, **options: Any) -> None:
+        assert number == self._num_plans, "the wrapper was planned for another step meanwhile"
+        self._wrapper.run(*args, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperPlan:
+    """What a wrapper was planned for, which belongs to one metadata: who runs a plan that another one has replaced gets
+    an AssertionError instead of a wrong answer."""
+
+    wrapper: PlannedWrapper
+    number: int
 
     def run(self, *args: Any, **options: Any) -> None:
-        self._wrapper.run(*args, **options)
+        self.wrapper.run(self.number, *args, **options)
 
 
 class FlashInferAttnBackend:
@@ -113,7 +133,7 @@ class _SiteOptions:
     def pages(self, rows: DecodeRows | ExtendRows) -> Pages:
         return gather_pages(rows, self.table, self.page_size, self.window)
 
-    def run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+    def run(self, plan: WrapperPlan, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         if layer.logit_cap > 0 or layer.sinks is not None:
             raise NotImplementedError(
                 "the flashinfer backend here has neither logit caps nor sinks; use --attention-backend triton"
@@ -122,7 +142,7 @@ class _SiteOptions:
         k_cache, v_cache = (c.unflatten(0, (-1, self.page_size)) for c in (cache.k, cache.v))
         # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
         k_scale = cache.k_scale * layer.scale * self.head_dim**0.5
-        wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)
+        plan.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)
 
 
 def _planned(wrapper: Any, workspace: torch.Tensor, lists: torch.Tensor) -> PlannedWrapper:
@@ -151,13 +171,12 @@ class FlashInferExtend:
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferExtendMetadata:
         assert causal, "plan.needs asks for no other"
-        wrapper = self._plan_next(rows.new_lens_cpu, self.site.pages(rows))
-        return FlashInferExtendMetadata(self.site, wrapper, sum(rows.new_lens_cpu))
+        plan = self._plan_next(rows.new_lens_cpu, self.site.pages(rows))
+        return FlashInferExtendMetadata(self.site, plan, sum(rows.new_lens_cpu))
 
-    def _plan_next(self, new_lens: Sequence[int], pages: Pages) -> PlannedWrapper:
-        wrapper = next(self._wrappers)
+    def _plan_next(self, new_lens: Sequence[int], pages: Pages) -> WrapperPlan:
         qo_indptr = np.concatenate(([0], np.cumsum(new_lens))).astype(np.int32)
-        wrapper.plan(
+        return next(self._wrappers).plan(
             torch.from_numpy(qo_indptr),
             pages.indptr,
             pages.indices,
@@ -166,7 +185,6 @@ class FlashInferExtend:
             causal=True,
             **self.site.options,
         )
-        return wrapper
 
     def check(self) -> None:
         """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
@@ -176,13 +194,13 @@ class FlashInferExtend:
         new, num_pages = 24, 1 + -(-CHECKED_TOKENS // page_size)
         count = num_pages * page_size - page_size + 1  # one on the last page
         last, ends = torch.ones(1, dtype=torch.int32), torch.tensor([0, num_pages], dtype=torch.int32)
-        wrapper = self._plan_next([new], Pages(ends, last, torch.arange(num_pages, dtype=torch.int32, device=device)))
+        plan = self._plan_next([new], Pages(ends, last, torch.arange(num_pages, dtype=torch.int32, device=device)))
         generator = torch.Generator(device).manual_seed(0)
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         k, v = (torch.randn(shape, generator=generator, device=device).to(self.site.cache_dtype) for _ in range(2))
         q = torch.randn((new, num_heads, head_dim), generator=generator, device=device).to(dtype)
         out = torch.empty_like(q)
-        wrapper.run(q, (k, v), k_scale=1.0, v_scale=1.0, out=out)
+        plan.run(q, (k, v), k_scale=1.0, v_scale=1.0, out=out)
         group = num_heads // num_kv_heads
         keys, values = (x.flatten(0, 1)[:count].float().repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("thd,shd->hts", q.float(), keys) * head_dim**-0.5
@@ -199,40 +217,41 @@ class FlashInferExtend:
 @dataclass(slots=True)
 class FlashInferExtendMetadata:
     site: _SiteOptions
-    wrapper: PlannedWrapper
+    plan: WrapperPlan
     num_tokens: int
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
         first = len(q) - self.num_tokens
-        self.site.run(self.wrapper, q[first:], layer, out[first:])
+        self.site.run(self.plan, q[first:], layer, out[first:])
 
 
 class FlashInferDecode:
-    """Implements DecodeBuilder."""
+    """Implements DecodeBuilder. Outside of graphs PLANS_AT_ONCE wrappers take turns; those of graphs, each of which is
+    planned directly before its replay, share the lists of the first."""
 
     plans_on_host = True
     in_graphs = True
 
     def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
         self.site, self._workspace = site, workspace
-        self._lists = _plan_lists(workspace.device)
-        self._eager = self._wrapper()
+        lists = [_plan_lists(workspace.device) for _ in range(PLANS_AT_ONCE)]
+        self._lists_of_graphs = lists[0]
+        self._eager = itertools.cycle([self._wrapper(each) for each in lists])
         self._in_graphs: dict[int, PlannedWrapper] = {}
 
-    def _wrapper(self, **buffers: Any) -> PlannedWrapper:
+    def _wrapper(self, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=self.site.tensor_cores, **buffers
         )
-        return _planned(wrapper, self._workspace, self._lists)
+        return _planned(wrapper, self._workspace, lists)
 
-    def _plan(self, wrapper: PlannedWrapper, pages: Pages) -> None:
-        wrapper.plan(pages.indptr, pages.indices, pages.last_len, *self.site.shape, **self.site.options)
+    def _plan(self, wrapper: PlannedWrapper, pages: Pages) -> WrapperPlan:
+        return wrapper.plan(pages.indptr, pages.indices, pages.last_len, *self.site.shape, **self.site.options)
 
     def build(self, rows: DecodeRows) -> FlashInferDecodeMetadata:
-        self._plan(self._eager, self.site.pages(rows))
-        return FlashInferDecodeMetadata(self.site, self._eager)
+        return FlashInferDecodeMetadata(self.site, self._plan(next(self._eager), self.site.pages(rows)))
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
@@ -243,6 +262,7 @@ class FlashInferDecode:
         indices = torch.zeros(largest * self.site.max_pages_each, dtype=torch.int32, device=device)
         for size in batch_sizes:
             wrapper = self._in_graphs[size] = self._wrapper(
+                self._lists_of_graphs,
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=indptr[: size + 1],
                 paged_kv_indices_buffer=indices,
@@ -256,7 +276,7 @@ class FlashInferDecode:
             self._plan(wrapper, one_page_each)
 
     def build_in_graph(self, rows: DecodeRows) -> FlashInferDecodeMetadata:
-        return FlashInferDecodeMetadata(self.site, self._in_graphs[len(rows)])
+        return FlashInferDecodeMetadata(self.site, self._in_graphs[len(rows)].current())
 
     def refresh(self, rows: DecodeRows) -> None:
         self._plan(self._in_graphs[len(rows)], self.site.pages(rows))
@@ -265,7 +285,7 @@ class FlashInferDecode:
 @dataclass(slots=True)
 class FlashInferDecodeMetadata:
     site: _SiteOptions
-    wrapper: PlannedWrapper
+    plan: WrapperPlan
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        self.site.run(self.wrapper, q, layer, out)
+        self.site.run(self.plan, q, layer, out)

@@ -23,7 +23,13 @@ import torch
 from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.attention.flashinfer_backend import CHECK_BOUND, PLANS_AT_ONCE, PlannedWrapper, library_kernels
+from sglang.srt.layers.attention.flashinfer_backend import (
+    CHECK_BOUND,
+    PLANS_AT_ONCE,
+    PlannedWrapper,
+    WrapperPlan,
+    library_kernels,
+)
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
 from sglang.srt.layers.attention.triton_ops.latent_prompt import expand_cached, expand_new
 
@@ -77,8 +83,7 @@ class FlashInferLatentPrompt:
         return self._part(starts[first : end + 1], keys[first : end + 1], causal=False)
 
     def _part(self, starts: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> _Part:
-        wrapper = next(self._wrappers)
-        wrapper.plan(
+        plan = next(self._wrappers).plan(
             torch.tensor(starts, dtype=torch.int32) - starts[0],
             torch.tensor(keys, dtype=torch.int32),
             self.heads,
@@ -90,7 +95,7 @@ class FlashInferLatentPrompt:
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
         )
-        return _Part(wrapper, starts[0], starts[-1])
+        return _Part(plan, starts[0], starts[-1])
 
     def check(self) -> None:
         """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
@@ -132,7 +137,7 @@ def _planned(workspace: torch.Tensor, lists: torch.Tensor, kernels: str) -> Plan
 class _Part:
     """A planned wrapper, and the prompt tokens that it attends for: from `first` to before `end`."""
 
-    wrapper: PlannedWrapper
+    plan: WrapperPlan
     first: int
     end: int
 
@@ -165,15 +170,15 @@ class FlashInferLatents:
         q, entries, out = q[first:], entries[first:], out[first:]
         k, v = expand_new(q, entries, w_uk, w_uv)
         if not chunks:
-            self.causal.wrapper.run(q, k, v, out=out)
+            self.causal.plan.run(q, k, v, out=out)
             return
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.causal.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
+        self.causal.plan.run(q, k, v, out=out, lse=lse, return_lse=True)
         merged, part_lse = out.to(torch.float32, copy=True), torch.empty_like(lse)
         for part, chunk in zip(self.cached, chunks, strict=True):
             k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale)
             rows = slice(part.first, part.end)
-            part.wrapper.run(q[rows], k, v, out=out[rows], lse=part_lse[rows], return_lse=True)
+            part.plan.run(q[rows], k, v, out=out[rows], lse=part_lse[rows], return_lse=True)
             _merge(merged[rows], lse[rows], out[rows], part_lse[rows])
         out.copy_(merged)
 

@@ -8,6 +8,7 @@ has a rank's share of its entries, and prompts read tokens that came together, e
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.attention.flashinfer_backend import PLAN_BYTES, PlannedWrapper, library_kernels
+from sglang.srt.layers.attention.flashinfer_backend import (
+    PLAN_BYTES,
+    PLANS_AT_ONCE,
+    PlannedWrapper,
+    WrapperPlan,
+    library_kernels,
+)
 from sglang.srt.layers.attention.page_table import gather_pages
 from sglang.srt.mem_cache.memory_pool import storage_dtype
 from sglang.srt.plan.mixers import MLA
@@ -77,7 +84,7 @@ class _Options:
         pages = gather_pages(rows, self.table, self.page_size, entered=self.table == SHARED_OUT)
         return _Lists.of(new_lens, pages.indptr, pages.indices, torch.tensor(rows.seq_lens_cpu, dtype=torch.int32))
 
-    def plan(self, wrapper: PlannedWrapper, lists: _Lists, causal: bool) -> None:
+    def plan(self, wrapper: PlannedWrapper, lists: _Lists, causal: bool) -> WrapperPlan:
         """Raises UserError for more tokens than the library can plan."""
         tokens, heads = int(lists.starts[-1]), self.shape[0]
         if len(lists.lens) + tokens * heads // WORK_ROWS > self.most_works:
@@ -85,17 +92,15 @@ class _Options:
                 f"FlashInfer cannot plan {tokens:,} new tokens of {heads} heads in a step; use --chunked-prefill-size "
                 f"{self.most_works * WORK_ROWS // heads // 2} or --attention-backend triton"
             )
-        wrapper.plan(
+        return wrapper.plan(
             lists.starts, lists.indptr, lists.indices, lists.lens, *self.shape, causal, self.scale, *self.dtypes
         )
 
-    def run(
-        self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, **sums: Any
-    ) -> None:
+    def run(self, plan: WrapperPlan, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, **sums: Any) -> None:
         """q [T, H, rank + rope]: absorbed queries, whose last dims are rotated."""
         latents = layer.cache.k[:, 0].unflatten(0, (-1, self.page_size))
         rank = self.rank
-        wrapper.run(q[..., :rank], q[..., rank:], latents[..., :rank], latents[..., rank:], out=out, **sums)
+        plan.run(q[..., :rank], q[..., rank:], latents[..., :rank], latents[..., rank:], out=out, **sums)
 
     def wrapper(self, workspace: torch.Tensor, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
         wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=self.kernels, **buffers)
@@ -131,21 +136,21 @@ class FlashInferMLAExtend:
         self.options = options
         lists = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device)
         self._wrapper = options.wrapper(workspace, lists)
-        self._planned: FlashInferMLAExtendMetadata | None = None
+        self._planned_for: FlashInferMLAExtendMetadata | None = None
 
     def build(self, rows: ExtendRows, causal: bool = True) -> FlashInferMLAExtendMetadata:
         assert causal, "plan.needs asks for no other"
         metadata = FlashInferMLAExtendMetadata(
             self, self.options.lists(rows, rows.new_lens_cpu), sum(rows.new_lens_cpu)
         )
-        self.wrapper_for(metadata)
+        self.plan_for(metadata)
         return metadata
 
-    def wrapper_for(self, metadata: FlashInferMLAExtendMetadata) -> PlannedWrapper:
-        if self._planned is not metadata:
+    def plan_for(self, metadata: FlashInferMLAExtendMetadata) -> WrapperPlan:
+        if self._planned_for is not metadata:
             self.options.plan(self._wrapper, metadata.lists, causal=True)
-            self._planned = metadata
-        return self._wrapper
+            self._planned_for = metadata
+        return self._wrapper.current()
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
         return 1
@@ -161,27 +166,28 @@ class FlashInferMLAExtendMetadata:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
         first = len(q) - self.num_tokens
-        self.builder.options.run(self.builder.wrapper_for(self), q[first:], layer, out[first:])
+        self.builder.options.run(self.builder.plan_for(self), q[first:], layer, out[first:])
 
 
 class FlashInferMLADecode:
-    """Implements DecodeBuilder and PartBuilder."""
+    """Implements DecodeBuilder and PartBuilder. Outside of graphs PLANS_AT_ONCE wrappers take turns; those of graphs,
+    each of which is planned directly before its replay, share the lists of the first."""
 
     plans_on_host = True
     in_graphs = True
 
     def __init__(self, options: _Options, workspace: torch.Tensor) -> None:
         self.options, self._workspace = options, workspace
-        self._lists = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device)
-        self._eager = options.wrapper(workspace, self._lists)
+        lists = torch.empty((PLANS_AT_ONCE, PLAN_BYTES), dtype=torch.uint8, device=workspace.device)
+        self._lists_of_graphs = lists[0]
+        self._eager = itertools.cycle([options.wrapper(workspace, each) for each in lists])
         self._in_graphs: dict[int, PlannedWrapper] = {}
 
     def build(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
-        self._plan(self._eager, rows)
-        return FlashInferMLADecodeMetadata(self.options, self._eager, rows.seq_lens == 0)
+        return FlashInferMLADecodeMetadata(self.options, self._plan(next(self._eager), rows), rows.seq_lens == 0)
 
-    def _plan(self, wrapper: PlannedWrapper, rows: DecodeRows) -> None:
-        self.options.plan(wrapper, self.options.lists(rows, [1] * len(rows)), causal=False)
+    def _plan(self, wrapper: PlannedWrapper, rows: DecodeRows) -> WrapperPlan:
+        return self.options.plan(wrapper, self.options.lists(rows, [1] * len(rows)), causal=False)
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
@@ -193,7 +199,7 @@ class FlashInferMLADecode:
         for size in batch_sizes:
             self._in_graphs[size] = self.options.wrapper(
                 self._workspace,
-                self._lists,
+                self._lists_of_graphs,
                 use_cuda_graph=True,
                 qo_indptr=starts[: size + 1],
                 kv_indptr=indptr[: size + 1],
@@ -209,7 +215,7 @@ class FlashInferMLADecode:
             self.options.plan(self._in_graphs[size], one_page_each, causal=False)
 
     def build_in_graph(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
-        return FlashInferMLADecodeMetadata(self.options, self._in_graphs[len(rows)], rows.seq_lens == 0)
+        return FlashInferMLADecodeMetadata(self.options, self._in_graphs[len(rows)].current(), rows.seq_lens == 0)
 
     def refresh(self, rows: DecodeRows) -> None:
         self._plan(self._in_graphs[len(rows)], rows)
@@ -218,15 +224,15 @@ class FlashInferMLADecode:
 @dataclass(slots=True)
 class FlashInferMLADecodeMetadata:
     options: _Options
-    wrapper: PlannedWrapper
+    plan: WrapperPlan
     empty: torch.Tensor  # [D] bool, rows without tokens
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        self.options.run(self.wrapper, q, layer, out)
+        self.options.run(self.plan, q, layer, out)
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
         """As `shared_tokens.PartMetadata` says, whatever the kernels write for a row without tokens. Logarithms come to
         base 2: FlashInfer's own `return_lse_base_on_e` has the threads that merge a row multiply one number in place,
         64 of them in two warps, so that a warp may multiply what the other one has multiplied."""
-        self.options.run(self.wrapper, q, layer, out, lse=lse, return_lse=True)
+        self.options.run(self.plan, q, layer, out, lse=lse, return_lse=True)
         lse.mul_(math.log(2)).masked_fill_(self.empty[:, None], float("-inf"))

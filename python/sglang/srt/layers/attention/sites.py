@@ -79,10 +79,13 @@ class AttentionSites:
         return any(builder.num_parts(new_lens, prefix_lens) > 1 for builder in self._extend_builders)
 
     def prefixes(self, num_tokens: int, context_len: int) -> list[int]:
-        """Returns lengths of cached prefixes that prompts of so many tokens meet with different kernels: none, a short
-        one, and one that several programs share, where a context is long enough."""
-        long = min(LONG_PREFIX, context_len - 1 - num_tokens)
-        return [0, 1, *([long] if self.shares_prefixes([num_tokens], [long]) else [])]
+        """Returns lengths of cached prefixes that prompts of so many tokens meet with different kernels, as far as a
+        context is long enough: none, a short one, one that several programs share, and one whose latents are expanded
+        in several chunks."""
+        most = context_len - 1 - num_tokens
+        long = min(LONG_PREFIX, most)
+        lengths = [0, 1, *([long] if self.shares_prefixes([num_tokens], [long]) else [])]
+        return [*lengths, *([self._chunk_tokens + 1] if self._latent and self._chunk_tokens < most else [])]
 
     def metadata(
         self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    DecodePlan,
     DecodeWorkspace,
     decode_attention_fwd,
     keep_all_pieces,
@@ -60,8 +61,11 @@ class TritonAttnBackend:
 
 
 class _SplitContexts:
-    """How the cached tokens of requests are shared out over the GPU. It lies in a workspace, which the device refills
-    from the requests' lengths: the refill is part of a captured graph, so that a replay needs no work on the host."""
+    """How the cached tokens of requests are shared out over the GPU. The device makes the plan of a step from the
+    requests' lengths: in a captured graph that is a part of it, so that a replay needs no work on the host."""
+
+    workspaces: Mapping[int, DecodeWorkspace]
+    """By the tokens that each sequence of a step brings. All steps use them, one behind the other."""
 
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str, max_rows: int) -> None:
         self.shape, self.max_rows = shape, max_rows
@@ -69,6 +73,8 @@ class _SplitContexts:
         self.tile = self.ladder.tile
         self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
         self.device = device
+        self._replaced: list[Mapping[int, DecodeWorkspace]] = []
+        """Workspaces of tiles that were given up: graphs that were captured before write there."""
 
     def sizes(self) -> tuple[int, int, int, int, int, Tile, torch.device | str, int]:
         """Returns what sizes a workspace."""
@@ -80,11 +86,15 @@ class _SplitContexts:
         """Makes new workspaces, for `max_rows` and `tile`."""
         raise NotImplementedError
 
-    def step_down(self, tile: Tile, fill: Callable[[], DecodeWorkspace]) -> None:
-        """Changes to another tile for good: workspaces depend on it. fill: fills this step's and returns it."""
-        self.tile = tile
-        self.allocate()
-        fill().part_lse.zero_()  # q is there already: what lies between the plan and the kernel that reads it
+    def step_down(self, tile: Tile, make_plan: Callable[[], DecodePlan]) -> DecodePlan:
+        """Changes to another tile for good, on which the workspaces depend. Returns this step's new plan."""
+        if tile is not self.tile:
+            self.tile = tile
+            self._replaced.append(self.workspaces)
+            self.allocate()
+        plan = make_plan()
+        plan.part_lse.zero_()  # q is there already: what lies between the plan and the kernel that reads it
+        return plan
 
 
 class TritonDecode(_SplitContexts):
@@ -102,7 +112,7 @@ class TritonDecode(_SplitContexts):
         self.allocate()
 
     def allocate(self) -> None:
-        self.workspace = DecodeWorkspace.allocate(*self.sizes())
+        self.workspaces = {1: DecodeWorkspace.allocate(*self.sizes())}
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         if batch_sizes[-1] > self.max_rows:
@@ -110,14 +120,13 @@ class TritonDecode(_SplitContexts):
             self.allocate()
 
     def build(self, rows: DecodeRows) -> TritonDecodeMetadata:
-        self.plan(rows.seq_lens)
-        return TritonDecodeMetadata(self, rows)
+        return TritonDecodeMetadata(self, rows, self.plan(rows))
 
-    def plan(self, seq_lens: torch.Tensor) -> DecodeWorkspace:
-        plan_decode(seq_lens, self.workspace, self.tile)
+    def plan(self, rows: DecodeRows) -> DecodePlan:
+        plan = plan_decode(rows.seq_lens, self.workspaces[1], self.tile)
         if self.parts:
-            keep_all_pieces(self.workspace)
-        return self.workspace
+            keep_all_pieces(plan)
+        return plan
 
     build_in_graph = build
 
@@ -129,6 +138,7 @@ class TritonDecode(_SplitContexts):
 class TritonDecodeMetadata:
     builder: TritonDecode
     rows: DecodeRows
+    plan: DecodePlan
 
     def attend(
         self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None = None
@@ -149,15 +159,14 @@ class TritonDecodeMetadata:
         bias: torch.Tensor | None = None,
     ) -> None:
         builder, rows = self.builder, self.rows
-        if tile is not builder.tile:
-            builder.step_down(tile, lambda: builder.plan(rows.seq_lens))
+        if tile is not self.plan.tile:
+            self.plan = builder.step_down(tile, lambda: builder.plan(rows))
         sinks = layer.sinks if lse is None else None
-        _decode(tile, builder.workspace, q, layer, out, rows, rows.seq_lens, bias, sinks=sinks, lse=lse)
+        _decode(self.plan, q, layer, out, rows, rows.seq_lens, bias, sinks=sinks, lse=lse)
 
 
 def _decode(
-    tile: Tile,
-    workspace: DecodeWorkspace,
+    plan: DecodePlan,
     q: torch.Tensor,
     layer: AttentionLayer,
     out: torch.Tensor,
@@ -179,9 +188,9 @@ def _decode(
         rows.token_slots[cache.table].req_to_token,
         rows.req_pool_indices,
         seq_lens,
-        workspace,
+        plan,
         scale=layer.scale,
-        tile=tile,
+        tile=plan.tile,
         sliding_window=layer.sliding_window,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
@@ -202,13 +211,10 @@ class TritonGuesses(_SplitContexts):
         self.workspaces = DecodeWorkspace.for_guesses(self.most, *self.sizes())
 
     def build(self, rows: ExtendRows, guesses: Guesses) -> TritonGuessMetadata:
-        self.plan(guesses)
-        return TritonGuessMetadata(self, rows, guesses)
+        return TritonGuessMetadata(self, rows, guesses, self.plan(guesses))
 
-    def plan(self, guesses: Guesses) -> DecodeWorkspace:
-        workspace = self.workspaces[guesses.width]
-        plan_decode(guesses.ends, workspace, self.tile)
-        return workspace
+    def plan(self, guesses: Guesses) -> DecodePlan:
+        return plan_decode(guesses.ends, self.workspaces[guesses.width], self.tile)
 
 
 @dataclass(slots=True)
@@ -218,6 +224,7 @@ class TritonGuessMetadata:
     builder: TritonGuesses
     rows: ExtendRows
     guesses: Guesses
+    plan: DecodePlan
 
     def attend(
         self,
@@ -234,10 +241,10 @@ class TritonGuessMetadata:
         self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
         builder, rows, guesses = self.builder, self.rows, self.guesses
-        if tile is not builder.tile:
-            builder.step_down(tile, lambda: builder.plan(guesses))
+        if tile is not self.plan.tile:
+            self.plan = builder.step_down(tile, lambda: builder.plan(guesses))
         options = {"sinks": layer.sinks, "prefix_lens": rows.prefix_lens}
-        _decode(tile, builder.workspaces[guesses.width], q, layer, out, rows, guesses.ends, bias, **options)
+        _decode(self.plan, q, layer, out, rows, guesses.ends, bias, **options)
 
 
 class TritonExtend:

@@ -21,7 +21,7 @@ def _stored(x, scale, FP8_LIMIT: tl.constexpr, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_absorbed"])
 def latent_norm_rope_store_kernel(
     q,  # [T, H, NOPE + ROT]
     latent,  # [T, RANK + ROT]

@@ -5,6 +5,8 @@ A row of the parameter table is ROW int32 words (`sampling_table.Column`); float
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,9 @@ NONE = tl.constexpr(NO_TOKEN)
 DRAW_BLOCK = 4096
 DRAW_PROGRAMS = 512
 """Programs that a draw is split into at small batch sizes: about four on each SM of a large GPU."""
+DRAW_ROWS = 1 << 16
+"""Rows of a draw at most, of which a row that several programs share counts as often: those of 4,096 requests with 15
+draft tokens each. 768 KiB of scratch."""
 THRESHOLD_BLOCK = 2048
 THRESHOLD_WARPS = 16
 ADJUST_BLOCK = 4096
@@ -375,22 +380,15 @@ def adjust_logits_kernel(
     tl.store(logits + row * stride + ids, x, mask=inside)
 
 
-_scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-
-
-def _draw_scratch(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(scores, ids, arrival counters) shared by all draws on a device: they are ordered on one stream."""
-    scratch = _scratch.get(device)
-    if scratch is None or scratch[2].shape[0] < batch_size:
-        rows = max(1024, triton.next_power_of_2(batch_size))
-        size = rows + DRAW_PROGRAMS
-        scratch = (
-            torch.empty(size, dtype=torch.float32, device=device),
-            torch.empty(size, dtype=torch.int32, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
-        )
-        _scratch[device] = scratch
-    return scratch
+@functools.cache
+def _draw_scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the scores, ids and arrival counters, [DRAW_ROWS] each, that all draws on a device share: they are
+    ordered on one stream. Captured graphs hold the addresses, so the size never changes."""
+    return (
+        torch.empty(DRAW_ROWS, dtype=torch.float32, device=device),
+        torch.empty(DRAW_ROWS, dtype=torch.int32, device=device),
+        torch.zeros(DRAW_ROWS, dtype=torch.int32, device=device),
+    )
 
 
 def draw_tokens(
@@ -404,8 +402,10 @@ def draw_tokens(
     on_host: bool = False,
 ) -> torch.Tensor:
     """logits [B, V] fp32 or bf16 (rows contiguous) -> [B] int64; with `next_token` also scattered to the slots.
-    on_host: the result lies in pinned memory of the host, into which the kernel writes; keep it until it has."""
+    on_host: the result lies in pinned memory of the host, into which the kernel writes; keep it until it has. B is
+    DRAW_ROWS at most."""
     batch_size, vocab_size = logits.shape
+    assert batch_size <= DRAW_ROWS, f"{batch_size} rows are drawn at once; the scratch is for {DRAW_ROWS}"
     if on_host and logits.is_cuda:
         tokens = torch.empty(batch_size, dtype=torch.int64, pin_memory=True)
     else:
@@ -416,7 +416,7 @@ def draw_tokens(
     splits = max(1, min(DRAW_PROGRAMS // batch_size, blocks))
     # Whole rounds only: 38 blocks over 32 programs would take as long as over 19.
     splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
-    scores, ids, arrivals = _draw_scratch(batch_size, logits.device)
+    scores, ids, arrivals = _draw_scratch(logits.device)
     draw_tokens_kernel[(batch_size, splits)](
         logits,
         table,

@@ -34,7 +34,12 @@ from sglang.srt.layers.attention.triton_ops.common import (
     split_head_dim,
     visible,
 )
-from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE, DecodeWorkspace, head_tiles
+from sglang.srt.layers.attention.triton_ops.decode_workspace import (
+    SHORT_PIECE,
+    DecodePlan,
+    DecodeWorkspace,
+    head_tiles,
+)
 from sglang.srt.layers.attention.triton_ops.latent_decode import launch_latent_decode
 from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 from sglang.srt.layers.triton_ops import pdl
@@ -280,20 +285,29 @@ def combine_kernel(
     tl.store(o_ptr + o_row + cols, (acc / weight_sum).to(o_ptr.dtype.element_ty), mask=cols < V_HEAD_DIM)
 
 
-def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mapping[str, int]) -> None:
-    """Cut seq_lens [B] int32 into pieces: once a step, before `decode_attention_fwd` with this workspace and tile.
+def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mapping[str, int]) -> DecodePlan:
+    """Cuts seq_lens [B] int32 into pieces: once a step, before `decode_attention_fwd` with this plan. Raises ValueError
+    if the workspace is too small for B sequences.
 
     With programmatic launches the plan is read while the kernel ahead still runs: some other kernel must be launched
     between the two, as whatever computes q is."""
-    num_seqs = seq_lens.shape[0]
+    num_seqs, device = seq_lens.shape[0], seq_lens.device
     if num_seqs > workspace.max_batch:
         raise ValueError(f"batch of {num_seqs} sequences exceeds the decode workspace of {workspace.max_batch}")
     num_pieces = workspace.num_pieces(num_seqs)
+    plan = DecodePlan(
+        num_seqs,
+        tile,
+        torch.empty((num_pieces, 4), dtype=torch.int32, device=device),
+        torch.empty((num_seqs, 2), dtype=torch.int32, device=device),
+        workspace.part_o,
+        workspace.part_lse,
+    )
     launch = plan_constants(tile, workspace.waves)
     plan_kernel[(triton.cdiv(num_pieces, launch["BLOCK_W"]),)](
-        seq_lens, workspace.work, workspace.pieces, num_seqs, workspace.num_slots, num_pieces, **launch,
-        **pdl.options(),
+        seq_lens, plan.work, plan.pieces, num_seqs, workspace.num_slots, num_pieces, **launch, **pdl.options(),
     )  # fmt: skip
+    return plan
 
 
 def plan_constants(tile: Mapping[str, int], waves: int) -> dict[str, int]:
@@ -326,7 +340,7 @@ def decode_attention_fwd(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    workspace: DecodeWorkspace,
+    plan: DecodePlan,
     *,
     scale: float,
     tile: Mapping[str, int],
@@ -344,16 +358,17 @@ def decode_attention_fwd(
     The caches are in q's dtype or float8 (a uint8 pool must be viewed by the caller), real value = stored value *
     k_scale / v_scale; the last dimension of all is contiguous. If v_cache starts at k_cache's address with a smaller
     head dim, and there is one KV head, it is its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices
-    [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have
-    run before on the same stream, but not directly before; layers with and without a sliding window (which counts the
-    query itself) share one plan. With `chunked` a query sees the tokens up to itself from the last multiple of
-    sliding_window on. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
+    [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan` is that of `plan_decode` for these lengths
+    and this tile, launched before on the same stream, but not directly before; layers with and without a sliding window
+    (which counts the query itself) share one. With `chunked` a query sees the tokens up to itself from the last
+    multiple of sliding_window on. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
     exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
 
     With `prefix_lens` [B] int32 there are guesses: q [B * R, Hq, D] and o (contiguous) have R rows of each sequence, of
     the tokens at prefix_lens + 0 .. R - 1. Each sees the tokens up to itself that lie before seq_lens, so that rows
-    behind a sequence's end are finite; the workspace is one for R * Hq heads.
+    behind a sequence's end are finite; the plan's workspace is one for R * Hq heads.
     """
+    plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
     num_tokens = q.shape[0] // num_seqs
     num_kv_heads, v_head_dim = v_cache.shape[1], v_cache.shape[2]
@@ -366,14 +381,14 @@ def decode_attention_fwd(
         if sliding_window > 0 or logit_cap > 0 or sinks is not None:
             raise ValueError("attention over latents has neither a sliding window nor a logit cap nor sinks")
         launch_latent_decode(
-            q, o, k_cache, req_to_token, req_pool_indices, workspace, tiles, prefix_lens, num_seqs, scale=scale,
+            q, o, k_cache, req_to_token, req_pool_indices, plan, tiles, prefix_lens, num_seqs, scale=scale,
             k_scale=k_scale, v_scale=v_scale, tile=tile,
         )  # fmt: skip
     else:
-        decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
+        decode_kernel[(plan.num_pieces * tiles,)](
             q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-            seq_lens if prefix_lens is None else prefix_lens, sinks_arg, workspace.work, workspace.part_o,
-            workspace.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LOG2E, float(v_scale),
+            seq_lens if prefix_lens is None else prefix_lens, sinks_arg, plan.work, plan.part_o,
+            plan.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LOG2E, float(v_scale),
             logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0),
             k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
@@ -384,26 +399,26 @@ def decode_attention_fwd(
         )  # fmt: skip
     if prefix_lens is not None:  # of a piece, the guesses are further heads
         o = o.view(num_seqs, num_tokens * num_heads, v_head_dim)
-    merge_pieces(o, workspace, sinks, lse)
+    merge_pieces(o, plan, sinks, lse)
 
 
-def keep_all_pieces(workspace: DecodeWorkspace) -> None:
-    """After `plan_decode`: pieces of sequences that have one are left to be merged, too, as if there were two."""
-    workspace.work[:, 3].clamp_(min=2)
+def keep_all_pieces(plan: DecodePlan) -> None:
+    """Leaves pieces of sequences that have one to be merged, too, as if there were two."""
+    plan.work[:, 3].clamp_(min=2)
 
 
 def merge_pieces(
     o: torch.Tensor,
-    workspace: DecodeWorkspace | PrefixParts,
+    parts: DecodePlan | PrefixParts,
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Fill the rows of o [B, Hq, Dv] whose sequences have several pieces, from the workspace's `part_o` and
-    `part_lse`; with lse [B, Hq] all rows. sinks [Hq] fp32, or of a part of Hq heads that repeats."""
+    """Fill the rows of o [B, Hq, Dv] whose sequences have several pieces, from `part_o` and `part_lse` of
+    the parts; with lse [B, Hq] all rows. sinks [Hq] fp32, or of a part of Hq heads that repeats."""
     num_seqs, num_heads, v_head_dim = o.shape
     launch = combine_constants(v_head_dim, num_heads, num_seqs)
     combine_kernel[(num_heads, num_seqs, triton.cdiv(v_head_dim, launch["BLOCK_DV"]))](
-        o, workspace.part_lse if lse is None else lse, workspace.pieces, workspace.pieces if sinks is None else sinks,
-        workspace.part_o, workspace.part_lse, num_heads, num_heads if sinks is None else len(sinks), o.stride(0),
+        o, parts.part_lse if lse is None else lse, parts.pieces, parts.pieces if sinks is None else sinks,
+        parts.part_o, parts.part_lse, num_heads, num_heads if sinks is None else len(sinks), o.stride(0),
         o.stride(1), HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, **launch, **pdl.options(),
     )  # fmt: skip

@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.triton_ops.common import (
     visible,
 )
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
-from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace, head_tiles
+from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodePlan, head_tiles
 from sglang.srt.layers.triton_ops import pdl
 
 
@@ -138,7 +138,7 @@ def decode_biased_fwd(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    workspace: DecodeWorkspace,
+    plan: DecodePlan,
     *,
     scale: float,
     tile: Mapping[str, int],
@@ -150,13 +150,14 @@ def decode_biased_fwd(
 ) -> None:
     """As `decode_attention_fwd`; bias [rows of q, Hq, E] contiguous: what is added to the scaled product of a query and
     the key at each distance from 0 to E - 1 before it."""
+    plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
     num_tokens = q.shape[0] // num_seqs
     num_kv_heads = v_cache.shape[1]
     tiles = head_tiles(num_heads * num_tokens, num_kv_heads, tile["BLOCK_H"])
-    decode_biased_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
+    decode_biased_kernel[(plan.num_pieces * tiles,)](
         q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-        seq_lens if prefix_lens is None else prefix_lens, bias, workspace.work, workspace.part_o, workspace.part_lse,
+        seq_lens if prefix_lens is None else prefix_lens, bias, plan.work, plan.part_o, plan.part_lse,
         tiles, num_heads, num_tokens, scale * k_scale * LOG2E, float(v_scale), sliding_window, bias.shape[2],
         q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0),
         v_cache.stride(1), req_to_token.stride(0), GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
@@ -166,4 +167,4 @@ def decode_biased_fwd(
     )  # fmt: skip
     if prefix_lens is not None:  # of a piece, the guesses are further heads
         o = o.view(num_seqs, num_tokens * num_heads, head_dim)
-    merge_pieces(o, workspace)
+    merge_pieces(o, plan)

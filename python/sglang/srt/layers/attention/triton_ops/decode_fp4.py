@@ -17,7 +17,7 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, cap_scores, first_seen, rows_of_tile, visible
 from sglang.srt.layers.attention.triton_ops.decode_attention import merge_pieces
-from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace, head_tiles
+from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodePlan, head_tiles
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.fp4_rows import LIFT, group_block, load_fp4, slot_stride
 
@@ -174,7 +174,7 @@ def decode_fp4_fwd(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    workspace: DecodeWorkspace,
+    plan: DecodePlan,
     *,
     k_group_scales: torch.Tensor,
     v_group_scales: torch.Tensor,
@@ -191,14 +191,15 @@ def decode_fp4_fwd(
 ) -> None:
     """As `decode_attention_fwd`, over k_cache [S, Hkv, D/2] and v_cache [S, Hkv, Dv/2] uint8 with group scales
     [S, Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16."""
+    plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
     num_tokens = q.shape[0] // num_seqs
     num_kv_heads, v_head_dim = v_cache.shape[1], 2 * v_cache.shape[2]
     tiles = head_tiles(num_heads * num_tokens, num_kv_heads, tile["BLOCK_H"])
-    decode_fp4_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
+    decode_fp4_kernel[(plan.num_pieces * tiles,)](
         q, o, k_cache, k_group_scales, v_cache, v_group_scales, req_to_token, req_pool_indices, seq_lens,
-        seq_lens if prefix_lens is None else prefix_lens, seq_lens if sinks is None else sinks, workspace.work,
-        workspace.part_o, workspace.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LIFT * LOG2E,
+        seq_lens if prefix_lens is None else prefix_lens, seq_lens if sinks is None else sinks, plan.work,
+        plan.part_o, plan.part_lse, tiles, num_heads, num_tokens, scale * k_scale * LIFT * LOG2E,
         v_scale * LIFT, logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1),
         slot_stride(k_cache), k_group_scales.stride(0), slot_stride(v_cache), v_group_scales.stride(0),
         req_to_token.stride(0), GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
@@ -210,4 +211,4 @@ def decode_fp4_fwd(
     )  # fmt: skip
     if prefix_lens is not None:  # of a piece, the guesses are further heads
         o = o.view(num_seqs, num_tokens * num_heads, v_head_dim)
-    merge_pieces(o, workspace, sinks, lse)
+    merge_pieces(o, plan, sinks, lse)

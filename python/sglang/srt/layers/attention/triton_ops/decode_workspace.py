@@ -1,4 +1,4 @@
-"""Buffers that the decode kernels share: the table of pieces, and what `combine_kernel` gets of them."""
+"""Memory of the decode kernels: the plan of a step, which is its own, and the partial results, which steps share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,33 @@ def slots_of(num_heads: int, num_kv_heads: int, num_sms: int, tile: Mapping[str,
 
 
 @dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Pieces that the sequences of one step are cut into, made by `decode_attention.plan_decode`.
+
+    It belongs to the metadata that asked for it: nothing else writes `work` and `pieces`, whatever other steps, halves
+    of a step and graphs plan until the last layer has read them. The partial results are the workspace's: they hold
+    nothing beyond the merge behind the kernel that wrote them."""
+
+    num_seqs: int
+    tile: Mapping[str, int]
+    """What the kernels that read the plan are launched with."""
+    work: torch.Tensor  # [pieces, 4] int32: sequence (-1: none), first and last token, pieces of the sequence
+    pieces: torch.Tensor  # [num_seqs, 2] int32: first piece of each sequence, and how many there are
+    part_o: torch.Tensor  # as in DecodeWorkspace
+    part_lse: torch.Tensor
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.work)
+
+    def check_rows(self, req_pool_indices: torch.Tensor) -> None:
+        """Asserts that the plan is one of as many sequences as a kernel is given request slots."""
+        assert len(req_pool_indices) == self.num_seqs, "this plan is another step's"
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Static buffers of the decode kernels for batches up to `max_batch`; one serves all layers of one shape."""
+    """Partial results of the decode kernels for batches up to `max_batch`; one serves all layers of one shape."""
 
     max_batch: int
     num_slots: int
@@ -32,8 +57,6 @@ class DecodeWorkspace:
     waves: int
     max_context: int
     """Tokens of the longest sequence."""
-    work: torch.Tensor  # [max_batch + num_slots * waves, 4] int32
-    pieces: torch.Tensor  # [max_batch, 2] int32
     part_o: torch.Tensor  # [pieces, Hq, Dv] fp32
     part_lse: torch.Tensor  # [pieces, Hq] fp32
 
@@ -55,8 +78,6 @@ class DecodeWorkspace:
             num_slots,
             tile["waves"],
             max_context,
-            torch.empty((pieces, 4), dtype=torch.int32, device=device),
-            torch.empty((max_batch, 2), dtype=torch.int32, device=device),
             torch.empty((pieces, num_heads, v_head_dim), dtype=torch.float32, device=device),
             torch.empty((pieces, num_heads), dtype=torch.float32, device=device),
         )
@@ -78,14 +99,10 @@ class DecodeWorkspace:
         slots = {tokens: slots_of(tokens * num_heads, num_kv_heads, num_sms, tile) for tokens in range(2, most + 1)}
         pieces = {tokens: max_batch + num_slots * tile["waves"] for tokens, num_slots in slots.items()}
         rows = max(count * tokens * num_heads for tokens, count in pieces.items())
-        work = torch.empty((max(pieces.values()), 4), dtype=torch.int32, device=device)
-        of_sequence = torch.empty((max_batch, 2), dtype=torch.int32, device=device)
         part_o = torch.empty((rows, v_head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(rows, dtype=torch.float32, device=device)
         return {
-            tokens: DecodeWorkspace(
-                max_batch, num_slots, tile["waves"], max_context, work, of_sequence, part_o, part_lse
-            )
+            tokens: DecodeWorkspace(max_batch, num_slots, tile["waves"], max_context, part_o, part_lse)
             for tokens, num_slots in slots.items()
         }
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, visible
-from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
+from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodePlan
 from sglang.srt.layers.triton_ops import pdl
 
 
@@ -183,7 +183,7 @@ def launch_latent_decode(
     latents: torch.Tensor,
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
-    workspace: DecodeWorkspace,
+    plan: DecodePlan,
     tiles: int,
     prefix_lens: torch.Tensor | None,
     num_seqs: int,
@@ -201,9 +201,9 @@ def launch_latent_decode(
     if not fp8 and latents.dtype != q.dtype:
         raise TypeError(f"latents are {latents.dtype}: neither float8 nor the queries' {q.dtype}; view them first")
     entries = latents.view(torch.int16) if fp8 else latents
-    latent_decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
+    latent_decode_kernel[(plan.num_pieces * tiles,)](
         q, o, entries, req_to_token, req_pool_indices, req_to_token if prefix_lens is None else prefix_lens,
-        workspace.work, workspace.part_o, workspace.part_lse, tiles, num_heads, num_rows // num_seqs,
+        plan.work, plan.part_o, plan.part_lse, tiles, num_heads, num_rows // num_seqs,
         scale * k_scale * LOG2E, float(v_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1), entries.stride(0),
         req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
         FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, HAS_GUESSES=prefix_lens is not None,

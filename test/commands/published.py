@@ -1,0 +1,84 @@
+"""Launch commands that owners of these cards published, and what stands in for the checkpoints that they name.
+
+`published.tsv`: id, card, config (in `configs.py` or `srt/kernels`; - where nobody published one), source, flags.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
+NOT_SERVED = ("k3",)
+"""Of models that are not implemented."""
+STRETCHED = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 262144}
+STAND_INS = {
+    "rk-q397-fp8": ["--quantization", "fp8"],
+    "red-fn-yaml": [
+        "--json-model-override-args",
+        json.dumps({"text_config": {"rope_parameters": STRETCHED}}),
+    ],
+}
+"""What makes of the config what the command was for."""
+BRINGS_DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_markov_rank": 256,
+}
+"""Keys that the config of DeepSeek-V4-Flash-0731 has beside those of the model."""
+DRAFTS = {
+    "google/gemma-4-31B-it-assistant": {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": 5376,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 1024,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size": 262144,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            },
+        },
+    }
+}
+"""Configs of the form that such drafts have; the widths of this one are not known here."""
+
+
+def draft_checkpoint(name: str, folder: Path) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(DRAFTS[name]))
+    return str(folder)
+
+
+def words_of(name: str, model: Path, folder: Path) -> list[str]:
+    """Returns the flags of a command for a model's directory, and what makes of the model the one that it was for;
+    drafts that it names are written to `folder`."""
+    words = shlex.split(COMMANDS[name]["flags"])
+    argv = ["--model-path", str(model)]
+    text = (model / "config.json").read_text()
+    brings_draft = "dspark_block_size" in text
+    if "DSPARK" in words and "--speculative-draft-model-path" not in words and not brings_draft:
+        layers = json.loads(text)["num_hidden_layers"]
+        draft = {**BRINGS_DSPARK, "dspark_target_layer_ids": [layers - 3, layers - 2, layers - 1]}
+        argv += ["--json-model-override-args", json.dumps(draft)]
+    words = [draft_checkpoint(word, folder) if word in DRAFTS else word for word in words]
+    return [*argv, *words, *STAND_INS.get(name, [])]
