@@ -15,10 +15,15 @@ from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, Conversati
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.job_process import begin_jobs
+from sglang.srt.utils.free_memory import trim_allocator
 from sglang.srt.utils.process_limits import limit_memory
 
 WORKING_BYTES = 1 << 30
 """Memory that a template may take beside what its process has at first."""
+
+
+LARGE_JOB_BYTES = 1 << 18
+"""Size of a conversation after which memory that the C library keeps is given back to the system."""
 
 
 class TemplateSource(NamedTuple):
@@ -81,9 +86,11 @@ def run_templates(source: TemplateSource, max_chars: int, working_bytes: int, co
             return _send(connection, Refused(str(error) or "the chat template takes too much memory to compile"))
         _send(connection, Compiled())
         while True:
-            job = pickle.loads(connection.recv_bytes())
-            _send(connection, _answer(template, job))
-            del job
+            message = connection.recv_bytes()
+            _send(connection, _answer(template, pickle.loads(message)))
+            if len(message) > LARGE_JOB_BYTES:
+                trim_allocator()
+            del message
 
 
 def _answer(template: ChatTemplate, job: list[dict[str, Any]] | Probe) -> Reply:

@@ -107,5 +107,6 @@ def _settle(job: _Job, number: int) -> None:
         result = job.work(number)
     except BaseException as error:  # a library's panic is no Exception
         job.outcome.set_exception(error)
+        del job  # which has the error, which has this frame: none would be freed
     else:
         job.outcome.set_result(result)

@@ -69,10 +69,10 @@ class PrefixTokens:
 
     def _cuts(self, text: str) -> list[_Cut]:
         cuts, least = [], MIN_PIECE_CHARS
-        for found in self._pattern.finditer(text):
-            if found.end() >= least:
-                cuts.append(_Cut(*found.span()))
-                least = found.end() + MIN_PIECE_CHARS
+        for match in self._pattern.finditer(text):
+            if match.end() >= least:
+                cuts.append(_Cut(*match.span()))
+                least = match.end() + MIN_PIECE_CHARS
         return cuts
 
     def _known(self, keys: list[bytes]) -> list[array[int]]:

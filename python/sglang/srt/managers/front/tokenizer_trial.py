@@ -137,17 +137,17 @@ def _runs() -> Iterator[str]:
 def _own_texts(path: str) -> Iterator[str]:
     """Runs of the texts that the file's own replacements are about."""
 
-    def found(value: Any) -> Iterator[str]:
+    def patterns(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
             pattern = value.get("pattern")
             if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
                 yield pattern["String"][:_RUN] * _RUN
             for each in value.values():
-                yield from found(each)
+                yield from patterns(each)
         elif isinstance(value, list):
             for each in value:
-                yield from found(each)
+                yield from patterns(each)
 
     file = json.loads(Path(path).read_text(encoding="utf-8"))
     for key in ("normalizer", "pre_tokenizer", "decoder"):
-        yield from found(file.get(key))
+        yield from patterns(file.get(key))
