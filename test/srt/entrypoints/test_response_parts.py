@@ -46,13 +46,48 @@ def test_what_a_task_holds_counts() -> None:
 
 def test_what_is_dropped_does_not_go_on() -> None:
     async def work() -> None:
-        store = ResponseStore(max_responses=1)
+        store = ResponseStore()
         task = asyncio.create_task(asyncio.sleep(60))
         store.put("first", StoredResponse(b"{}", task=task))
         assert store.num_running == 1
-        store.put("second", StoredResponse(b"{}"))
+        assert store.discard("first")
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    asyncio.run(work())
+
+
+def test_what_runs_stays() -> None:
+    """However many others are stored, and however large they are."""
+
+    async def work() -> None:
+        store = ResponseStore(max_responses=3, max_bytes=100)
+        task = asyncio.create_task(asyncio.sleep(60))
+        store.put("runs", StoredResponse(b"{}", task=task, num_waiting_bytes=40))
+        for number in range(9):
+            store.put(str(number), StoredResponse(b"x" * 30))
+            assert len(store) <= 3
+        await asyncio.sleep(0)
+        assert store.get("runs") is not None and not task.cancelled() and store.num_running == 1
+        assert store.has_room(StoredResponse(b"x" * 50)) and not store.has_room(StoredResponse(b"x" * 60))
+        store.put("runs", StoredResponse(b"{}"))  # it has ended
+        for number in range(3):
+            store.put(str(number), StoredResponse(b"{}"))
+        assert store.get("runs") is None
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_what_runs_may_fill_the_store() -> None:
+    async def work() -> None:
+        store = ResponseStore(max_responses=1)
+        task = asyncio.create_task(asyncio.sleep(60))
+        store.put("runs", StoredResponse(b"{}", task=task))
+        store.put("other", StoredResponse(b"{}"))
+        assert store.get("other") is None and store.get("runs") is not None
+        assert not store.has_room(StoredResponse(b"{}"))
+        task.cancel()
 
     asyncio.run(work())
 

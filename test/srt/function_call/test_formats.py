@@ -203,13 +203,6 @@ def test_a_call_ends_thoughts(reasoning: str, calls: str) -> None:
     assert output.reasoning == "well" and calls_of(output) == [WEATHER] and output.text == ""
 
 
-def test_calls_within_thoughts_are_thoughts() -> None:
-    """Of models that do not call before their thoughts have ended."""
-    text = WRITERS["qwen25"].calls([WEATHER])
-    output = parse(new_parser("qwen25", "deepseek-r1"), f"<think>\n{text}\n</think>\n{text}")
-    assert output.reasoning == text and calls_of(output) == [WEATHER]
-
-
 def test_harmony() -> None:
     text = (
         "<|channel|>analysis<|message|>first<|end|><|start|>assistant<|channel|>analysis<|message|>second<|end|>"

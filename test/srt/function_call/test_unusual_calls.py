@@ -11,6 +11,7 @@ import pytest
 
 from sglang.srt.function_call.events import CallEnd, ParsedOutput, collect
 from sglang.srt.function_call.parser import OutputParser
+from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from srt.function_call.outputs import TOOLS
 from srt.function_call.test_chunking import cut, new_parser, random_cuts, run
@@ -242,28 +243,6 @@ def test_dsml_that_closes_itself(invoke: str) -> None:
 # --- formats of their own ---------------------------------------------------------------------------------------------
 
 
-def _gemma4(arguments: str) -> str:
-    return f"<|tool_call>call:get_weather{arguments}<tool_call|>"
-
-
-def test_gemma4() -> None:
-    nested = '{options:{a b:[1,<|"|>x, }<|"|>,{k:null}],flag:true}, days : 3,city:<|"|>Paris "x"\n<|"|>}'
-    expected = {"options": {"a b": [1, "x, }", {"k": None}], "flag": True}, "days": 3, "city": 'Paris "x"\n'}
-    assert calls_of(read("gemma4", _gemma4(nested))) == [("get_weather", expected)]
-    assert calls_of(read("gemma4", _gemma4("{city:Paris,tags:[]}"))) == [("get_weather", {"city": "Paris", "tags": []})]
-    assert calls_of(read("gemma4", _gemma4('{<|"|>city<|"|>:5}'))) == [("get_weather", {"city": "5"})]
-    for broken in ('{city:<|"|>Paris}', "{city}", "{city:Paris", "{options:" + "[" * 300 + "}", "(city)", "{:1}"):
-        output = collect(run(new_parser("gemma4"), [_gemma4(broken)]))
-        assert output.calls == [] and output.text == _gemma4(broken)
-
-
-def test_gemma4_thinks_in_a_channel() -> None:
-    call = _gemma4('{city:<|"|>Paris<|"|>}')
-    output = read("gemma4", f"<|channel>thought\nwell\n<channel|>Yes.{call}", "gemma4")
-    assert (output.reasoning, output.text, calls_of(output)) == ("well", "Yes.", [PARIS])
-    assert read("gemma4", "<|channel>thought\n<channel|>Yes.", "gemma4").text == "Yes."
-
-
 def _m3(arguments: str) -> str:
     text = f'#<tool_call>\n#<invoke name="get_weather">{arguments}#</invoke>\n#</tool_call>'
     return text.replace("#", "]<]minimax[>[")
@@ -286,6 +265,15 @@ def test_minimax_m3() -> None:
         assert output.calls == []
     deep = collect(run(new_parser("minimax-m3"), [_m3("#<options>" + "#<k>" * 1000)]))
     assert deep.calls == []
+
+
+def test_types_of_entries_in_schemas_that_are_joined() -> None:
+    place = {"properties": {"zip": {"type": "string"}, "floors": {"items": {"type": "string"}}}}
+    text = _m3("#<to>#<zip>75001#</zip>#<floors>#<item>1#</item>#<item>2#</item>#</floors>#</to>")
+    for schema in ({"$ref": "#/$defs/place"}, {"allOf": [{"$ref": "#/$defs/place"}]}, {"anyOf": [place, {}]}):
+        tools = {"get_weather": {"properties": {"to": schema}, "$defs": {"place": place}}}
+        output = collect(run(OutputParser(calls=TOOL_CALL_FORMATS["minimax-m3"], tools=tools), [text]))
+        assert calls_of(output) == [("get_weather", {"to": {"zip": "75001", "floors": ["1", "2"]}})]
 
 
 def test_minimax_m3_thinks_or_not() -> None:
@@ -319,64 +307,94 @@ def test_a_counter_in_place_of_the_name() -> None:
     assert calls_of(collect([*only.push(_counted('{"any": 1}')), *only.finish()])) == [("now", {"any": 1})]
 
 
+def test_sections_of_kimi_with_singular_tags() -> None:
+    call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    for first, last in itertools.product(("tool_calls", "tool_call"), repeat=2):
+        text = f"So: <|{first}_section_begin|>{call}\n{call}<|{last}_section_end|> Done."
+        output = read("kimi_k2", text)
+        assert (output.text, calls_of(output)) == ("So: Done.", [NOW, NOW])
+
+
 # --- calls within thoughts --------------------------------------------------------------------------------------------
 
-THOUGHTFUL = {
-    "glm45": ("glm45", "<tool_call>now\n</tool_call>"),
-    "qwen3": ("qwen25", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
-    "qwen3-thinking": ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
-    "kimi_k2": (
-        "kimi_k2",
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
-        "<|tool_calls_section_end|>",
-    ),
-}
+NOW_IN_JSON = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+MARKS = {name: form.markers for name, form in REASONING_FORMATS.items() if isinstance(form, ReasoningFormat)}
+APART = [name for name, form in REASONING_FORMATS.items() if isinstance(form, ReasoningFormat) and not form.in_text]
+"""Formats of thoughts that have an end mark and are told apart from the text."""
 
 
-@pytest.mark.parametrize("reasoning", THOUGHTFUL)
-def test_a_call_before_the_end_of_thoughts(reasoning: str) -> None:
-    name, call = THOUGHTFUL[reasoning]
-    for end in ("", "\n</think>\n\n"):
-        output = read(name, f"<think>\nI look.\n{call}{end}", reasoning)
+@pytest.mark.parametrize("reasoning", APART)
+def test_a_call_in_thoughts_that_do_not_end(reasoning: str) -> None:
+    begin, end = MARKS[reasoning]
+    for close in ("", f"\n{end}\n\n"):
+        output = read("qwen25", f"{begin}\nI look.\n{NOW_IN_JSON}{close}", reasoning)
         assert (output.reasoning, output.text, calls_of(output)) == ("I look.", "", [NOW])
-        output = read(name, f"<think>\nI look.\n{call}{end}\n{call}", reasoning)
-        assert (output.reasoning, output.text, calls_of(output)) == ("I look.", "", [NOW, NOW])
-    output = read(name, f"I look.\n{call}</think>It is late.", reasoning, inside=True)
-    assert (output.reasoning, output.text, calls_of(output)) == ("I look.", "It is late.", [NOW])
+        output = read("qwen25", f"I look.\n{NOW_IN_JSON}{close}It is late.", reasoning, inside=True)
+        assert (output.reasoning, output.text.strip(), calls_of(output)) == ("I look.", "It is late.", [NOW])
+    output = read("qwen25", f"{begin}I look.\n{NOW_IN_JSON}\n{NOW_IN_JSON}", reasoning)
+    assert (output.reasoning, output.text, calls_of(output)) == ("I look.", "", [NOW, NOW])
+    output = read("qwen25", f"{begin}I look.\n{NOW_IN_JSON} I wait. {NOW_IN_JSON}", reasoning)
+    assert (output.reasoning, output.text, calls_of(output)) == ("I look.", " I wait.", [NOW, NOW])
 
 
-@pytest.mark.parametrize("reasoning", THOUGHTFUL)
-def test_thoughts_about_calls_are_thoughts(reasoning: str) -> None:
-    name, call = THOUGHTFUL[reasoning]
-    marker = TOOL_CALL_FORMATS[name].markers[0]
-    begin = call[: call.index("now")]
-    for mention in (marker, f"{marker}missing\n</tool_call>", f"{begin}missing", call.replace("now", "missing"), begin):
+@pytest.mark.parametrize("reasoning", APART)
+def test_a_call_that_is_only_thought_of(reasoning: str) -> None:
+    """The thoughts go on behind it and end, or the answer begins with a call."""
+    begin, end = MARKS[reasoning]
+    for thoughts in (
+        f"I could write {NOW_IN_JSON} but wait.",
+        f"`{NOW_IN_JSON}`",
+        f"{NOW_IN_JSON}\n{NOW_IN_JSON} twice",
+        '<tool_call>{"name": "now", "arguments": {"a": or so',
+    ):
+        for answer in ("Yes.", NOW_IN_JSON):
+            output = read("qwen25", f"{begin}{thoughts}{end}\n\n{answer}", reasoning)
+            assert (output.reasoning, output.text) == (thoughts, "Yes." if answer == "Yes." else "")
+            assert calls_of(output) == ([] if answer == "Yes." else [NOW])
+    output = read("qwen25", f"{begin}I look.\n{NOW_IN_JSON}\n{end}\n\n{NOW_IN_JSON}", reasoning)
+    assert (output.reasoning, output.text, calls_of(output)) == (f"I look.\n{NOW_IN_JSON}", "", [NOW])
+
+
+@pytest.mark.parametrize("reasoning", APART)
+def test_a_mark_of_calls_in_thoughts_is_none(reasoning: str) -> None:
+    begin, end = MARKS[reasoning]
+    call = NOW_IN_JSON
+    for mention in ("<tool_call>", call.replace("now", "missing"), call[: call.index("now")], "<tool_call>now"):
         thoughts = f"First {mention} and then."
-        output = read(name, f"<think>{thoughts}</think>\n\nyes", reasoning)
-        assert (output.reasoning, output.text, output.calls) == (thoughts, "yes", [])
-        output = read(name, f"<think>{thoughts}</think>\n\n{call}", reasoning)
-        assert (output.reasoning, output.text, calls_of(output)) == (thoughts, "", [NOW])
+        for answer in ("yes", NOW_IN_JSON):
+            output = read("qwen25", f"{begin}{thoughts}{end}\n\n{answer}", reasoning)
+            assert (output.reasoning, output.text) == (thoughts, "yes" if answer == "yes" else "")
+            assert calls_of(output) == ([] if answer == "yes" else [NOW])
+
+
+@pytest.mark.parametrize("reasoning", APART)
+def test_an_end_mark_in_the_arguments_of_a_call_in_thoughts(reasoning: str) -> None:
+    begin, end = MARKS[reasoning]
+    call = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "a{end}b"}}}}</tool_call>'
+    output = read("qwen25", f"{begin}I look.{call}", reasoning)
+    assert (output.reasoning, output.text, calls_of(output)) == (
+        "I look.", "", [("get_weather", {"city": f"a{end}b"})]
+    )  # fmt: skip
 
 
 def test_thoughts_stay_where_nothing_can_be_called() -> None:
-    name, call = THOUGHTFUL["glm45"]
-    for calls, tools in ((TOOL_CALL_FORMATS[name], {}), (None, TOOLS)):
+    for calls, tools in ((TOOL_CALL_FORMATS["qwen25"], {}), (None, TOOLS)):
         parser = OutputParser(calls=calls, tools=tools, reasoning=REASONING_FORMATS["glm45"])
-        output = collect([*parser.push(f"<think>a {call} b</think>c"), *parser.finish()])
-        assert (output.reasoning, output.text, output.calls) == (f"a {call} b", "c", [])
+        output = collect([*parser.push(f"<think>a {NOW_IN_JSON} b</think>c"), *parser.finish()])
+        assert (output.reasoning, output.text, output.calls) == (f"a {NOW_IN_JSON} b", "c", [])
 
 
 def test_thoughts_in_the_text_end_at_a_call_too() -> None:
-    name, call = THOUGHTFUL["qwen3"]
-    output = read(name, f"<think>a {call}", "qwen3", separate=False)
+    output = read("qwen25", f"<think>a {NOW_IN_JSON}", "qwen3", separate=False)
+    assert (output.text.strip(), calls_of(output)) == ("<think>a", [NOW])
+    output = read("qwen25", f"<think>a {NOW_IN_JSON}", "minimax-append-think")
     assert (output.text.strip(), calls_of(output)) == ("<think>a", [NOW])
 
 
 def test_where_the_thoughts_before_a_call_end() -> None:
-    name, call = THOUGHTFUL["qwen3"]
-    for pieces in ([f"<think>a\n{call}"], list(f"<think>a\n{call}")):
-        parser = new_parser(name, "qwen3")
-        events = [event for piece in pieces for event in parser.push(piece)]
+    for pieces in ([f"<think>a\n{NOW_IN_JSON}"], list(f"<think>a\n{NOW_IN_JSON}")):
+        parser = new_parser("qwen25", "qwen3")
+        events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
         assert any(isinstance(event, CallEnd) for event in events)
         assert parser.reasoning_end == len("<think>a\n") and not parser.in_reasoning
 

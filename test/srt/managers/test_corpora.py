@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.layers.native_ngram import ngram_guesses
+from sglang.srt.managers.front import corpora as corpora_module
 from sglang.srt.managers.front import request_preparation
 from sglang.srt.managers.front.corpora import MAX_CORPORA, ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import RequestError
@@ -156,3 +157,79 @@ def test_files_of_texts(tmp_path: Path) -> None:
         read_documents(str(path))
     with pytest.raises(UserError, match="cannot be read"):
         read_documents(str(tmp_path / "none"))
+
+
+def test_an_update_that_the_client_leaves_is_done_whole(tmp_path: Path) -> None:
+    """Once it has begun; the next one waits for it."""
+
+    class Slow(Schedulers):
+        def __init__(self) -> None:
+            super().__init__(60)
+            self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+        async def control(self, kind: str, args: dict[str, Any], timeout: float) -> ControlReply:
+            self.is_asked.set()
+            await self.may_answer.wait()
+            return await super().control(kind, args, timeout)
+
+    async def run() -> None:
+        schedulers = Slow()
+        texts = corpora(schedulers, tmp_path)
+        leaving = asyncio.create_task(texts.add("a", ["the cat sat"]))
+        await schedulers.is_asked.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        following = asyncio.create_task(texts.add("b", ["a dog"]))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        schedulers.may_answer.set()
+        await following
+        assert texts.token_counts == {"a": 12, "b": 6}
+        assert schedulers.guess("the ca", 5) == "t sat" and schedulers.guess("a d", 2) == "og"
+        assert len(list(tmp_path.iterdir())) == 1
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_before_the_update_begins_changes_nothing(tmp_path: Path) -> None:
+    async def never(text: str, add_special_tokens: bool) -> list[int]:
+        await asyncio.Event().wait()
+        return []
+
+    async def run() -> None:
+        schedulers = Schedulers(60)
+        texts = ExternalCorpora(never, schedulers.control, tmp_path, 8, 60)
+        leaving = asyncio.create_task(texts.add("a", ["the cat sat"]))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        with pytest.raises(RequestError, match="no corpus 'a'"):
+            await texts.remove("a")  # waits for no one
+
+    asyncio.run(run())
+
+
+def test_files_of_versions_that_failed_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        schedulers = Schedulers(60)
+        texts = corpora(schedulers, tmp_path)
+        await texts.add("a", ["the cat sat"])
+        schedulers.ok = False
+        with pytest.raises(RequestError):
+            await texts.add("b", ["a dog"])
+        with monkeypatch.context() as patch:
+            patch.setattr(corpora_module.np, "savez", broken)
+            with pytest.raises(OSError, match="disk full"):
+                await texts.add("c", ["a cow"])
+        assert (tmp_path / "corpora-3.npz").exists() is False
+        schedulers.ok = True
+        await texts.add("d", ["a hen"])
+        assert len(list(tmp_path.iterdir())) == 1 and set(texts.token_counts) == {"a", "d"}
+
+    def broken(path: Path, **arrays: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    asyncio.run(run())

@@ -86,6 +86,24 @@ def accepted(scheduler: Scheduler) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
+def test_steps_that_are_computed_to_compile_leave_no_trace(name: str, tmp_path: Path) -> None:
+    """Of requests that decode, plainly and with guesses to verify, more than the largest graph has."""
+    save_tiny(name, tmp_path)
+    args = server_args(tmp_path, max_running_requests=8)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), GREEDY)
+    for scheduler in (
+        Scheduler(args, create_runner(args), StopChecker(None)),
+        verifying_scheduler(args, KnownTexts(4), as_outputs(plain)),
+    ):
+        sizes: list[int] = []
+        forward = scheduler.runner.forward
+        scheduler.runner.forward = lambda step, f=forward, s=sizes: (s.append(len(step.slots)), f(step))[1]
+        scheduler.runner.compile_decodes()
+        assert sorted(set(sizes)) == [7, 8]
+        assert run(scheduler, GREEDY) == plain
+
+
 PARAMS = {"greedy": GREEDY, "sampled": SAMPLED}
 
 

@@ -17,6 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import Group, Groups
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
+from sglang.srt.model_executor import media_timing
 from sglang.srt.model_loader.loader import load_checkpoint, load_tower
 from sglang.srt.models.vision import encoder, inkling, pieces
 from sglang.srt.models.vision.create_encoder import create_encoder
@@ -85,6 +86,23 @@ def test_features_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert len(got) == len(want) == len(grids)
         for item, wanted in zip(got, want, strict=True):
             torch.testing.assert_close(item, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", list(SEEING))
+def test_the_start_can_time_its_layers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each start does, over images of the sizes that the tower takes."""
+    save_seeing(name, tmp_path, {"position_embedding_size": 64} if name.startswith("gemma4") else {})
+    tower = tower_of(tmp_path)
+    if not isinstance(tower, VisionEncoder):
+        pytest.skip("it is not cut into slices")
+
+    def computed(launch: Callable[[], object]) -> float:
+        launch()
+        return 1.0
+
+    monkeypatch.setattr(media_timing, "_milliseconds", computed)
+    times = media_timing.layer_times(tower)
+    assert times.least > 0 and times.patch > 0
 
 
 def test_tiles_of_several_tokens(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang.srt.function_call.json_text import expect
 from sglang.srt.function_call.output import NotACall, Output, SkippedCall
-from sglang.srt.function_call.reader import SPACE, Markers, Reader, Steps
+from sglang.srt.function_call.reader import SPACE, Markers, Reader, Steps, markers_of
 
 CallGrammar = Callable[[Reader, Output], Steps[None]]
 """Reads a call from behind its marker on."""
@@ -17,31 +17,31 @@ CallGrammar = Callable[[Reader, Output], Steps[None]]
 class CallFormat:
     """The form in which a model writes calls.
 
-    Each begins with one of `begin`. `section` is what stands around a row of calls; a call may also come without.
+    Each begins with one of `begin`. `sections`: what stands around a row of calls; a call may also come without.
     `bare`: first characters of an output that is a call without any marker.
     """
 
     begin: tuple[str, ...]
     grammar: CallGrammar
-    section: tuple[str, str] | None = None
+    sections: tuple[tuple[str, str], ...] = ()
     bare: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that the parser must see, also where the tokenizer has them as special tokens."""
-        return self.begin + (self.section or ())
+        return self.begin + tuple(mark for section in self.sections for mark in section)
 
     @property
     def opening(self) -> tuple[str, ...]:
         """Texts with which a call begins."""
-        return self.begin + (self.section or ())[:1]
+        return self.begin + tuple(first for first, _ in self.sections)
 
     def read(self, reader: Reader, output: Output, end_of_thoughts: str = "") -> Steps[None]:
         """Text and calls, to the end of the text. `end_of_thoughts`: a call has ended the thoughts, and this mark of
         their end may still come."""
         if end_of_thoughts:
-            yield from self._read_to(reader, output, Markers(*self.markers, end_of_thoughts), end_of_thoughts)
-        opening, opening_or_end = Markers(*self.opening), Markers(*self.markers)
+            yield from self._read_to(reader, output, markers_of(*self.markers, end_of_thoughts), end_of_thoughts)
+        opening, opening_or_end = markers_of(*self.opening), markers_of(*self.markers)
         if self.bare and not output.num_calls:
             following = yield from reader.run(SPACE, output.text)
             if following and following in self.bare:
@@ -68,7 +68,7 @@ class CallFormat:
         """Read what begins with `marker`, which comes next."""
         reader.mark()
         reader.skip(len(marker))
-        if self.section is not None and marker == self.section[1]:
+        if any(marker == last for _, last in self.sections):
             reader.unmark()
             output.drop_space()
         else:
@@ -76,7 +76,7 @@ class CallFormat:
 
     def _section(self) -> CallGrammar:
         """The grammar of a section's beginning with a call."""
-        call = Markers(*self.begin)
+        call = markers_of(*self.begin)
 
         def section(reader: Reader, output: Output) -> Steps[None]:
             yield from reader.space()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from sglang.srt.function_call.python_text import object_as_json
 
 MAX_SCHEMAS = 64
 """Schemas that are looked at for one parameter: references and alternatives may lead to any number."""
+_CHOICES = ("anyOf", "oneOf")
 
 Types = frozenset[str]
 """Names of JSON types that a schema allows; empty: any."""
@@ -31,30 +32,77 @@ _JSON_TYPES: dict[type, tuple[str, ...]] = {
 
 def parameter_types(parameters: Mapping[str, Any], name: str) -> Types:
     """The types of the parameter `name`, of a schema that may say anything, also nonsense."""
-    properties = parameters.get("properties")
-    pending = [properties.get(name) if isinstance(properties, dict) else None]
-    types: set[str] = set()
-    for _ in range(MAX_SCHEMAS):
-        if not pending:
-            break
-        schema = pending.pop()
-        alternatives, named = _alternatives(schema, parameters), _named_types(schema)
-        if alternatives:
-            pending += alternatives
-        elif named:
-            types |= named
-        else:
+    schemas = _Schemas(parameters)
+    return schemas.types(parameters, lambda part: schemas.types(_property(part, name), _named_types, all), any)
+
+
+class _Schemas:
+    """The schemas within `root`, of which `MAX_SCHEMAS` are looked at; the others allow any type."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._num_left = MAX_SCHEMAS
+
+    def types(self, schema: Any, of_one: Callable[[Any], Types], named_by: Callable[[Iterable[Types]], bool]) -> Types:
+        """Those that a schema allows with all that it joins.
+
+        of_one: what a schema itself allows. named_by: of alternatives, `any` or `all` must name types for them to
+        count: a function's parameter may stand in some only."""
+        self._num_left -= 1
+        if self._num_left < 0 or not isinstance(schema, dict):
             return ANY
-    return ANY if pending else frozenset(types)
+        types = of_one(schema)
+        parts = _list(schema, "allOf")
+        if isinstance(schema.get("$ref"), str):
+            parts = [referenced(schema["$ref"], self._root), *parts]
+        for part in parts:
+            types = _both(types, self.types(part, of_one, named_by))
+        for key in _CHOICES:
+            choices = [self.types(part, of_one, named_by) for part in _list(schema, key)]
+            if named_by(choices):
+                types = _both(types, frozenset().union(*choices))
+        return types
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Any]:
-    """The schemas that this one refers to for its type."""
-    if not isinstance(schema, dict):
-        return []
-    if isinstance(schema.get("$ref"), str):
-        return [referenced(schema["$ref"], root)]
-    return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
+def joined_schemas(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schema and those that it refers to, joins or chooses from, at most `MAX_SCHEMAS`."""
+    pending: list[Any] = [schema]
+    schemas: list[Mapping[str, Any]] = []
+    for _ in range(MAX_SCHEMAS):
+        part = pending.pop(0) if pending else None
+        if not isinstance(part, dict):
+            continue
+        schemas.append(part)
+        if isinstance(part.get("$ref"), str):
+            pending.append(referenced(part["$ref"], root))
+        for key in ("allOf", *_CHOICES):
+            pending += _list(part, key)
+    return schemas
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value[: MAX_SCHEMAS + 1] if isinstance(value, list) else []
+
+
+def _property(schema: Any, name: str) -> Any:
+    """The schema of a property; None if there is none."""
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    return schema.get("additionalProperties")
+
+
+def _both(first: Types, second: Types) -> Types:
+    """What both allow; what one of them allows where they contradict each other."""
+    if not first or not second:
+        return first or second
+    return _with_integer(first) & _with_integer(second) or first
+
+
+def _with_integer(types: Types) -> Types:
+    """Every integer is a number."""
+    return types | {"integer"} if "number" in types else types
 
 
 def _named_types(schema: Any) -> Types:

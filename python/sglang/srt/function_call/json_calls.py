@@ -13,7 +13,7 @@ from sglang.srt.function_call.call_format import CallGrammar, one_of_row, row_in
 from sglang.srt.function_call.json_text import SCALAR, expect, read_value, skip_value, string_value
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output, SkippedCall, is_object
 from sglang.srt.function_call.pythonic import read_call
-from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore
+from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore, markers_of
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 BETWEEN_BARE_CALLS = re.compile(r"[\s;]*")
@@ -155,7 +155,7 @@ class NamedArguments:
     counted: bool = False
 
     def __call__(self, reader: Reader, output: Output) -> Steps[None]:
-        header = yield from reader.word(Markers(self.arguments), MAX_HEADER)
+        header = yield from reader.word(markers_of(self.arguments), MAX_HEADER)
         match = None if header is None else re.fullmatch(self.name, header)
         if match is None:
             raise NotACall
@@ -173,7 +173,7 @@ class NamedArguments:
             output.arguments(arguments)
         for text in (self.after, self.end):
             if text:
-                yield from reader.past_space(Markers(text))
+                yield from reader.past_space(markers_of(text))
 
 
 def _function_of(arguments: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:

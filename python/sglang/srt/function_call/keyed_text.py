@@ -1,104 +1,156 @@
-"""Calls of Gemma 4: `call:f{city:<|"|>Paris<|"|>,days:3}`, which is JSON with bare keys and quotes of its own."""
+"""Calls of Gemma 4: `call:f{city:<|"|>Paris<|"|>,days:3}`, which is JSON with bare keys and quotes of its own.
+
+Models also write JSON's or Python's quotes, and `=` between a key and its value.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from sglang.srt.function_call.coercion import ANY, Types, as_json, parameter_types
 from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+from sglang.srt.function_call.python_text import string_as_json
+from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps, markers_of
 
 END = "<tool_call|>"
 MAX_DEPTH = 64
 """The deepest nesting of objects and arrays: every one is read by two generators more."""
 _CALL = Markers("call:")
-_QUOTE = Markers('<|"|>')
+_QUOTE = '<|"|>'
+_QUOTES = Markers(_QUOTE), Markers('"', "'")
 _NAME_END = Markers("{", "\n", "<")
-_KEY_END = Markers(":", ",", "{", "}", "[", "]", "\n")
+_KEY_END = Markers(":", "=", ",", "{", "}", "[", "]", "\n")
+_BEHIND_KEY = Markers(":", "=")
+_BEHIND_VALUE = Markers(",", "}", "]")
 _BARE = re.compile(r"[^,{}\[\]]*")
+_IN_QUOTES = re.compile(r"\"[^\"]+\"|'[^']+'")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
-def keyed_call(reader: Reader, output: Output) -> Steps[None]:
-    """Read a call from behind the marker on."""
-    yield from reader.space()
-    if (yield from reader.one_of(_CALL)) is None:
+def keyed_calls(reader: Reader, output: Output) -> Steps[None]:
+    """Reads a call from behind its marker on, and those that follow without one."""
+    if (yield from reader.past_space(_CALL)) is None:
         raise NotACall
+    while True:
+        yield from _call(reader, output)
+        output.succeed()
+        reader.mark()
+        if (yield from reader.past_space(_CALL)) is None:
+            return
+
+
+def _call(reader: Reader, output: Output) -> Steps[None]:
     name = yield from reader.word(_NAME_END, MAX_HEADER)
     if name is None or (yield from reader.peek()) != "{":
         raise NotACall
     name = name.strip()
     output.start_call(name)
-    reader.skip(1)
-    output.arguments("{")
-    separator = ""
-    while (yield from reader.space()) != "}":
-        key = yield from _key(reader)
-        output.arguments(f'{separator}"{escaped(key)}": ')
-        separator = ", "
-        yield from _value(reader, output.arguments, parameter_types(output.tools[name], key), 1)
-        yield from _comma(reader, "}")
-    reader.skip(1)
-    output.arguments("}")
-    yield from reader.past_space(Markers(END))
+    yield from _Arguments(reader, output.arguments).read("{", 1, output.tools[name])
+    yield from reader.past_space(markers_of(END))
 
 
-def _key(reader: Reader) -> Steps[str]:
-    """Consumes a key, which may have quotes, and the colon behind it."""
-    is_quoted = (yield from reader.one_of(_QUOTE)) is not None
-    key = yield from reader.word(_QUOTE if is_quoted else _KEY_END, MAX_HEADER)
-    if is_quoted:
-        yield from reader.one_of(_QUOTE)
-        yield from reader.space()
-    if not key or (yield from reader.peek()) != ":":
-        raise NotACall
-    reader.skip(1)
-    return key if is_quoted else key.strip()
+class _Arguments:
+    """Passes the arguments of a call on as JSON."""
 
+    def __init__(self, reader: Reader, sink: Sink) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._never_closed: set[str] = set()
+        """Quotes that no other one follows in the rest of the text: they are looked for once."""
 
-def _comma(reader: Reader, closer: str) -> Steps[None]:
-    """Consumes the comma between two entries; the closer stays."""
-    following = yield from reader.space()
-    if following == ",":
+    def read(self, opener: str, depth: int, schema: Mapping[str, Any]) -> Steps[None]:
+        """An object or an array, from its opening bracket on. schema: of an object that has one."""
+        reader, closer = self._reader, _CLOSERS[opener]
         reader.skip(1)
-    elif following != closer:
-        raise NotACall
+        self._sink(opener)
+        separator = ""
+        while (yield from reader.space()) != closer:
+            self._sink(separator)
+            separator = ", "
+            types = ANY
+            if opener == "{":
+                key = yield from self._key()
+                self._sink(f'"{escaped(key)}": ')
+                types = parameter_types(schema, key)
+            yield from self._value(types, depth)
+            following = yield from reader.space()
+            if following == ",":
+                reader.skip(1)
+            elif following != closer:
+                raise NotACall
+        reader.skip(1)
+        self._sink(closer)
 
-
-def _value(reader: Reader, sink: Sink, types: Types, depth: int) -> Steps[None]:
-    """Passes a value on as JSON. Without quotes it is a number, a word of JSON, or text."""
-    following = yield from reader.space()
-    if following and following in _CLOSERS:
-        if depth == MAX_DEPTH:
+    def _key(self) -> Steps[str]:
+        """Consumes a key, which may have quotes, and what stands between it and its value."""
+        reader = self._reader
+        is_quoted = (yield from reader.one_of(_QUOTES[0])) is not None
+        key = yield from reader.word(_QUOTES[0] if is_quoted else _KEY_END, MAX_HEADER)
+        if is_quoted:
+            yield from reader.one_of(_QUOTES[0])
+            yield from reader.space()
+        if not key or (yield from reader.one_of(_BEHIND_KEY)) is None:
             raise NotACall
-        yield from _entries(reader, sink, following, depth)
-    elif (yield from reader.one_of(_QUOTE)) is not None:
-        sink('"')
-        if (yield from reader.until(_QUOTE, lambda text: sink(escaped(text)))) is None:
-            raise NotACall
-        yield from reader.one_of(_QUOTE)
-        sink('"')
-    else:
-        parts: list[str] = []
-        if not (yield from reader.run(_BARE, parts.append)):
-            raise NotACall
-        sink(as_json("".join(parts).strip(), types))
+        if is_quoted:
+            return key
+        key = key.strip()
+        return key[1:-1] if _IN_QUOTES.fullmatch(key) else key
 
+    def _quote(self) -> Steps[str | None]:
+        """The quote that comes next, which stays."""
+        for quotes in _QUOTES:
+            if (quote := (yield from self._reader.next_of(quotes))) is not None:
+                return quote
+        return None
 
-def _entries(reader: Reader, sink: Sink, opener: str, depth: int) -> Steps[None]:
-    """An object or an array, from its opening bracket on."""
-    closer = _CLOSERS[opener]
-    reader.skip(1)
-    sink(opener)
-    separator = ""
-    while (yield from reader.space()) != closer:
-        sink(separator)
-        separator = ", "
-        if opener == "{":
-            key = yield from _key(reader)
-            sink(f'"{escaped(key)}": ')
-        yield from _value(reader, sink, ANY, depth + 1)
-        yield from _comma(reader, closer)
-    reader.skip(1)
-    sink(closer)
+    def _value(self, types: Types, depth: int) -> Steps[None]:
+        """Without quotes a value is a number, a word of JSON, or text."""
+        following = yield from self._reader.space()
+        quote = yield from self._quote()
+        if following and following in _CLOSERS:
+            if depth == MAX_DEPTH:
+                raise NotACall
+            yield from self.read(following, depth + 1, {})
+        elif quote == _QUOTE:
+            yield from self._string()
+        elif quote is None or not (yield from self._quoted(quote)):
+            parts: list[str] = []
+            if not (yield from self._reader.run(_BARE, parts.append)):
+                raise NotACall
+            self._sink(as_json("".join(parts).strip(), types))
+
+    def _string(self) -> Steps[None]:
+        """A text between the format's own quotes."""
+        quote = markers_of(_QUOTE)
+        self._reader.skip(len(_QUOTE))
+        self._sink('"')
+        if (
+            yield from self._reader.until(quote, lambda text: self._sink(escaped(text)), {_QUOTE: _BEHIND_VALUE})
+        ) is None:
+            raise NotACall
+        self._reader.skip(len(_QUOTE))
+        self._sink('"')
+
+    def _quoted(self, quote: str) -> Steps[bool]:
+        """A text between quotes as JSON or Python have them. False, and nothing is consumed, if it does not end."""
+        if quote in self._never_closed:
+            return False
+        reader, parts = self._reader, [quote]
+        reader.mark()
+        reader.skip(1)
+        ends = markers_of("\\", quote)
+        while (end := (yield from reader.until(ends, parts.append, {quote: _BEHIND_VALUE}))) is not None:
+            reader.skip(1)
+            parts.append(end)
+            if end == quote:
+                reader.unmark()
+                self._sink(string_as_json("".join(parts)))
+                return True
+            parts.append((yield from reader.peek()))
+            reader.skip(len(parts[-1]))
+        reader.rewind()
+        self._never_closed.add(quote)
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
-from sglang.srt.function_call.registry import NUMBERED_IDS, REASONING_FORMATS, SHORT_ID, TOOL_CALL_FORMATS
+from sglang.srt.function_call.registry import NUMBERED_IDS, REASONING_FORMATS, SHORT_ID, SHORT_IDS, TOOL_CALL_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,14 @@ class ModelFormats:
     def counted_id(self, name: str, number: int) -> str:
         """An id for the call `number` of a conversation, which may be any model's."""
         return f"functions.{name}:{number}" if self.calls_name in NUMBERED_IDS else f"call{number:0{SHORT_ID - 4}}"
+
+    def has_id(self, call_id: Any, name: str, number: int) -> bool:
+        """Returns whether the call `number` of a conversation may have this id in the model's format."""
+        if self.calls_name in NUMBERED_IDS:
+            return bool(call_id == self.counted_id(name, number))
+        if self.calls_name in SHORT_IDS:
+            return isinstance(call_id, str) and re.fullmatch(rf"[A-Za-z0-9]{{{SHORT_ID}}}", call_id) is not None
+        return True
 
     @property
     def messages(self) -> MessageFormat | None:

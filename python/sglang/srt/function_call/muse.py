@@ -28,13 +28,15 @@ _EDGES = Markers(START, MESSAGE_END, TURN_END)
 _FIRST, _BODY = Markers(_TO), Markers(MESSAGE)
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _CALLS_BEGIN, _CALLS_END = Markers("<atem:function_calls>"), Markers("</atem:function_calls>")
-_INVOKE = Markers('<atem:invoke name="')
+_INVOKE_BEGIN = '<atem:invoke name="'
+_INVOKE = Markers(_INVOKE_BEGIN)
 _CALL = TaggedCalls(
     after_name='">',
     key='<atem:parameter name="',
     after_key={'">': None},
     after_value="</atem:parameter>",
     end="</atem:invoke>",
+    next_tags=(_INVOKE_BEGIN, "</atem:function_calls>", MESSAGE_END, TURN_END),
     no_value=(START, MESSAGE_END, TURN_END),
 )
 

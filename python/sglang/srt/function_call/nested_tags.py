@@ -1,5 +1,6 @@
 """Calls of MiniMax-M3: arguments are tags with their names, and so are the entries of objects and arrays in them. In
-front of every tag stands the same special token, so that no value can be taken for one.
+front of every tag stands the same special token. A value may have one in it: its own end tag counts where another tag
+follows.
 
 ]<]minimax[>[<invoke name="f">]<]minimax[>[<city>Paris]<]minimax[>[</city>]<]minimax[>[</invoke>
 """
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang.srt.function_call.coercion import Types, as_json, parameter_types
+from sglang.srt.function_call.coercion import Types, as_json, joined_schemas, parameter_types
 from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps, markers_of
 
 TAG = "]<]minimax[>["
 MAX_DEPTH = 64
@@ -64,7 +65,7 @@ def _tag(reader: Reader, parent: str) -> Steps[str | None]:
     if (yield from reader.one_of(_TAG)) is None:
         raise NotACall
     yield from reader.space()
-    if (yield from reader.one_of(Markers(end))) is not None:
+    if (yield from reader.one_of(markers_of(end))) is not None:
         return None
     if (yield from reader.peek()) != _OPEN:
         raise NotACall
@@ -80,20 +81,25 @@ def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, dept
     """Pass on the text between the tags of `key`, as JSON."""
     inner = _schema_of(schema, key)
     types = parameter_types({"properties": {key: inner}, **_definitions(schema)}, key)
+    end = f"{TAG}{_CLOSE}{key}>"
+    ends, behind = markers_of(end), {end: _TAG}
     if types == _STRING:
         sink('"')
-        if (yield from reader.until(Markers(f"{TAG}{_CLOSE}{key}>"), lambda text: sink(escaped(text)))) is None:
+        if (yield from reader.until(ends, lambda text: sink(escaped(text)), behind)) is None:
             raise NotACall
-        yield from _tag(reader, key)
+        reader.skip(len(end))
         sink('"')
         return
     parts: list[str] = []
     if (yield from reader.until(_TAG, parts.append)) is None:
         raise NotACall
-    text = "".join(parts)
-    if (yield from reader.one_of(Markers(f"{TAG}{_CLOSE}{key}>"))) is not None:
-        sink(_leaf(text, types))
-    elif text.strip() or depth == MAX_DEPTH:
+    is_text, is_end = "".join(parts).strip() != "", (yield from reader.next_of(ends)) is not None
+    if is_end or (is_text and (not types or "string" in types)):
+        if (yield from reader.until(ends, parts.append, behind)) is None:
+            raise NotACall
+        reader.skip(len(end))
+        sink(_leaf("".join(parts), types))
+    elif is_text or depth == MAX_DEPTH:
         raise NotACall
     else:
         yield from _entries(reader, sink, {**_definitions(schema), **inner}, key, depth + 1)
@@ -110,16 +116,23 @@ def _leaf(text: str, types: Types) -> str:
 
 def _is_array(schema: Mapping[str, Any]) -> bool:
     """Returns whether entries may be those of an array. An object may have a property of the same name."""
-    properties = schema.get("properties")
-    return not (isinstance(properties, dict) and _ITEM in properties)
+    return not any(_ITEM in _properties(part) for part in joined_schemas(schema, schema))
 
 
 def _schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    properties, items = schema.get("properties"), schema.get("items")
-    inner = properties.get(key) if isinstance(properties, dict) else None
-    if inner is None and key == _ITEM:
-        inner = items
-    return inner if isinstance(inner, dict) else {}
+    """The schema of an entry; several that are joined there, or that are alternatives, are alternatives."""
+    parts = joined_schemas(schema, schema)
+    inner = [_properties(part)[key] for part in parts if key in _properties(part)]
+    if not inner and key == _ITEM:
+        inner = [part["items"] for part in parts if "items" in part]
+    if len(inner) > 1:
+        return {"anyOf": inner}
+    return inner[0] if inner and isinstance(inner[0], dict) else {}
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -62,7 +62,7 @@ class Output:
     whole_thoughts: thoughts are one event, when they have ended.
     """
 
-    def __init__(self, reader: Reader, tools: Mapping[str, Mapping[str, Any]], whole_thoughts: bool) -> None:
+    def __init__(self, reader: Reader, tools: Mapping[str, Mapping[str, Any]], whole_thoughts: bool = False) -> None:
         self.tools = tools
         self.num_calls = 0
         self.in_reasoning = False

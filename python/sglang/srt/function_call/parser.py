@@ -84,11 +84,13 @@ class OutputParser:
         else:
             calls = self._calls if output.tools and isinstance(self._calls, CallFormat) else None
             reasoning = self._reasoning if isinstance(self._reasoning, ReasoningFormat) else None
-            if reasoning is not None:
+            end_of_thoughts = ""
+            if reasoning is not None and (
                 yield from reasoning.read(reader, output, self._inside, self._separate, calls)
+            ):
+                end_of_thoughts = reasoning.end
             if calls is not None:
-                thoughts = reasoning if output.num_calls and self._separate else None
-                yield from calls.read(reader, output, thoughts.end if thoughts is not None else "")
+                yield from calls.read(reader, output, end_of_thoughts)
             else:
                 output.flush_space()
                 yield from reader.rest(output.exact_text)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from sglang.srt.function_call.json_text import MAX_NESTING, escaped
+import msgspec
+
+from sglang.srt.function_call.json_text import MAX_NESTING, escaped, read_string
 from sglang.srt.function_call.output import NotACall, is_container
 from sglang.srt.function_call.reader import Reader, Sink, Steps
 
@@ -34,16 +37,35 @@ _PLAIN = {quote: re.compile(rf"[^\\\n{quote}]*") for quote in "'\""}
 
 def object_as_json(text: str) -> str | None:
     """An object or array that Python has written, as JSON; None if `text` is none."""
+    value = _whole(text, read_literal)
+    return value if value is not None and is_container(value) else None
+
+
+def string_as_json(text: str) -> str:
+    """A text in quotes, as JSON; what its escapes mean is JSON's rule, else Python's, else they are text."""
+    readers = (read_string, read_literal) if text.startswith('"') else (read_literal,)
+    values = (_whole(text, read) for read in readers)
+    return next((value for value in values if value is not None and _is_text(value)), f'"{escaped(text[1:-1])}"')
+
+
+def _whole(text: str, read: Callable[[Reader, Sink], Steps[None]]) -> str | None:
+    """What `read` makes of all of `text`; None if it is something else."""
     reader, parts = Reader(), list[str]()
     reader.feed(text)
     reader.end()
     try:
-        for _ in read_literal(reader, parts.append):
+        for _ in read(reader, parts.append):
             pass
     except NotACall:
         return None
-    value = "".join(parts)
-    return value if reader.offset == len(text) and is_container(value) else None
+    return "".join(parts) if reader.offset == len(text) else None
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(value), str)
+    except msgspec.DecodeError:
+        return False
 
 
 def read_literal(reader: Reader, sink: Sink) -> Steps[None]:

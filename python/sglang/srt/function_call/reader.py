@@ -6,8 +6,10 @@ consumes and passes on depends on the text alone, never on where the pieces were
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -56,10 +58,25 @@ class Markers:
         return end - start <= self._longest and (start == end or text[start:end] in self._beginnings)
 
 
+@functools.lru_cache(maxsize=1024)
+def markers_of(*texts: str) -> Markers:
+    """`Markers` that are needed again and again, for every argument of a call."""
+    return Markers(*texts)
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A place that was read. `pieces`: the text from there on that is gone from the reader; the rest is there, from the
+    index `start` on."""
+
+    start: int
+    pieces: list[str] = field(default_factory=list)
+
+
 class Reader:
     """The text that is there, from the reading position on. `mark` and `since_mark` keep what a grammar consumes, for
-    the case that it turns out to be something else. With a fence, the text seems to end where one of its markers
-    begins."""
+    the case that it turns out to be something else; marks may be nested, and the innermost one counts. With a fence,
+    the text seems to end where one of its markers begins."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -72,13 +89,12 @@ class Reader:
         self._fence: Markers | None = None
         self._no_fence_before = 0
         """Characters of the output that were searched for the fence."""
-        self._mark: int | None = None
-        self._marked: list[str] = []
+        self._marks: list[_Mark] = []
 
     def feed(self, text: str) -> None:
-        if self._mark is not None:
-            self._marked.append(self._text[self._mark : self._position])
-            self._mark = 0
+        for mark in self._marks:
+            mark.pieces.append(self._text[mark.start : self._position])
+            mark.start = 0
         self._offset += self._position
         self._text = self._text[self._position :] + text
         self._position = 0
@@ -120,14 +136,25 @@ class Reader:
     # --- memory of what was read --------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        self._mark, self._marked = self._position, []
+        self._marks.append(_Mark(self._position))
 
     def since_mark(self) -> str:
-        assert self._mark is not None
-        return "".join(self._marked) + self._text[self._mark : self._position]
+        return self._since(self._marks[-1])
+
+    def _since(self, mark: _Mark) -> str:
+        return "".join(mark.pieces) + self._text[mark.start : self._position]
 
     def unmark(self) -> None:
-        self._mark, self._marked = None, []
+        self._marks.pop()
+
+    def rewind(self) -> None:
+        """Returns to the mark, which is removed."""
+        text = self._since(self._marks.pop())
+        for mark in self._marks:
+            mark.pieces, mark.start = [self._since(mark).removesuffix(text)], 0
+        self._offset = self.offset - len(text)
+        self._text, self._position = text + self._text[self._position :], 0
+        self._find_end()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -180,20 +207,28 @@ class Reader:
     def past_space(self, markers: Markers) -> Steps[str | None]:
         """Consumes white space and the marker behind it; None, and nothing is consumed, if none of them is there."""
         while True:
-            space = _SOME_SPACE.match(self._text, self._position, self._end)
-            assert space is not None
-            match = markers.match(self._text, space.end(), self._end)
+            match, is_known = self._behind_space(markers, self._position)
             if match is not None:
                 self._position = match.end()
                 return match[0]
-            if self._ended or space.end() - space.start() > MAX_SPACE:
-                return None
-            if not markers.may_begin(self._text, space.end(), self._end):
+            if is_known:
                 return None
             yield
 
-    def until(self, markers: Markers, sink: Sink) -> Steps[str | None]:
-        """Passes on the text before the next marker and returns the marker, which stays; None if the text ends."""
+    def _behind_space(self, markers: Markers, start: int) -> tuple[re.Match[str] | None, bool]:
+        """The marker behind the white space at `start`, and whether it is certain that there is one, or none."""
+        space = _SOME_SPACE.match(self._text, start, self._end)
+        assert space is not None
+        match = markers.match(self._text, space.end(), self._end)
+        too_long = space.end() - start > MAX_SPACE
+        waits = not (self._ended or too_long) and markers.may_begin(self._text, space.end(), self._end)
+        return match, match is not None or not waits
+
+    def until(self, markers: Markers, sink: Sink, behind: Mapping[str, Markers] | None = None) -> Steps[str | None]:
+        """Passes on the text before the next marker and returns the marker, which stays; None if the text ends.
+
+        behind: marker -> markers of which one must follow it, white space aside, or the end of the text; else it is
+        text."""
         while True:
             match = markers.search(self._text, self._position, self._end)
             cut = match.start() if match is not None else self._end
@@ -203,10 +238,25 @@ class Reader:
                 sink(self._text[self._position : cut])
                 self._position = cut
             if match is not None:
-                return match[0]
-            if self._ended:
+                counts = self._counts(match, behind or {})
+                if counts:
+                    return match[0]
+                if counts is False:
+                    sink(self._text[cut])
+                    self._position = cut + 1
+                    continue
+            elif self._ended:
                 return None
             yield
+
+    def _counts(self, match: re.Match[str], behind: Mapping[str, Markers]) -> bool | None:
+        """Whether the marker is one by what follows it; None: more text will show it."""
+        if match[0] not in behind:
+            return True
+        follower, is_known = self._behind_space(behind[match[0]], match.end())
+        if not is_known:
+            return None
+        return follower is not None or (self._ended and not self._text[match.end() : self._end].strip())
 
     def word(self, markers: Markers, limit: int) -> Steps[str | None]:
         """Consumes and returns the text before the next marker, which stays. None, and nothing is consumed, if it is

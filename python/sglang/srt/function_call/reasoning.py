@@ -5,23 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.function_call.call_format import CallFormat
+from sglang.srt.function_call.events import CallEnd
 from sglang.srt.function_call.output import Output, SpaceHold
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+from sglang.srt.function_call.reader import Reader, Sink, Steps, ignore, markers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
     """Thoughts between `begin` and `end`. `inside`: the prompt ends within them, unless it shows otherwise.
 
-    `calls_end`: a call that is certain ends the thoughts as well. `in_text`: thoughts stay in the text, with `begin` in
-    front also where the prompt has it, so that clients can send them back. `lone_end`: an answer without thoughts may
-    begin with `end`.
+    `in_text`: thoughts stay in the text, with `begin` in front also where the prompt has it, so that clients can send
+    them back. `lone_end`: an answer without thoughts may begin with `end`.
+
+    Some models call without closing their thoughts: a call in thoughts that never end is one and ends them. What a
+    model writes of calls before it thinks on, and closes its thoughts later, is a thought. Calls right before the end
+    mark are calls, unless the answer begins with one: then they were what the model thought of.
     """
 
     begin: str = "<think>"
     end: str = "</think>"
     inside: bool = False
-    calls_end: bool = False
     in_text: bool = False
     lone_end: bool = False
 
@@ -47,22 +50,23 @@ class ReasoningFormat:
 
     def read(
         self, reader: Reader, output: Output, inside: bool, separate: bool = True, calls: CallFormat | None = None
-    ) -> Steps[None]:
-        """The thoughts, if there are any. White space next to their marks belongs to the format.
+    ) -> Steps[bool]:
+        """The thoughts, if there are any. White space next to their marks belongs to the format. Returns whether a call
+        ends them, which comes next; the end mark that may still come behind it belongs to the format.
 
         separate: False leaves them in the text, marks and all. calls: how a call may begin within them.
         """
         reader.mark()
         yield from reader.space()
-        begun = (yield from reader.one_of(Markers(self.begin))) is not None
+        begun = (yield from reader.one_of(markers_of(self.begin))) is not None
         opening = reader.since_mark()
         reader.unmark()
         if not (begun or inside):
             output.text(opening)
-            if self.lone_end and separate and (yield from reader.one_of(Markers(self.end))) is not None:
+            if self.lone_end and separate and (yield from reader.one_of(markers_of(self.end))) is not None:
                 output.drop_space()
                 yield from reader.space()
-            return
+            return False
         separate = separate and not self.in_text
         if separate:
             yield from reader.space()
@@ -72,9 +76,9 @@ class ReasoningFormat:
             output.exact_text(opening)
         sink = SpaceHold(output.reasoning).push if separate else output.exact_text
         output.begin_reasoning(sink)
-        end = yield from self._thoughts(reader, output, sink, calls if self.calls_end else None)
-        if not output.in_reasoning:  # a call has ended them
-            return
+        end = yield from self._thoughts(reader, output, sink, calls)
+        if not output.in_reasoning:  # a call ends them
+            return separate
         if end is not None:
             reader.skip(len(end))
             if not separate:
@@ -82,17 +86,59 @@ class ReasoningFormat:
         output.end_reasoning()
         if end is not None and separate:
             yield from reader.space()
+        return False
 
     def _thoughts(self, reader: Reader, output: Output, sink: Sink, calls: CallFormat | None) -> Steps[str | None]:
         """Passes them on, up to their end mark, which is returned and stays, to a call, or to the end of the text."""
-        markers = Markers(self.end, *(calls.opening if calls is not None else ()))
+        markers = markers_of(self.end, *(calls.opening if calls is not None else ()))
         while True:
             marker = yield from reader.until(markers, sink)
             if marker is None or marker == self.end:
                 return marker
             assert calls is not None
-            reader.fence(Markers(self.end))
-            yield from calls.read_marker(reader, output, marker)
-            reader.lift_fence()
-            if not output.in_reasoning:
+            reader.mark()
+            if (yield from self._is_called(reader, Output(reader, output.tools), calls, marker)):
+                reader.rewind()
+                output.end_reasoning()
                 return None
+            sink(reader.since_mark())
+            reader.unmark()
+
+    def _is_called(self, reader: Reader, trial: Output, calls: CallFormat, marker: str) -> Steps[bool]:
+        """Returns whether what `marker` begins is a call that ends the thoughts; else consumes what is a thought.
+
+        trial: takes the events, which nobody needs."""
+        end, following = markers_of(self.end), markers_of(self.end, *calls.markers)
+        trial.begin_reasoning(ignore)
+        reader.fence(end)
+        yield from calls.read_marker(reader, trial, marker)
+        reader.lift_fence()
+        if trial.in_reasoning:
+            return False
+        while True:
+            if not _are_whole(trial):  # what was read may have the end mark in it
+                reader.rewind()
+                reader.mark()
+                break
+            yield from reader.space()
+            next_marker = yield from reader.next_of(following)
+            if next_marker is None:
+                break
+            if next_marker == self.end:
+                return not (yield from self._answer_calls(reader, calls))
+            yield from calls.read_marker(reader, trial, next_marker)
+        return (yield from reader.until(end, ignore)) is None
+
+    def _answer_calls(self, reader: Reader, calls: CallFormat) -> Steps[bool]:
+        """Returns whether a call may begin behind the end mark, which comes next and stays."""
+        reader.mark()
+        reader.skip(len(self.end))
+        yield from reader.space()
+        begins = (yield from reader.next_of(markers_of(*calls.opening))) is not None
+        reader.rewind()
+        return begins
+
+
+def _are_whole(output: Output) -> bool:
+    """Returns whether the new calls have arguments that end."""
+    return all(event.complete for event in output.take_events() if isinstance(event, CallEnd))

@@ -15,7 +15,7 @@ from sglang.srt.function_call.json_calls import (
     calls_by_key,
     calls_in_brackets,
 )
-from sglang.srt.function_call.keyed_text import keyed_call
+from sglang.srt.function_call.keyed_text import keyed_calls
 from sglang.srt.function_call.llama4_calls import llama4_calls
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.muse import MUSE
@@ -37,6 +37,7 @@ def _glm(tag: str) -> CallFormat:
             value="<arg_value>",
             after_value="</arg_value>",
             end=f"</{tag}>",
+            next_tags=(f"<{tag}>",),
         ),
     )
 
@@ -44,7 +45,7 @@ def _glm(tag: str) -> CallFormat:
 def _hunyuan(suffix: str = "") -> CallFormat:
     """`suffix`: what ends the name of every tag."""
     return CallFormat(
-        section=(f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),
+        sections=((f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),),
         begin=(f"<tool_call{suffix}>",),
         grammar=TaggedCalls(
             after_name=f"<tool_sep{suffix}>",
@@ -53,12 +54,16 @@ def _hunyuan(suffix: str = "") -> CallFormat:
             value=f"<arg_value{suffix}>",
             after_value=f"</arg_value{suffix}>",
             end=f"</tool_call{suffix}>",
+            next_tags=(f"<tool_call{suffix}>", f"</tool_calls{suffix}>"),
         ),
     )
 
 
 _KIMI_K2 = CallFormat(
-    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    sections=tuple(
+        (f"<|{calls}_section_begin|>", f"<|{calls}_section_end|>")
+        for calls in ("tool_calls", "tool_call")  # the model writes the second one now and then
+    ),
     begin=("<|tool_call_begin|>",),
     grammar=NamedArguments(
         name=r"\s*(?:functions\.)?([^\s<>]+?)(?::\d+)?\s*",
@@ -71,7 +76,7 @@ _KIMI_K2 = CallFormat(
 
 def _deepseek(named: NamedArguments) -> CallFormat:
     return CallFormat(
-        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), begin=("<｜tool▁call▁begin｜>",), grammar=named
+        sections=(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),), begin=("<｜tool▁call▁begin｜>",), grammar=named
     )
 
 
@@ -86,7 +91,7 @@ _DEEPSEEK_V31 = _deepseek(NamedArguments(name=_NAME, arguments="<｜tool▁sep�
 def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
     """`mark` stands in front of the name of every tag."""
     return CallFormat(
-        section=(f"<{mark}{section}>", f"</{mark}{section}>"),
+        sections=((f"<{mark}{section}>", f"</{mark}{section}>"),),
         begin=(f'<{mark}invoke name="',),
         grammar=TaggedCalls(
             after_name='">',
@@ -96,13 +101,14 @@ def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
             after_key={'" string="true">': True, '" string="false">': False},
             after_value=f"</{mark}parameter>",
             end=f"</{mark}invoke>",
+            next_tags=(f'<{mark}invoke name="', f"</{mark}{section}>"),
             no_value=(f'<{mark}parameter name="', f"</{mark}invoke>", f'<{mark}invoke name="'),
         ),
     )
 
 
 _QWEN3_CODER = CallFormat(
-    section=("<tool_call>", "</tool_call>"),
+    sections=(("<tool_call>", "</tool_call>"),),
     begin=("<function=",),
     grammar=TaggedCalls(
         after_name=">",
@@ -128,7 +134,7 @@ _QWEN3_CODER = CallFormat(
 
 def _invoke(section: str) -> CallFormat:
     return CallFormat(
-        section=(f"<{section}>", f"</{section}>"),
+        sections=((f"<{section}>", f"</{section}>"),),
         begin=('<invoke name="',),
         grammar=TaggedCalls(
             after_name='">',
@@ -136,12 +142,13 @@ def _invoke(section: str) -> CallFormat:
             after_key={'">': None},
             after_value="</parameter>",
             end="</invoke>",
+            next_tags=('<invoke name="', f"</{section}>"),
         ),
     )
 
 
 _MINIMAX_M3 = CallFormat(
-    section=(f"{TAG}<tool_call>", f"{TAG}</tool_call>"), begin=(f'{TAG}<invoke name="',), grammar=nested_tags
+    sections=((f"{TAG}<tool_call>", f"{TAG}</tool_call>"),), begin=(f'{TAG}<invoke name="',), grammar=nested_tags
 )
 
 _MINICPM5 = CallFormat(
@@ -154,12 +161,14 @@ _MINICPM5 = CallFormat(
         after_value="</param>",
         cdata=("<![CDATA[", "]]>"),
         end="</function>",
+        next_tags=('<function name="',),
     ),
 )
 
+_STEP3_BEGIN = '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="'
 _STEP3 = CallFormat(
-    section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
-    begin=('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',),
+    sections=(("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),),
+    begin=(_STEP3_BEGIN,),
     grammar=TaggedCalls(
         after_name='">',
         key='<steptml:parameter name="',
@@ -167,6 +176,7 @@ _STEP3 = CallFormat(
         after_value="</steptml:parameter>",
         end="</steptml:invoke>",
         after_end="<｜tool_call_end｜>",
+        next_tags=("<｜tool_call_end｜>", _STEP3_BEGIN, "<｜tool_calls_end｜>"),
     ),
 )
 
@@ -192,7 +202,7 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
     "deepseekv4": _dsml("tool_calls"),
     "deepseekv41": _dsml("calls", "｜DSML｜ "),
     "dots": _invoke("dots_function_call"),
-    "gemma4": CallFormat(begin=("<|tool_call>",), grammar=keyed_call),
+    "gemma4": CallFormat(begin=("<|tool_call>",), bare="c", grammar=keyed_calls),
     "gigachat3": _GIGACHAT3,
     "gigachat35": _dsml("tool_calls", "｜GCML｜"),
     "glm45": _glm("tool_call"),
@@ -226,29 +236,28 @@ SHORT_IDS = frozenset(("mistral",))
 """Formats whose templates refuse ids of any other length."""
 
 _THINK = ReasoningFormat()
-_THINK_OR_CALL = ReasoningFormat(calls_end=True)
 _THINK_INSIDE = ReasoningFormat(inside=True)
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = {
-    "apertus2509": ReasoningFormat(begin="<|inner_prefix|>", end="<|inner_suffix|>", calls_end=True),
+    "apertus2509": ReasoningFormat(begin="<|inner_prefix|>", end="<|inner_suffix|>"),
     "deepseek-r1": _THINK_INSIDE,
     "deepseek-v3": _THINK,
     "deepseek-v4": _THINK,
     "gemma4": ReasoningFormat(begin="<|channel>thought", end="<channel|>"),
-    "glm45": _THINK_OR_CALL,
+    "glm45": _THINK,
     "gpt-oss": HARMONY,
-    "hunyuan": _THINK_OR_CALL,
-    "hunyuan-opensource": ReasoningFormat(begin="<think:opensource>", end="</think:opensource>", calls_end=True),
+    "hunyuan": _THINK,
+    "hunyuan-opensource": ReasoningFormat(begin="<think:opensource>", end="</think:opensource>"),
     "inkling": INKLING,
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
-    "kimi_k2": _THINK_OR_CALL,
+    "kimi_k2": _THINK,
     "minimax": _THINK_INSIDE,
     "minimax-append-think": ReasoningFormat(inside=True, in_text=True),
     "minimax-m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", lone_end=True),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]"),
     "muse": MUSE,
-    "qwen3": _THINK_OR_CALL,
-    "qwen3-thinking": ReasoningFormat(inside=True, calls_end=True),
+    "qwen3": _THINK,
+    "qwen3-thinking": _THINK_INSIDE,
 }
 
 OTHER_TAGS: Mapping[str, tuple[str, str]] = {"hunyuan": ("hunyuan-opensource", "<tool_calls:opensource>")}

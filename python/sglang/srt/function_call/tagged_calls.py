@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang.srt.function_call.coercion import ANY, as_json, parameter_types
 from sglang.srt.function_call.json_text import escaped, read_value
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+from sglang.srt.function_call.reader import Reader, Sink, Steps, markers_of
 
 STRING = frozenset(("string",))
 
@@ -25,6 +25,9 @@ class TaggedCalls:
     own. `json_body`: a JSON object may stand in place of all arguments. `next_tags`: where one of these stands, the
     call has ended, if need be without `end`. `no_end`: texts that end a value on a line of its own, and on a line with
     others, without `after_value`. `no_value`: texts that no value has; the call breaks off there.
+
+    A value may have end tags in it: `after_value` counts where the next key or the end of the call follows, `end`
+    within a value where one of `next_tags` does, and both at the end of the text.
     """
 
     after_name: str = ""
@@ -38,7 +41,7 @@ class TaggedCalls:
     cdata: tuple[str, str] | None = None
     lines: bool = False
     json_body: bool = False
-    next_tags: tuple[str, ...] = ()
+    next_tags: tuple[str, ...]
     no_value: tuple[str, ...] = ()
     no_end: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
@@ -68,17 +71,17 @@ class TaggedCalls:
             tag = yield from self._next_tag(reader)
         output.arguments("{}" if separator == "{" else "}")
         if self.after_end:
-            yield from reader.past_space(Markers(self.after_end))
+            yield from reader.past_space(markers_of(self.after_end))
 
     def _json_body(self, reader: Reader, output: Output, name: str) -> Steps[None]:
         output.start_call(name)
         yield from read_value(reader, output.arguments)
-        yield from reader.past_space(Markers(self.end))
+        yield from reader.past_space(markers_of(self.end))
 
     def _name(self, reader: Reader) -> Steps[tuple[str, bool]]:
         """The name, and whether the call ends with it."""
         yield from reader.space()
-        ends = Markers(self.after_name, *self.closing) if self.after_name else Markers("\n", "<")
+        ends = markers_of(self.after_name, *self.closing) if self.after_name else markers_of("\n", "<")
         name = yield from reader.word(ends, MAX_HEADER)
         if not name:
             raise NotACall
@@ -87,7 +90,7 @@ class TaggedCalls:
 
     def _next_tag(self, reader: Reader) -> Steps[str]:
         yield from reader.space()
-        tag = yield from reader.next_of(Markers(self.key, self.end, *self.next_tags))
+        tag = yield from reader.next_of(markers_of(self.key, self.end, *self.next_tags))
         if tag is None:
             raise NotACall
         if tag not in self.next_tags:
@@ -95,14 +98,14 @@ class TaggedCalls:
         return tag
 
     def _key(self, reader: Reader) -> Steps[tuple[str, bool | None]]:
-        ends = Markers(*self.after_key)
+        ends = markers_of(*self.after_key)
         key = yield from reader.word(ends, MAX_HEADER)
         end = yield from reader.one_of(ends)
         if key is None or end is None:
             raise NotACall
         if self.value:
             yield from reader.space()
-            if (yield from reader.one_of(Markers(self.value))) is None:
+            if (yield from reader.one_of(markers_of(self.value))) is None:
                 raise NotACall
         return key.strip(), self.after_key[end]
 
@@ -112,25 +115,31 @@ class TaggedCalls:
         output.arguments('"')
 
     def _read_value(self, reader: Reader, sink: Sink) -> Steps[None]:
-        if self.cdata is not None and (yield from reader.one_of(Markers(self.cdata[0]))) is not None:
-            if (yield from reader.until(Markers(self.cdata[1]), sink)) is None:
-                raise NotACall
-            reader.skip(len(self.cdata[1]))
-            yield from reader.space()
-            if (yield from reader.one_of(Markers(self.after_value))) is None:
-                raise NotACall
+        if self.cdata is not None and (yield from reader.one_of(markers_of(self.cdata[0]))) is not None:
+            yield from self._read_cdata(reader, sink, self.cdata[1])
             return
         line_end = _LineEnd(sink)
         no_end = self.no_end[1]
         if self.lines and (yield from reader.peek()) == "\n":
             reader.skip(1)
             no_end = self.no_end[0]
-        ends = Markers(self.after_value, *no_end, *self.no_value)
-        end = yield from reader.until(ends, line_end.push if self.lines else sink)
+        others = (*no_end, *self.no_value)
+        behind = {tag: markers_of(*self.next_tags) for tag in others if tag.strip() == self.end}
+        behind[self.after_value] = markers_of(self.key, self.end, *self.next_tags)
+        ends = markers_of(self.after_value, *others)
+        end = yield from reader.until(ends, line_end.push if self.lines else sink, behind)
         if end is None or end in self.no_value:
             raise NotACall
         if end == self.after_value:
             reader.skip(len(end))
+
+    def _read_cdata(self, reader: Reader, sink: Sink, end: str) -> Steps[None]:
+        behind = markers_of(self.after_value)
+        if (yield from reader.until(markers_of(end), sink, {end: behind})) is None:
+            raise NotACall
+        reader.skip(len(end))
+        if (yield from reader.past_space(behind)) is None:
+            raise NotACall
 
 
 class _LineEnd:

@@ -135,7 +135,7 @@ class GraphRunner:
         decodes = [
             StepShape(size * width, size, width) for size in self.sizes.batch_sizes for width in self.sizes.widths
         ]
-        yield from sorted(decodes, reverse=True)
+        yield from sorted(decodes, key=lambda shape: (shape.num_tokens, shape.num_decodes), reverse=True)
 
     def shape_of(self, step: StepInput) -> StepShape | None:
         """Returns the shape of the graph that the step runs in; None if it has none."""

@@ -158,11 +158,16 @@ def _crossing(times: Mapping[int, float], limit: float) -> int:
     return low + int((high - low) * (limit - times[low]) / (times[high] - times[low]))
 
 
+MANY_TILES = 8
 Milliseconds = Callable[[Sequence[Grid]], float]
 
 
-def measured_layer(milliseconds: Milliseconds, merge: int, num_layers: int) -> LayerTimes:
-    """milliseconds(grids): of a whole encoder step, on the device, behind a first call that compiles."""
+def measured_layer(milliseconds: Milliseconds, merge: int, num_layers: int, tile_side: int | None = None) -> LayerTimes:
+    """milliseconds(grids): of a whole encoder step, on the device, behind a first call that compiles. tile_side: as of
+    the tower; what a patch sees is then in the time of the patch."""
+    if tile_side is not None:
+        one, many = (milliseconds([(count, tile_side, tile_side)]) / num_layers for count in (1, MANY_TILES))
+        return LayerTimes(many / (MANY_TILES * tile_side**2), 0.0, one)
     tiny, side, large_side = merge * 4, 32 // merge * merge, 64 // merge * merge
     count = (large_side // side) ** 2
     small, large = [(1, side, side)] * count, [(1, large_side, large_side)]

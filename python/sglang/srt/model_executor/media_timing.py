@@ -66,7 +66,7 @@ def layer_times(encoder: VisionEncoder[Any]) -> LayerTimes:
         parts = list(encoder.sent(pixels, grids))
         return _milliseconds(lambda: whole(encoder.encoding(parts, grids)))
 
-    return measured_layer(of_step, tower.merge, tower.num_layers)
+    return measured_layer(of_step, tower.merge, tower.num_layers, tower.tile_side)
 
 
 def _milliseconds(launch: Callable[[], object]) -> float:

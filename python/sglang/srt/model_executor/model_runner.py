@@ -35,7 +35,8 @@ from sglang.srt.model_executor.step import (
     StepInput,
     StepResult,
     no_prompts,
-    padding_step,
+    padding_decodes,
+    padding_prompt,
     step_arrays,
 )
 from sglang.srt.model_executor.step_halves import StepHalves
@@ -114,6 +115,7 @@ class ModelRunner:
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._compile_prompts()
+            self.compile_decodes()
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
@@ -184,7 +186,7 @@ class ModelRunner:
     def run_padding(self, num: int, prefix: int = 0) -> None:
         """Computes a prompt of so many tokens, behind `prefix` cached ones, on the padding slots, kernel by kernel."""
         with self.without_graphs():
-            self.run(padding_step(num, prefix, self.state.guesses)).wait()
+            self.run(padding_prompt(num, prefix, self.state.guesses)).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def _compile_prompts(self) -> None:
@@ -197,6 +199,18 @@ class ModelRunner:
         for num, prefix in sorted(lengths):
             self.run_padding(num, prefix)
         self.launches = PromptLaunches()
+
+    def compile_decodes(self) -> None:
+        """Computes steps of more requests than the largest graph has, kernel by kernel, on the padding slot: as many as
+        may run, and a number that is no multiple of anything."""
+        most = self.plan.max_running_requests
+        if self.decodes_in_graph(most):
+            return
+        with self.without_graphs():
+            for num in {most, most - 1 + most % 2}:
+                for width in self.widths if self.state.guesses else (0,):
+                    self.run(padding_decodes(num, width)).wait()
+        self.state.lens[0] = 0
 
     def run(self, step: StepInput) -> StepResult:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""

@@ -127,7 +127,7 @@ class PromptLaunches:
 
 @dataclass(frozen=True, slots=True)
 class GroupSteps:
-    """The steps that A groups compute together, one of each. A group without work has the step of `idle_step`, of which
+    """The steps that A groups compute together, one of each. A group without work has that of one padding row, of which
     no row is sampled."""
 
     steps: tuple[StepInput, ...]
@@ -140,7 +140,9 @@ class GroupSteps:
         """None: the group has no work."""
         only_largest = only_largest and not any(step is not None and step.logprobs is not None for step in steps)
         idle = tuple(step is None for step in steps)
-        waiting = idle_step(next((step.width for step in steps if step is not None and step.widths is not None), 0))
+        waiting = padding_decodes(
+            1, next((step.width for step in steps if step is not None and step.widths is not None), 0)
+        )
         return cls(tuple(waiting if step is None else step for step in steps), idle, only_largest)
 
     @property
@@ -212,16 +214,16 @@ class GroupSteps:
         return LogprobRequest(top_nums, token_ids)
 
 
-def idle_step(width: int) -> StepInput:
-    """Returns the step of a group without work: the padding slot decodes. width: rows of each request of a step that
-    verifies guesses; 0: it does not."""
-    step = StepInput(np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros(1, np.int32))
+def padding_decodes(num: int, width: int) -> StepInput:
+    """Returns a step in which the padding slot decodes `num` times. width: rows of each request of a step that verifies
+    guesses; 0: it does not."""
+    step = StepInput(np.zeros(num, np.int64), np.ones(num, np.int32), np.zeros(num, np.int32))
     if width:
-        step.widths, step.width, step.reserved_lens = np.ones(1, np.int32), width, np.zeros(1, np.int32)
+        step.widths, step.width, step.reserved_lens = np.ones(num, np.int32), width, np.zeros(num, np.int32)
     return step
 
 
-def padding_step(num: int, prefix: int, guesses: bool) -> StepInput:
+def padding_prompt(num: int, prefix: int, guesses: bool) -> StepInput:
     """Returns a prompt of `num` tokens behind `prefix` cached ones on the padding slot. guesses: whether steps of this
     server bring any."""
     lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.call_ids import with_ids_of_format
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.chat_template import ConversationTooLong
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -69,7 +70,11 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
     """The conversation as the model reads it."""
     _ = service.tokenizer
 
-    await _in_thread_if_long(service, num_bytes, partial(check_tools, service.formats.calls_name), body)
+    def checked(body: ChatCompletionRequest) -> None:
+        check_tools(service.formats.calls_name, body)
+        body.messages = with_ids_of_format(body.messages, service.formats)
+
+    await _in_thread_if_long(service, num_bytes, checked, body)
     (prompt,) = await service.chat_template.render([body], num_bytes >= LONG_WORK)
     return prompt
 

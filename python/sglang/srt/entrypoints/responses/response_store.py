@@ -49,7 +49,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The kept responses by id, the least recently written first."""
+    """The kept responses by id, the least recently written first. Those that run stay until they have ended."""
 
     def __init__(
         self,
@@ -70,6 +70,11 @@ class ResponseStore:
     def num_running(self) -> int:
         return sum(entry.is_running for entry in self._entries.values())
 
+    def has_room(self, entry: StoredResponse) -> bool:
+        """Returns whether one more that runs can be kept beside those that do."""
+        running = [other.num_bytes for other in self._entries.values() if other.is_running]
+        return len(running) < self._max_responses and sum(running) + entry.num_bytes <= self._max_bytes
+
     def get(self, response_id: str) -> StoredResponse | None:
         return self._entries.get(response_id)
 
@@ -81,7 +86,10 @@ class ResponseStore:
         self._entries[response_id] = entry
         self._num_bytes += entry.num_bytes
         while self._num_bytes > self._max_bytes or len(self._entries) > self._max_responses:
-            self.discard(next(iter(self._entries)))
+            ended = next((name for name, other in self._entries.items() if not other.is_running), None)
+            if ended is None:
+                break
+            self._remove(ended)
 
     def discard(self, response_id: str) -> bool:
         """Forget a response; one that runs is cancelled. False: there is none."""

@@ -142,6 +142,10 @@ def _start(answer: _Answer) -> dict[str, Any]:
         raise ApiError(503, f"{MAX_BACKGROUND} responses are computed in the background; try again later")
     response = answer.head.state("queued")
     entry = StoredResponse(msgspec.json.encode(answer.head.state("in_progress")), num_waiting_bytes=answer.num_bytes)
+    if not answer.store.has_room(entry):
+        raise ApiError(
+            503, "the conversations of responses in the background leave no room for another; try again later"
+        )
     entry.task = asyncio.create_task(_compute(answer))
     answer.store.put(answer.head.id, entry)
     return response

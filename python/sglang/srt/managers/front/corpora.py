@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 class ExternalCorpora:
-    """The texts by id. Changes wait for one another."""
+    """The texts by id. Changes wait for one another. An update of the schedulers that has begun is done whole, whether
+    or not the client stays."""
 
     def __init__(
         self,
@@ -49,6 +51,9 @@ class ExternalCorpora:
         self._tokens: dict[str, Tokens] = {}
         self._changing = asyncio.Lock()
         self._version = 0
+        self._oldest = 0
+        """The oldest version whose file there may be."""
+        self._update: asyncio.Task[None] | None = None
 
     @property
     def token_counts(self) -> dict[str, int]:
@@ -60,7 +65,7 @@ class ExternalCorpora:
         name = corpus_id or uuid.uuid4().hex
         if len(name) > MAX_ID_CHARS:
             raise RequestError(f"corpus_id may have {MAX_ID_CHARS} characters; it has {len(name)}")
-        async with self._changing:
+        async with self._change():
             if name in self._tokens:
                 raise RequestError(f"there is a corpus {name!r} already; remove it with /remove_external_corpus first")
             if len(self._tokens) >= MAX_CORPORA:
@@ -71,7 +76,7 @@ class ExternalCorpora:
 
     async def remove(self, corpus_id: str) -> None:
         """Raises RequestError."""
-        async with self._changing:
+        async with self._change():
             if corpus_id not in self._tokens:
                 raise RequestError(f"there is no corpus {corpus_id!r}; /list_external_corpora names all")
             await self._replace({name: tokens for name, tokens in self._tokens.items() if name != corpus_id})
@@ -93,16 +98,38 @@ class ExternalCorpora:
             raise RequestError("documents must hold at least one text that is not empty")
         return tokens
 
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """Others wait until the change has ended, its update too."""
+        await self._changing.acquire()
+        try:
+            yield
+        finally:
+            if self._update is None or self._update.done():
+                self._changing.release()
+            else:
+                self._update.add_done_callback(lambda _: self._changing.release())
+
     async def _replace(self, corpora: Mapping[str, Tokens]) -> None:
-        """Hands a new version to the schedulers; the one before stays until all of them must have read this one."""
+        self._update = asyncio.create_task(self._hand_over(corpora))
+        await asyncio.shield(self._update)
+
+    async def _hand_over(self, corpora: Mapping[str, Tokens]) -> None:
+        """Gives the schedulers a new version; those before stay until all of them must have read this one."""
         self._version += 1
         path = self._path(self._version)
-        await asyncio.to_thread(_write_sorted, path, list(corpora.values()), self._longest)
+        try:
+            await asyncio.to_thread(_write_sorted, path, list(corpora.values()), self._longest)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         reply = await self._control("set_corpora", {"path": str(path)}, UPDATE_LIMIT_S)
         if not reply.ok:
             raise RequestError(reply.message, 500)
         self._tokens = dict(corpora)
-        self._path(self._version - 1).unlink(missing_ok=True)
+        for version in range(self._oldest, self._version):
+            self._path(version).unlink(missing_ok=True)
+        self._oldest = self._version
 
     def _path(self, version: int) -> Path:
         return self._directory / f"corpora-{version}.npz"

@@ -42,6 +42,10 @@ class Llama4Tower(Tower):
     }
     prefixes: ClassVar[tuple[str, ...]] = (_TOWER, _PROJECTOR)
 
+    @property
+    def tile_side(self) -> int:
+        return self.side
+
     def shapes(self) -> Iterator[NamedShape]:
         hidden, wide, adapted = self.hidden_size, self.intermediate_size, self.adapter_size
         yield f"{_TOWER}patch_embedding.linear.weight", (hidden, self.patch_values)

@@ -68,6 +68,11 @@ class Tower(ABC):
         return self.hidden_size // self.num_heads
 
     @property
+    def tile_side(self) -> int | None:
+        """Patches a side of every image, where all are cut to tiles of one size; None: any number."""
+        return None
+
+    @property
     def features_size(self) -> int:
         """Dims of a token's features, with those of deepstack."""
         return self.out_size * (1 + len(self.deepstack))
