@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from inline_template import InlineTemplate
 
 from sglang.srt.entrypoints.embeddings import serving_scores
 from sglang.srt.entrypoints.embeddings.protocol import RerankRequest
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
@@ -37,11 +35,8 @@ class Service:
 
     def __init__(self, ids: dict[str, list[int]]) -> None:
         self.manager = SimpleNamespace(args=SimpleNamespace(is_embedding=False))
-        self.chat_template = SimpleNamespace(render=self._render)
+        self.chat_template = InlineTemplate(TEMPLATE)
         self.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: ids[text])
-
-    async def _render(self, bodies: Sequence[ChatCompletionRequest], is_long: bool) -> list[str]:
-        return [ChatTemplate(TEMPLATE, {}).render(body) for body in bodies]
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, service: Service, **fields: Any) -> tuple[list[Any], GenerateRequest]:
