@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 
@@ -77,3 +82,28 @@ def test_a_program_ends_although_a_job_does_not() -> None:
         "lanes.submit(True, lambda _: threading.Event().wait()); lanes.close()"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_an_error_keeps_nothing_of_its_job(make: Callable[..., Lanes]) -> None:
+    """Without a collection: what a large body left behind would stay until the next, and cut memory to pieces."""
+
+    class Body:
+        pass
+
+    def fails(body: Body, _: int) -> None:
+        raise ValueError("no")
+
+    async def ask(lanes: Lanes) -> weakref.ref[Body]:
+        body = Body()
+        with contextlib.suppress(ValueError):
+            await asyncio.wrap_future(lanes.submit(True, functools.partial(fails, body)))
+        return weakref.ref(body)
+
+    lanes = make(1)
+    gc.disable()
+    try:
+        kept = asyncio.run(ask(lanes))
+        lanes.submit(True, lambda _: None).result(30)  # the thread is behind its job
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -29,6 +28,7 @@ from sglang.srt.entrypoints.openai.template_process import (
     Rendered,
     Reply,
     TemplateSource,
+    packed,
     run_templates,
 )
 from sglang.srt.errors import UserError
@@ -112,19 +112,17 @@ class TemplatePool:
         """The prompts of these conversations. Raises ApiError: 400 for what the template does not take or make within
         its limits, 503 if it might while others wait for it."""
         job = _Job(b"")
-        future = self._lanes.submit(is_long, partial(self._render, job, bodies))
-        try:
-            reply = await asyncio.wrap_future(future)
+        try:  # no name for the future: it has the error, which has this frame
+            return await asyncio.wrap_future(self._lanes.submit(is_long, partial(self._render, job, bodies)))
         except asyncio.CancelledError:
             job.abandoned = True
             raise
-        return reply
 
     def render_probe(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> str:
         """Renders as `ChatTemplate.render_probe` does; blocks."""
-        job = _Job(pickle.dumps(Probe(messages, tools, add_generation_prompt)))
+        job = _Job(packed(Probe(messages, tools, add_generation_prompt)))
         future: Future[list[str]] = self._lanes.submit(True, partial(self._ask, job))
         try:
             return future.result()[0]
@@ -145,7 +143,7 @@ class TemplatePool:
             self._ready[number] = False
 
     def _render(self, job: _Job, bodies: Sequence[ChatCompletionRequest], number: int) -> list[str]:
-        job.message = pickle.dumps([_fields(body) for body in bodies])
+        job.message = packed([_fields(body) for body in bodies])
         if len(job.message) > self._limits.max_chars + _OVERHEAD:
             raise ConversationTooLong(
                 f"the conversation of {len(job.message)} bytes is longer than what a prompt may have here, "
@@ -217,7 +215,7 @@ def _fields(body: ChatCompletionRequest) -> dict[str, Any]:
     fields = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     fields["messages"] = [_without_media(message) for message in body.messages]
     if body.response_format is not None:
-        fields["response_format"] = msgspec.to_builtins(body.response_format)  # pickle looks for UNSET in all modules
+        fields["response_format"] = msgspec.to_builtins(body.response_format)
     if body.tool_choice == "none":
         fields.pop("tools", None)
     return fields

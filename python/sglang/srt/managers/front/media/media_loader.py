@@ -98,8 +98,9 @@ class MediaLoader:
             self._num_under_way -= len(media)
 
     async def _load_one(self, source: MediaSource) -> PlacedMedia:
-        fetched = self._threads.submit(True, lambda _: sources.load(source.source, self._rules))
-        payload = await asyncio.wrap_future(fetched)
+        payload = await asyncio.wrap_future(
+            self._threads.submit(True, lambda _: sources.load(source.source, self._rules))
+        )
         job = MediaJob(
             name=uuid.uuid4().hex,
             kind=source.kind,
