@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 from sglang.explain import explain, to_text
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.openai.built_in_templates import model_template
 from sglang.srt.entrypoints.openai.chat_template import read_template_file
+from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
 from sglang.srt.kernels.resolve import installed_packages
+from sglang.srt.managers.front.tokenizer_trial import TokenizerTrial
 from sglang.srt.plan.layout import asked_node, check_gpus
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
@@ -43,6 +46,8 @@ def dry_run(args: ServerArgs) -> None:
 
 def _read_tokenizer(args: ServerArgs, architecture: str) -> None:
     template = None if args.chat_template is None else read_template_file(args.chat_template)
+    TokenizerTrial(args).check()
     tokenizer = load_tokenizer(args)
     if tokenizer is not None:
-        model_template(args, tokenizer, architecture, template)
+        with closing(TemplatePool(model_template(args, tokenizer, architecture, template))) as templates:
+            templates.wait_ready()

@@ -25,7 +25,7 @@ def read_prompts(path: str, args: ServerArgs, architecture: str, max_tokens: int
     """
     tokenizer = load_tokenizer(args)
     assert tokenizer is not None
-    template = model_template(args, tokenizer, architecture, None)
+    template = ChatTemplate(*model_template(args, tokenizer, architecture, None))
     prompts: list[list[int]] = []
     try:
         with Path(path).open(encoding="utf-8-sig") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from forked_servers import forked_children
 
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_state import ServerState
@@ -441,17 +443,22 @@ def test_whose_template_a_server_takes(
     given.write_text("given {{ messages[0].content }}")
     args = ServerArgs(model_path="deepseek-ai/DeepSeek-V4-Flash", chat_template=str(given) if flag else None)
     tokenizer = SimpleNamespace(chat_template=own, special_tokens={})
-    config = SimpleNamespace(architecture=architecture)
+    config = SimpleNamespace(architecture=architecture, context_len=1024)
     manager: Any = SimpleNamespace(tokenizer=tokenizer, model_config=config, media=None)
     state = ServerState(args)
-    state.connect(manager)
-    assert state.engine is not None
     asked = msgspec.convert({"messages": [user("Hi")]}, ChatCompletionRequest)
-    if prompt is None:
-        with pytest.raises(ApiError, match="no chat template"):
-            state.engine.chat_template.render(asked)
-    else:
-        assert state.engine.chat_template.render(asked) == prompt
+    try:
+        with forked_children():
+            state.connect(manager)
+        assert state.engine is not None
+        rendered = state.engine.chat_template.render([asked], False)
+        if prompt is None:
+            with pytest.raises(ApiError, match="no chat template"):
+                asyncio.run(rendered)
+        else:
+            assert asyncio.run(rendered) == [prompt]
+    finally:
+        state.close()
 
 
 def test_a_server_says_which_edition_it_has() -> None:

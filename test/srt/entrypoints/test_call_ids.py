@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inline_template import InlineTemplate
 
 from sglang.srt.entrypoints.openai.call_ids import with_ids_of_format
 from sglang.srt.entrypoints.openai.chat_call import rendered_prompt
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.function_call.model_formats import ModelFormats
 from srt.function_call.test_templates import OTHERWISE
@@ -101,7 +101,7 @@ def prompt(title: str, *messages: dict[str, Any]) -> str:
     """What the template `title`, which is one of those that write ids, makes of the conversation."""
     form, source = OTHERWISE[title]
     service: Any = SimpleNamespace(
-        tokenizer=None, formats=ModelFormats(calls_name=form), chat_template=ChatTemplate(source, {})
+        tokenizer=None, formats=ModelFormats(calls_name=form), chat_template=InlineTemplate(source)
     )
     return asyncio.run(rendered_prompt(service, ChatCompletionRequest(messages=list(messages)), 0))
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from inline_template import InlineTemplate
 
 from sglang.srt.entrypoints.embeddings import serving_scores
 from sglang.srt.entrypoints.embeddings.protocol import RerankRequest
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
@@ -35,12 +34,9 @@ class Service:
     """The parts of the service that ranking uses."""
 
     def __init__(self, ids: dict[str, list[int]]) -> None:
-        self.manager = SimpleNamespace(args=SimpleNamespace(is_embedding=False), in_thread=self._in_thread)
-        self.chat_template = ChatTemplate(TEMPLATE, {})
+        self.manager = SimpleNamespace(args=SimpleNamespace(is_embedding=False))
+        self.chat_template = InlineTemplate(TEMPLATE)
         self.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: ids[text])
-
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        return function()
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, service: Service, **fields: Any) -> tuple[list[Any], GenerateRequest]:

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.layers.native_ngram import ngram_guesses
 from sglang.srt.managers.front import corpora as corpora_module
+from sglang.srt.managers.front import request_preparation
 from sglang.srt.managers.front.corpora import MAX_CORPORA, ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.wire.io_struct import ControlReply
@@ -66,6 +67,21 @@ def test_texts_come_and_go(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 1  # the version that stands
 
     asyncio.run(run())
+
+
+def test_a_long_document_lets_others_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_preparation, "PIECE_CHARS", 3)
+    schedulers = Schedulers(60)
+    lengths: list[int] = []
+    encode = schedulers.encode
+
+    async def counted(text: str, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return await encode(text, add_special_tokens)
+
+    monkeypatch.setattr(schedulers, "encode", counted)
+    _, num_tokens = asyncio.run(corpora(schedulers, tmp_path).add("a", ["abcdefgh", "ij"]))
+    assert lengths == [3, 3, 2, 2] and num_tokens == 10 + 2
 
 
 def test_own_tokens_come_first_where_they_agree_as_far(tmp_path: Path) -> None:

@@ -707,9 +707,10 @@ def test_whole_outputs_are_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     pieces = []
     in_thread = bench.manager.in_thread
 
-    async def counted(function: Any, text: str) -> Any:
+    async def counted(size: int, function: Any, text: str) -> Any:
+        assert size == len(body.text)
         pieces.append(text)
-        return await in_thread(function, text)
+        return await in_thread(size, function, text)
 
     monkeypatch.setattr(bench.manager, "in_thread", counted)
     assert asyncio.run(output_formats.parse_calls(bench.manager, ModelFormats(), body)) == whole

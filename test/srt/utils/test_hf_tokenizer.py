@@ -128,5 +128,35 @@ def test_user_errors(directory: Path, tmp_path: Path) -> None:
         load(empty)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("added_tokens_decoder", {"1": "a"}),
+        ("added_tokens_decoder", [1]),
+        ("chat_template", [{"name": "default"}]),
+        ("chat_template", {"default": 1}),
+        ("chat_template", 1),
+    ],
+)
+def test_a_key_of_another_form_is_refused_by_its_name(directory: Path, key: str, value: object) -> None:
+    (directory / "chat_template.jinja").unlink()
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(UserError, match=key):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_is_no_text_or_too_large_is_refused_by_its_name(directory: Path, name: str) -> None:
+    (directory / name).write_bytes(b"\xff")
+    with pytest.raises(UserError, match=f"{name} is no text in UTF-8"):
+        load(directory)
+    with (directory / name).open("wb") as file:
+        file.truncate(65 << 20)  # without blocks on the disk
+    with pytest.raises(UserError, match=f"{name} has more than 64 MiB"):
+        load(directory)
+
+
 def test_no_tokenizer_wanted() -> None:
     assert load_tokenizer(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, skip_tokenizer_init=True)) is None

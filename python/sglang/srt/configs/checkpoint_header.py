@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from sglang.srt.errors import UserError
 
@@ -56,9 +56,18 @@ def _indexed(folder: Path) -> Mapping[str, str] | None:
         return None
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in files.items()}
+        return {str(name): inside(str(file), index) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is no index of weights: {error!r}.") from None
+
+
+def inside(file: str, index: Path) -> str:
+    """Returns the name of a file of weights. Raises UserError for one outside of its checkpoint's directory: such a
+    name could have any file of the machine read."""
+    parts = PurePath(file).parts
+    if not parts or PurePath(file).is_absolute() or ".." in parts:
+        raise UserError(f"{index}: weight_map names {file[:256]!r}, which is no file below the index's own directory.")
+    return file
 
 
 def _header(path: Path) -> dict[str, Stored]:

@@ -12,7 +12,6 @@ of 100 properties that compiles in 0.1 s and takes 0.9 MB), so that reading it t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -35,6 +34,7 @@ from sglang.srt.constrained.grammar import GrammarError, GrammarKey, GrammarKind
 from sglang.srt.constrained.grammar_backends import DEFAULT_BACKEND, GrammarBackend, make_backend
 from sglang.srt.constrained.source_limits import check_source
 from sglang.srt.constrained.vocabulary import write_vocabulary
+from sglang.srt.utils.process_limits import die_with_parent, limit_memory, lower_limit
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 NICENESS = 5
 """Of the process and its children: it starts while the server loads the model."""
-_PR_SET_PDEATHSIG = 1
 
 
 class CompileLimits(msgspec.Struct, frozen=True):
@@ -246,14 +245,10 @@ def _fork(work: Callable[[], bytes]) -> tuple[int, Connection]:
         theirs.close()
         return pid, ours
     try:
-        _die_with_parent()
+        die_with_parent()
         theirs.send_bytes(work())
     finally:
         os._exit(0)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _make_vocabulary(setup: Setup) -> bytes:
@@ -301,23 +296,15 @@ def _limit_this_process(limits: CompileLimits) -> None:
     os.dup2(silence, sys.stderr.fileno())  # the library's warnings about clients' grammars
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # the system ends this process before any other
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    address_space = pages * resource.getpagesize() + limits.memory_bytes
-    cpu_s = int(limits.seconds * (os.cpu_count() or 1)) + 1
-    for kind, limit in (
-        (resource.RLIMIT_AS, address_space),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+    limit_memory(limits.memory_bytes)
+    lower_limit(resource.RLIMIT_CPU, int(limits.seconds * (os.cpu_count() or 1)) + 1)
+    lower_limit(resource.RLIMIT_CORE, 0)
 
 
 def main() -> None:
     """`python -m sglang.srt.constrained.compile_process FD`, FD being one end of a socket pair; the leading scheduler
     process has the other."""
-    _die_with_parent()
+    die_with_parent()
     os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

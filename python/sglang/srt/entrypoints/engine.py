@@ -26,7 +26,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.openai.serving import OpenAIService
+    from sglang.srt.entrypoints.http_state import ServerState
 
 T = TypeVar("T")
 Result = dict[str, Any]
@@ -51,8 +51,8 @@ class Engine:
         if self.server_args.node_rank:
             raise UserError("machines with --node-rank above 0 have no engine: start them with `sglang serve`.")
         self._closed = False
-        self._service: OpenAIService | None = None
-        """Service that knows the formats of outputs; created when a request first asks for them."""
+        self._state: ServerState | None = None
+        """What knows the formats of outputs; created when a request first asks for them."""
         self._handle = launch_engine(self.server_args)
         self._manager: TokenizerManager = self._handle.manager
         self._handle.wait_ready()
@@ -126,6 +126,8 @@ class Engine:
         self._closed = True
         self._loop.call_soon_threadsafe(self._manager.begin_shutdown)
         self._loop.call_soon_threadsafe(self._manager.mark_unhealthy, "the engine was shut down")
+        if self._state is not None:
+            self._state.close()
         self._handle.shutdown()
         self._run(self._close_manager())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -165,12 +167,11 @@ class Engine:
         from sglang.srt.entrypoints.native_reasoning import require_reasoning
 
         try:
-            if self._service is None:
-                state = ServerState(self.server_args)
-                state.connect(self._manager)
-                self._service = state.engine
-            assert self._service is not None
-            require_reasoning(self._service, req)
+            if self._state is None:
+                self._state = ServerState(self.server_args)
+                self._state.connect(self._manager)
+            assert self._state.engine is not None
+            require_reasoning(self._state.engine, req)
         except ApiError as error:
             raise RequestError(error.message, error.status) from None
 

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 
 import uvicorn
 
+from sglang.srt.entrypoints.exit_guard import END_LIMIT_S, ExitGuard
 from sglang.srt.entrypoints.http_app import create_app
 from sglang.srt.entrypoints.http_native import warm_up
 from sglang.srt.entrypoints.http_protocol import HttpProtocol
@@ -42,7 +42,10 @@ WARMUP_LIMIT_S = 600.0
 """The first request may compile kernels."""
 FAILURE_GRACE_S = 1.0
 """Time for clients and probes to see that the engine is gone, before the process ends."""
-CLOSE_LIMIT_S = 5
+CLOSE_LIMIT_S = 2
+"""Time for connections whose answers are complete."""
+PROCESSES_END_S = 1.5
+"""Time for the engine's processes to end by themselves."""
 KEEP_ALIVE_S = 60
 LISTEN_BACKLOG = 2048
 GC_OBJECTS = 20_000
@@ -63,7 +66,11 @@ def launch_server(args: ServerArgs) -> None:
     listener = bind(args.host, args.port)
     with contextlib.closing(listener):
         _use_uvloop()
-        exit_code = asyncio.run(_Server(args, listener).run())
+        server = _Server(args, listener)
+        try:
+            exit_code = asyncio.run(server.run())
+        finally:
+            server.guard.end_within(END_LIMIT_S)
     if exit_code:
         sys.exit(exit_code)
 
@@ -156,21 +163,24 @@ class _Server:
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._died = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.guard = ExitGuard(self._pass_signal_on)
 
     async def run(self) -> int:
         """The exit status. Raises UserError if the engine cannot start for a reason that the user can correct."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        self._loop = asyncio.get_running_loop()
+        self.guard.take_signals()
         serving = asyncio.ensure_future(self._http.serve(sockets=[self.listener]))
         try:
             return await self._live()
         finally:
+            self.guard.end_within(END_LIMIT_S)
             self._http.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
+            self.state.close()
             if self.handle is not None:
                 self.handle.manager.close()
-                self.handle.shutdown()
+                self.handle.shutdown(PROCESSES_END_S)
 
     async def _live(self) -> int:
         try:
@@ -189,6 +199,11 @@ class _Server:
             return ENGINE_DIED
         await self._drain()
         return 0
+
+    def _pass_signal_on(self) -> None:
+        """Called from the guard's thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._on_signal)
 
     def _on_signal(self) -> None:
         self._num_signals += 1
@@ -219,6 +234,7 @@ class _Server:
         def work() -> None:
             try:
                 self.handle = launch_engine(self.args)
+                self.state.connect(self.handle.manager)
                 self.handle.wait_ready()
             except BaseException as error:
                 outcome: BaseException | None = error
@@ -232,9 +248,11 @@ class _Server:
         await done
         assert self.handle is not None
         self.handle.manager.attach()
-        self.state.connect(self.handle.manager)
 
         def report(replica: int, message: str) -> None:
+            assert self.handle is not None
+            if self.handle.failure is not None:  # also if the event loop hangs
+                self.guard.end_within(FAILURE_GRACE_S + END_LIMIT_S)
             loop.call_soon_threadsafe(self._on_engine_failure, replica, message)
 
         self.handle.watch(report)
@@ -261,6 +279,7 @@ class _Server:
             await self.handle.manager.load_corpus_file()
         except RequestError as error:
             raise EngineError(f"--speculative-ngram-external-corpus-path: {error.message}") from error
+        self.guard.drain_s = envs.SGLANG_DRAIN_TIMEOUT
         self.handle.manager.mark_up()
         gc.freeze()  # what start-up made stays: collections under load need not look at it again
         gc.set_threshold(GC_OBJECTS, 10, 10)

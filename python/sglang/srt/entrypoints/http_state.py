@@ -6,10 +6,12 @@ from starlette.requests import Request
 
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.built_in_templates import model_template
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
+from sglang.srt.entrypoints.openai.chat_template import read_template_file
 from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.openai.template_pool import TemplatePool, template_limits
 from sglang.srt.entrypoints.output_formats import model_formats
 from sglang.srt.entrypoints.responses.response_store import ResponseStore
+from sglang.srt.managers.front.lanes import num_long_lanes
 from sglang.srt.managers.front.sessions import SessionStore
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import ServerArgs
@@ -19,26 +21,29 @@ class ServerState:
     """`engine` is None until the processes run; requests are refused before and while it is not up."""
 
     def __init__(self, args: ServerArgs) -> None:
-        """Raises UserError for a broken --chat-template."""
+        """Raises UserError for a --chat-template that is no such file."""
         self.args = args
         self.engine: OpenAIService | None = None
         self.failure: str | None = None
         """Reason why the server is about to exit; None while it runs."""
         self.responses = ResponseStore()
         self.sessions = SessionStore()
+        self._templates: TemplatePool | None = None
         self._own_source = None if args.chat_template is None else read_template_file(args.chat_template)
-        ChatTemplate(self._own_source, {})
 
     @property
     def model_name(self) -> str:
         return self.args.served_model_name or self.args.model_path
 
     def connect(self, manager: TokenizerManager) -> None:
-        """Called once the engine's processes are up. Raises UserError if the model's own chat template is broken."""
+        """Called while the engine's processes start; blocks. Raises UserError for a broken chat template."""
         tokenizer = manager.tokenizer
         if manager.media is not None:
             self.sessions.media_files = manager.media.files
-        template = model_template(self.args, tokenizer, manager.model_config.architecture, self._own_source)
+        source = model_template(self.args, tokenizer, manager.model_config.architecture, self._own_source)
+        limits = template_limits(self.args, manager.model_config.context_len)
+        template = self._templates = TemplatePool(source, limits, num_long_lanes(self.args.dp_size))
+        template.wait_ready()
         self.engine = OpenAIService(
             manager=manager,
             chat_template=template,
@@ -46,6 +51,11 @@ class ServerState:
             model_name=self.model_name,
             report_cached_tokens=self.args.enable_cache_report,
         )
+
+    def close(self) -> None:
+        """Ends what `connect` has started."""
+        if self._templates is not None:
+            self._templates.close()
 
     def unavailable(self) -> str | None:
         """Returns why requests are refused now, or None."""

@@ -9,8 +9,8 @@ from typing import Any
 from sglang.srt import compat
 from sglang.srt.configs.output_formats import AUTO
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest, SeparateReasoningRequest
+from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.function_call.detection import reasoning_format, tool_call_format
 from sglang.srt.function_call.events import Event, ParsedOutput, collect
 from sglang.srt.function_call.messages import MessageFormat
@@ -24,7 +24,7 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def model_formats(args: ServerArgs, manager: TokenizerManager, template: ChatTemplate) -> ModelFormats:
+def model_formats(args: ServerArgs, manager: TokenizerManager, template: TemplatePool) -> ModelFormats:
     calls, reasoning = args.tool_call_parser, args.reasoning_parser
     architecture = manager.model_config.architecture
     tokenizer = manager.tokenizer
@@ -89,7 +89,7 @@ async def separate_reasoning(
 async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> ParsedOutput:
     events: list[Event] = []
     for start in range(0, len(text), PARSED_PIECE):
-        events += await manager.in_thread(parser.push, text[start : start + PARSED_PIECE])
+        events += await manager.in_thread(len(text), parser.push, text[start : start + PARSED_PIECE])
     return collect([*events, *parser.finish()])
 
 

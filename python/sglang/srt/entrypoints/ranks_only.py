@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 
+from sglang.srt.entrypoints.exit_guard import END_LIMIT_S, ExitGuard
 from sglang.srt.managers.engine_processes import EngineError
 from sglang.srt.managers.launch import launch_engine
 from sglang.srt.server_args import ServerArgs
@@ -19,11 +19,11 @@ def run_ranks(args: ServerArgs) -> None:
     """Runs this machine's ranks until a signal comes, or until one of them ends, as they do with the ranks of other
     machines: then exits with status 1. Raises UserError if they cannot start for a reason that the user can correct."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    guard = ExitGuard(stop.set)
     failures: list[str] = []
 
     def report(replica: int, message: str) -> None:
+        guard.end_within(END_LIMIT_S)
         failures.append(message)
         stop.set()
 
@@ -37,7 +37,8 @@ def run_ranks(args: ServerArgs) -> None:
     except EngineError as error:
         failures.append(str(error))
     finally:
-        handle.shutdown()
+        guard.end_within(END_LIMIT_S)
+        handle.shutdown(END_LIMIT_S / 3)
     if failures:
         logger.error("This machine's ranks have ended, as all do when one does: %s", failures[0])
         sys.exit(ENGINE_DIED)

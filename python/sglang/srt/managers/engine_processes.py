@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 
 from sglang.srt.errors import UserError
 from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, child_main
+from sglang.srt.managers.reap import reap
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
@@ -114,9 +115,8 @@ class EngineProcesses:
             end = time.monotonic() + limit_s
             for child in self._children:
                 child.process.join(max(0.0, end - time.monotonic()))
-                if child.process.is_alive():
-                    child.process.kill()
-                    child.process.join()
+            reap(child.process for child in self._children if child.process.is_alive())
+            for child in self._children:
                 child.pipe.close()
 
     # --- the monitor's thread -----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from sglang.srt.managers.engine_processes import EngineError
 from sglang.srt.managers.front.media.served_media import ServedMedia, served_media
 from sglang.srt.managers.front.server_defaults import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.tokenizer_trial import TokenizerTrial
 from sglang.srt.managers.ray_cluster.installed import check_installed
 from sglang.srt.managers.replica_processes import ReplicaProcesses, start_processes
 from sglang.srt.managers.wire.ipc import Ports
@@ -153,10 +154,12 @@ class EngineHandle:
 def launch_engine(args: ServerArgs) -> EngineHandle:
     """Start the processes for `args`. Raises UserError for a wrong model or tokenizer."""
     model = ModelConfig.from_server_args(args)
+    trial = TokenizerTrial(args)
     description = describe_served_model(args, model)  # before any process is started
     if args.preferred_sampling_params is not None:
         check_server_defaults(args, model)
     media = None
     if description.media is not None:
         media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype))
+    trial.check()
     return EngineHandle(args, model, media)

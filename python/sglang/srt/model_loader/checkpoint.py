@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from sglang.srt.configs.checkpoint_header import inside
 from sglang.srt.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -63,7 +64,7 @@ def _indexed(folder: Path) -> Checkpoint:
         raise UserError(f"{path} has no 'weight_map' from tensor names to file names")
     promised: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        promised.setdefault(file, set()).add(name)
+        promised.setdefault(inside(file, path), set()).add(name)
     missing = [file for file in promised if not (folder / file).is_file()]
     if missing:
         raise UserError(f"{path} names files that do not exist: {some(missing)}. Is the download complete?")

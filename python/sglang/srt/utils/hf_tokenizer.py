@@ -8,14 +8,15 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.errors import UserError
-from sglang.srt.utils.text_stream import ByteLevelDecoder, TextDecoder, WindowDecoder
+from sglang.srt.utils.text_stream import REPLACEMENT, ByteLevelDecoder, TextDecoder, WindowDecoder
 from sglang.srt.utils.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_PANIC = "PanicException"
 _WORD_START = "\u2581"
 """Stands for a space in SentencePiece vocabularies."""
 
@@ -47,18 +49,23 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens that are spelled out in it count as such. Safe in several threads, of which
-        the others go on meanwhile."""
+        the others go on meanwhile. Raises TokenizerError for a text on which the tokenizer fails."""
         if self._rust is not None:  # `encode` would keep Python's lock, and locate every token in the text
-            (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            with _panics_as_errors():
+                (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = encoding.ids
             return ids
         with self._hf_lock:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids outside of the vocabulary print nothing."""
+        """Text of `ids`; ids outside of the vocabulary print nothing, those on which the tokenizer fails U+FFFD."""
         if self._rust is not None:
-            text: str = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            try:
+                with _panics_as_errors():
+                    text: str = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            except TokenizerError:
+                return REPLACEMENT
             return text
         with self._hf_lock:
             known = [i for i in ids if 0 <= i < len(self.hf)]
@@ -126,6 +133,18 @@ class Tokenizer:
         return None if token_id is None else int(token_id)
 
     @property
+    def added_tokens(self) -> dict[int, Any]:
+        """Returns the tokens outside of the vocabulary's rules, by id, as the library describes them."""
+        return {} if self._rust is None else self._rust.get_added_tokens_decoder()
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text by itself, without those that frame a prompt. Raises TokenizerError."""
+        if self._rust is None:
+            return [self.encode(text, add_special_tokens=False) for text in texts]
+        with _panics_as_errors():
+            return [each.ids for each in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @property
     def rust(self) -> tokenizers.Tokenizer | None:
         """The underlying `tokenizers` object, if there is one."""
         return self._rust
@@ -136,6 +155,22 @@ class Tokenizer:
         if self._hf is None:
             self._hf = _load_with_transformers(self._files, trust_remote_code=False)
         return self._hf
+
+
+class TokenizerError(ValueError):
+    """A tokenizer's own rules fail, as a pattern that gives up does."""
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """The library raises bare Exceptions, and panics, which are none: those would end whatever thread or process meets
+    one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != _PANIC:
+            raise
+        raise TokenizerError(str(error)) from None
 
 
 def load_tokenizer(args: ServerArgs) -> Tokenizer | None:
@@ -157,7 +192,8 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer | None:
 
 def _read_tokenizer_json(files: TokenizerFiles) -> tokenizers.Tokenizer:
     try:
-        rust = tokenizers.Tokenizer.from_file(str(files.json_path))
+        with _panics_as_errors():
+            rust = tokenizers.Tokenizer.from_file(str(files.json_path))
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{files.json_path} is not a tokenizer that `tokenizers` can read: {error}") from None
     rust.no_truncation()
@@ -168,11 +204,12 @@ def _read_tokenizer_json(files: TokenizerFiles) -> tokenizers.Tokenizer:
 def _mismatch(files: TokenizerFiles, rust: tokenizers.Tokenizer) -> str | None:
     """Returns how tokenizer.json alone differs from what tokenizer_config.json describes; None if it does not."""
     added = rust.get_added_tokens_decoder()
-    for key, wanted in files.config.get("added_tokens_decoder", {}).items():
-        token = added.get(int(key))
-        if token is None or token.content != wanted["content"] or token.special != wanted.get("special", False):
-            return f"added token {key} is not in tokenizer.json"
-    ids = rust.encode("a").ids
+    for number, described in files.added_tokens:
+        token, special = added.get(number), described.get("special", False)
+        if token is None or token.content != described.get("content") or token.special != special:
+            return f"added token {number} is not in tokenizer.json"
+    with _panics_as_errors():
+        ids = rust.encode("a").ids
     for flag, name, position in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
         text, wanted = files.special_tokens.get(name), files.config.get(flag)
         present = text is not None and bool(ids) and ids[position] == rust.token_to_id(text)

@@ -9,6 +9,8 @@ from typing import Any
 
 from sglang.srt.errors import UserError
 
+MAX_FILE_BYTES = 64 << 20
+"""Of tokenizer_config.json, of a template and of their like."""
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -28,6 +30,15 @@ class TokenizerFiles:
         return "AutoTokenizer" in (self.config.get("auto_map") or {})
 
     @property
+    def added_tokens(self) -> list[tuple[int, dict[str, Any]]]:
+        """Returns the tokens of `added_tokens_decoder` with their ids. Raises UserError."""
+        try:
+            return [(int(key), dict(token)) for key, token in self.config.get("added_tokens_decoder", {}).items()]
+        except (ValueError, TypeError, AttributeError):
+            path = self.directory / "tokenizer_config.json"
+            raise UserError(f"{path}: added_tokens_decoder must hold tokens by their ids.") from None
+
+    @property
     def json_path(self) -> Path:
         return self.directory / "tokenizer.json"
 
@@ -44,12 +55,22 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(_text_of(path))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object.")
     return value
+
+
+def _text_of(path: Path) -> str:
+    """Raises UserError for a file that is no text of the size that such files have."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise UserError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB, which no such file needs.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8: {error}") from None
 
 
 def _token_text(value: Any) -> str | None:
@@ -62,13 +83,21 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | dict[str, s
     """Files win over tokenizer_config.json; further templates may lie in additional_chat_templates/."""
     single = directory / "chat_template.jinja"
     if single.is_file():
-        default = single.read_text(encoding="utf-8")
+        default = _text_of(single)
         more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
         if not more:
             return default
-        return {"default": default, **{path.stem: path.read_text(encoding="utf-8") for path in more}}
+        return {"default": default, **{path.stem: _text_of(path) for path in more}}
     legacy = _read_object(directory / "chat_template.json").get("chat_template")
     value = legacy if legacy is not None else config.get("chat_template")
     if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}
-    return value if isinstance(value, str | dict) else None
+        value = {entry["name"]: entry["template"] for entry in value if _is_named_template(entry)} or value
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
+        return value
+    raise UserError(f"{directory}: chat_template must be a Jinja template, or a list of some with name and template.")
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry

@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.anthropic.message_stream import MessageStream
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
+from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
@@ -34,7 +35,8 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
     context = await _edit(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = await _beside(service, num_bytes, chat_request, body)
-    call, formats = await chat_call(service, chat, num_bytes, rid, budget, folds=True)
+    rendering = chat_call(service, chat, num_bytes, rid, budget, folds=True)
+    call, formats = await until_disconnect(request, rendering)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -70,7 +72,7 @@ async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: in
 
 async def _beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
     """Does the work on a conversation beside the event loop, unless it is short."""
-    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(work, *args)
+    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, *args)
 
 
 def _content(
@@ -89,10 +91,10 @@ def _content(
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
     num_bytes = len(await request.body())
-    count = await _count(service, body, num_bytes)
+    count = await until_disconnect(request, _count(service, body, num_bytes))
     if body.context_management is None:
         return json_response({"input_tokens": count})
     original = {"context_management": {"original_input_tokens": count}}
     if (await _edit(service, body, num_bytes))["context_management"]["applied_edits"]:
-        count = await _count(service, body, num_bytes)
+        count = await until_disconnect(request, _count(service, body, num_bytes))
     return json_response({"input_tokens": count, **original})

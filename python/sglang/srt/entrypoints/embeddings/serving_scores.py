@@ -29,6 +29,8 @@ _JUDGE = (
 _INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
 _ANSWERS = ("yes", "no")
 
+RENDERED_AT_ONCE = 16
+"""Documents whose prompts are made by one job of the chat template's process."""
 MAX_PROMPT_LENGTHS = 1 << 26
 """Characters, or tokens, of all prompts of a call together. Each has the query: what a client sends once would be
 copied thousands of times."""
@@ -151,18 +153,21 @@ async def _judgements(
 ) -> list[dict[str, Any]]:
     """Returns an entry for each document, scored by the probability of yes relative to yes and no together."""
     _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), texts)
-    prompts = await service.manager.in_thread(lambda: [_question(service, body, text) for text in texts])
+    prompts: list[str] = []
+    for start in range(0, len(texts), RENDERED_AT_ONCE):
+        some = [_question(body, text) for text in texts[start : start + RENDERED_AT_ONCE]]
+        prompts += await service.chat_template.render(some, is_long=True)
     stream, outputs = await _next_tokens(service, request, prompts, _answer_ids(service), rendered=True)
     return [
         _entry(texts, index, _probabilities(output, True)[0], stream, output) for index, output in enumerate(outputs)
     ]
 
 
-def _question(service: OpenAIService, body: RerankRequest, document: str) -> str:
+def _question(body: RerankRequest, document: str) -> ChatCompletionRequest:
     asked = f"<Instruct>: {body.instruct or _INSTRUCT}\n<Query>: {body.query}\n<Document>: {document}"
     messages = [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
     quiet = {"enable_thinking": False, "thinking": False}
-    return service.chat_template.render(ChatCompletionRequest(messages=messages, chat_template_kwargs=quiet))
+    return ChatCompletionRequest(messages=messages, chat_template_kwargs=quiet)
 
 
 def _answer_ids(service: OpenAIService) -> list[int]:

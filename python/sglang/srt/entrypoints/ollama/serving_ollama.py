@@ -34,7 +34,8 @@ async def chat(service: OpenAIService, body: OllamaChatRequest, request: Request
     if not body.messages:
         return _loaded(service, body)
     chat_body = chat_request(body, service.formats)
-    call, formats = await chat_call(service, chat_body, len(await request.body()), rid_of(request))
+    rendering = chat_call(service, chat_body, len(await request.body()), rid_of(request))
+    call, formats = await until_disconnect(request, rendering)
     return await _answer(service, body, request, call, formats)
 
 
@@ -43,7 +44,8 @@ async def generate(service: OpenAIService, body: OllamaGenerateRequest, request:
         return _loaded(service, body)
     chat_body = chat_request(body, service.formats)
     if not body.raw:
-        call, formats = await chat_call(service, chat_body, len(await request.body()), rid_of(request))
+        rendering = chat_call(service, chat_body, len(await request.body()), rid_of(request))
+        call, formats = await until_disconnect(request, rendering)
     else:
         params = sampling_dict(chat_body, chat_body.max_tokens)
         media = media_of(chat_body.messages)

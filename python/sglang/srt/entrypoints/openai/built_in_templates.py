@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.template_process import TemplateSource
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
@@ -74,17 +74,12 @@ def template_source(tokenizer: Tokenizer, architecture: str, model_path: str) ->
     return built_in.source()
 
 
-def model_template(args: ServerArgs, tokenizer: Tokenizer | None, architecture: str, given: str | None) -> ChatTemplate:
-    """What conversations with the model are rendered with. `given`: the text of --chat-template, if there is one.
-
-    Raises UserError for a template that does not compile.
-    """
+def model_template(
+    args: ServerArgs, tokenizer: Tokenizer | None, architecture: str, given: str | None
+) -> TemplateSource:
+    """What conversations with the model are rendered with. `given`: the text of --chat-template, if there is one."""
     source: str | dict[str, str] | None = given
     if source is None and tokenizer is not None:
         source = template_source(tokenizer, architecture, args.model_path)
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
-    template = ChatTemplate(source, special_tokens, args.default_template_variables())
-    rules = str(template.message_rules(None))
-    if rules:
-        logger.info("chat template: it takes %s", rules)
-    return template
+    return TemplateSource(source, special_tokens, args.default_template_variables())

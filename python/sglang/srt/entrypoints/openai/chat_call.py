@@ -12,6 +12,7 @@ from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.call_ids import with_ids_of_format
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
+from sglang.srt.entrypoints.openai.chat_template import ConversationTooLong
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.message_order import fitted_messages
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
@@ -19,7 +20,7 @@ from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.function_call.names import check_argument_names, check_function_names, tagged_names
 from sglang.srt.managers.front.generate_request import GenerateRequest
-from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
+from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT, LONG_WORK
 
 T = TypeVar("T")
 
@@ -89,12 +90,13 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
     """The conversation as the model reads it."""
     _ = service.tokenizer
 
-    def render(body: ChatCompletionRequest) -> str:
+    def checked(body: ChatCompletionRequest) -> None:
         check_tools(service.formats.calls_name, body)
         body.messages = with_ids_of_format(body.messages, service.formats)
-        return service.chat_template.render(body)
 
-    return await _in_thread_if_long(service, num_bytes, render, body)
+    await _in_thread_if_long(service, num_bytes, checked, body)
+    (prompt,) = await service.chat_template.render([body], num_bytes >= LONG_WORK)
+    return prompt
 
 
 async def count_prompt(
@@ -109,7 +111,12 @@ async def count_prompt(
     body = await _in_thread_if_long(service, num_bytes, partial(_fitted, service, folds), body)
     media = media_of(body.messages)
     service.manager.preparer.require_media(media)
-    prompt = await rendered_prompt(service, body, num_bytes)
+    try:
+        prompt = await rendered_prompt(service, body, num_bytes)
+    except ConversationTooLong:
+        if enough == math.inf:
+            raise
+        return int(enough) + 1
     if not media:
         return await service.manager.count_tokens(prompt, enough)
     return len(await service.manager.ids_with_media(prompt, media))
@@ -118,7 +125,7 @@ async def count_prompt(
 async def _in_thread_if_long(
     service: OpenAIService, num_bytes: int, work: Callable[[ChatCompletionRequest], T], body: ChatCompletionRequest
 ) -> T:
-    return work(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(work, body)
+    return work(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, body)
 
 
 def check_tools(calls_name: str | None, body: ChatCompletionRequest) -> None:

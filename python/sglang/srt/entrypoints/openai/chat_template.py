@@ -1,34 +1,30 @@
 """Renders conversations with a model's Jinja chat template.
 
-Follows the template conventions of Hugging Face tokenizers (sandbox, whitespace control, `raise_exception`,
-`strftime_now`, `tojson` that keeps non-ASCII text, `generation` blocks) without importing transformers, which would add
-seconds to start-up.
+A template is a program that comes with a checkpoint and runs on what a client sends: a server calls this in processes
+of its own (`template_pool`).
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import msgspec
 
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.openai.jinja_environment import MAX_RENDERED, OutputTooLong, make_environment, write
 from sglang.srt.entrypoints.openai.message_order import MessageRules, message_rules
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, separates_parts, template_message
 from sglang.srt.errors import UserError
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from sglang.srt.utils.json_nesting import read_json
+from sglang.srt.utils.tokenizer_files import SPECIAL_TOKEN_NAMES
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
@@ -36,53 +32,18 @@ _SWITCH, _EFFORT = "enable_thinking", "reasoning_effort"
 _NO_EFFORT = re.compile(r"""['"]none['"]""")
 """`none` as a template names it, which is another thing than the value none."""
 
+_SET_BY_SERVER = frozenset({"messages", "tools", "add_generation_prompt", "response_format", *SPECIAL_TOKEN_NAMES})
+
 MAX_ENDING = 64
 """Characters: no template writes more behind a message, so that a longer text is nowhere in it."""
 _OTHER_TEXT = "⁂another text⁂"
 
 
-class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; for inference only the contents matter."""
+class ConversationTooLong(ApiError):
+    """The prompt would be longer than any that fits the context."""
 
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _positions(values: Iterable[Any]) -> dict[Any, int]:
-    """The index of each value, the last one of equal values; of those that are something."""
-    return {value: index for index, value in enumerate(values) if value}
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.filters["positions"] = _positions  # of the built-in templates
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
-    return environment
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message, param="messages")
 
 
 def read_template_file(path: str) -> str:
@@ -107,7 +68,7 @@ class ChatTemplate:
 
     `source` is the template, several by name (`default`, `tool_use`), or None if the model has none.
     `special_tokens` (bos_token, eos_token, ...) become template variables, and so do `defaults`, unless a request has
-    another value.
+    another value. `max_chars`: of what a template may write.
     """
 
     def __init__(
@@ -115,16 +76,19 @@ class ChatTemplate:
         source: str | dict[str, str] | None,
         special_tokens: dict[str, str],
         defaults: Mapping[str, Any] | None = None,
+        max_chars: int = MAX_RENDERED,
     ) -> None:
         sources = {_DEFAULT: source} if isinstance(source, str) else (source or {})
         self._sources = sources
-        environment = _environment()
+        environment = make_environment()
+        self._globals = frozenset(environment.globals)
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:  # the latter two of one that nests
             raise UserError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens
         self._defaults = defaults or {}
+        self._max_chars = max_chars
         probes = {
             name: functools.partial(self._plainly, name, tools=None, add_generation_prompt=False)
             for name in self._templates
@@ -142,7 +106,7 @@ class ChatTemplate:
         messages = self._messages(name, request.messages)
         continued = _continued_text(request, messages) if request.continue_final_message else None
         template = self._template(name)
-        asked = {**_effort(request.reasoning_effort), **(request.chat_template_kwargs or {})}
+        asked = {**_effort(request.reasoning_effort), **self._asked_variables(request)}
         variables: dict[str, Any] = {
             **self._special_tokens,
             **self._defaults,
@@ -155,7 +119,9 @@ class ChatTemplate:
         if variables.get(_SWITCH) is False and _EFFORT not in asked and _is_quiet_by_effort(self._sources[name]):
             variables[_EFFORT] = "none"
         try:
-            text = template.render(variables)
+            text = write(template, variables, self._max_chars)
+        except OutputTooLong as error:
+            raise ConversationTooLong(f"{error}; send fewer or shorter messages") from None
         except jinja2.TemplateError as error:
             raise bad_request(f"the chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template is a program, and what it meets are a client's values
@@ -163,7 +129,8 @@ class ChatTemplate:
             raise bad_request(f"the chat template failed on these messages: {reason}", param="messages") from error
         if continued is None:
             return text
-        return _cut_after(text, continued, _ending(template, variables) if len(continued) <= MAX_ENDING else "")
+        ending = _ending(template, variables, self._max_chars) if len(continued) <= MAX_ENDING else ""
+        return _cut_after(text, continued, ending)
 
     def message_rules(self, tools: list[dict[str, Any]] | None) -> MessageRules:
         """Returns the order of messages that conversations with these tools may have."""
@@ -191,8 +158,21 @@ class ChatTemplate:
     def _plainly(
         self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> str:
-        variables = {**self._special_tokens, "messages": messages, "tools": tools}
-        return self._template(name).render(variables, add_generation_prompt=add_generation_prompt)
+        variables: dict[str, Any] = {**self._special_tokens, "messages": messages, "tools": tools}
+        variables["add_generation_prompt"] = add_generation_prompt
+        return write(self._template(name), variables, self._max_chars)
+
+    def _asked_variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        """Raises ApiError 400 for names that have another meaning."""
+        asked = request.chat_template_kwargs or {}
+        taken = sorted(asked.keys() & (_SET_BY_SERVER | self._globals))
+        if taken:
+            raise bad_request(
+                f"chat_template_kwargs may not set {', '.join(taken)}: the server sets what has this name in a "
+                "template. What the request's own fields say (messages, tools, response_format, ...) goes there",
+                param="chat_template_kwargs",
+            )
+        return asked
 
     def _pick(self, tools: list[dict[str, Any]] | None) -> str:
         """The name of the template for a request with these tools."""
@@ -264,11 +244,12 @@ def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any
     return text
 
 
-def _ending(template: jinja2.Template, variables: dict[str, Any]) -> str:
+def _ending(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
     """What the template writes behind the text of the last message; "" if it does not take another text there."""
     messages = variables["messages"]
+    messages = [*messages[:-1], {**messages[-1], "content": _OTHER_TEXT}]
     try:
-        other = template.render({**variables, "messages": [*messages[:-1], {**messages[-1], "content": _OTHER_TEXT}]})
+        other = write(template, {**variables, "messages": messages}, max_chars)
     except Exception:  # a template is a program
         return ""
     return other.rpartition(_OTHER_TEXT)[2] if _OTHER_TEXT in other else ""

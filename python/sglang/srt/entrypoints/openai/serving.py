@@ -10,8 +10,8 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
+from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -24,7 +24,7 @@ class OpenAIService:
     """The engine as the endpoints see it."""
 
     manager: TokenizerManager
-    chat_template: ChatTemplate
+    chat_template: TemplatePool
     model_name: str
     report_cached_tokens: bool
     formats: ModelFormats

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
@@ -31,7 +32,8 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     head, rid = new_head("chatcmpl-", body, service, request)
-    call, formats = await chat_call(service, body, len(await request.body()), rid, body.wanted_thoughts)
+    rendering = chat_call(service, body, len(await request.body()), rid, body.wanted_thoughts)
+    call, formats = await until_disconnect(request, rendering)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
         return await stream_events(

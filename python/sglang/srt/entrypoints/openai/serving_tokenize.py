@@ -30,7 +30,11 @@ async def tokenize(service: OpenAIService, body: TokenizeRequest, num_bytes: int
         "max_model_len": service.manager.model_config.context_len,
     }
     if body.return_token_strs:
-        texts = await service.manager.in_thread(lambda: [list(map(tokenizer.token_text, ids)) for ids in sequences])
+
+        def texts_of() -> list[list[str]]:
+            return [list(map(tokenizer.token_text, ids)) for ids in sequences]
+
+        texts = await service.manager.in_thread(sum(counts), texts_of)
         answer["token_strs"] = texts[0] if single else texts
     return answer
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
+from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -78,7 +79,7 @@ class _Answer:
 
 
 async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
-    answer = await _new_answer(service, store, body, request)
+    answer = await until_disconnect(request, _new_answer(service, store, body, request))
     if body.background:
         return json_response(_start(answer))
     if body.stream:
@@ -95,7 +96,8 @@ async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
     items, num_bytes = _conversation(store, body, len(await request.body()))
-    count = await count_prompt(service, chat_request(body, read_items(items)), num_bytes, folds=True)
+    counting = count_prompt(service, chat_request(body, read_items(items)), num_bytes, folds=True)
+    count = await until_disconnect(request, counting)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 

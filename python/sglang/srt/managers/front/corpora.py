@@ -11,6 +11,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.request_preparation import pieces
 from sglang.srt.managers.wire.io_struct import ControlReply
 from sglang.srt.utils.suffix_order import suffix_order
 
@@ -80,9 +82,10 @@ class ExternalCorpora:
             await self._replace({name: tokens for name, tokens in self._tokens.items() if name != corpus_id})
 
     async def _tokenized(self, documents: Sequence[str], room: int) -> Tokens:
+        """Tokenizes piece by piece, so that other texts need not wait for a whole document."""
         parts: list[Tokens] = []
-        for document in documents:
-            part = np.array([*await self._encode(document, False), -1], np.int32)
+        for piece in chain.from_iterable((*pieces(document), None) for document in documents):
+            part = np.array([-1] if piece is None else await self._encode(piece, False), np.int32)
             room -= len(part)
             if room < 0:
                 raise RequestError(

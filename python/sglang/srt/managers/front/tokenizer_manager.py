@@ -21,7 +21,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,11 +30,13 @@ from sglang.srt.configs.speculative import NGRAM
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
+from sglang.srt.managers.front.lanes import Lanes, num_long_lanes
 from sglang.srt.managers.front.media.array_transfers import ArrayTransfers
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.front.media.served_media import ServedMedia
 from sglang.srt.managers.front.metrics import Metrics
+from sglang.srt.managers.front.prefix_tokens import PrefixTokens
 from sglang.srt.managers.front.replica import Replica
 from sglang.srt.managers.front.replica_router import ReplicaRouter
 from sglang.srt.managers.front.request_log import RequestLog
@@ -55,7 +56,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenMeta,
 )
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+from sglang.srt.utils.hf_tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.media_item import MediaItem
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread, so that the event loop goes on."""
+LONG_WORK = 1 << 16
+"""Characters from which a text is long work for the threads, and for the processes of chat templates."""
 EXACT_COUNT_CHARS = 1 << 21
 """Characters of a text that is tokenized in one go to count its tokens."""
 SEND_BATCH_TOKENS = 1 << 18
@@ -141,7 +144,8 @@ class TokenizerManager:
         self.metrics = Metrics(args.served_model_name or args.model_path, len(ports)) if args.enable_metrics else None
         self._log = RequestLog(args) if args.log_requests else None
         self._tracer = RequestTracer.from_args(args)
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._threads = Lanes(1 + num_long_lanes(args.dp_size), "tokenize", num_short=1)
+        self._prefixes = None if tokenizer is None else PrefixTokens(tokenizer)
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
@@ -242,7 +246,7 @@ class TokenizerManager:
             self._endings_retry.cancel()
         for replica in self.replicas:
             replica.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         if self._transfers is not None:
             self._transfers.close()
         if self.media is not None:
@@ -312,6 +316,8 @@ class TokenizerManager:
         replies = await self.control_each(kind, args, timeout)
         if kind == FLUSH_CACHE and any(reply.ok for reply in replies.values()):
             self._router.forget_prefixes()
+            if self._prefixes is not None:
+                self._prefixes.clear()
         refused = next(((index, reply) for index, reply in replies.items() if not reply.ok), None)
         if refused is None:
             return next(iter(replies.values()))
@@ -354,14 +360,16 @@ class TokenizerManager:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises RequestError without a tokenizer."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or self._prefixes is None:
             raise RequestError("The server runs with --skip-tokenizer-init.")
         try:
             if len(text) < LONG_TEXT:
                 return self.tokenizer.encode(text, add_special_tokens)
-            return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
+            return await self.in_thread(len(text), self._prefixes.encode, text, add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
+        except TokenizerError as error:
+            raise RequestError(f"The model's tokenizer fails on this text: {error}") from None
 
     async def count_tokens(self, text: str, enough: float = math.inf) -> int:
         """Tokens of a text without special ones. Exact up to EXACT_COUNT_CHARS, else up to a few for each piece that is
@@ -382,9 +390,10 @@ class TokenizerManager:
             self.media.files.release(items)
         return ids
 
-    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function` beside the event loop, after earlier calls of this kind."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+    async def in_thread(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` beside the event loop. size: about how many characters it is about; what has few passes what
+        has many."""
+        return await asyncio.wrap_future(self._threads.submit(size >= LONG_WORK, lambda _: function(*args)))
 
     # --- sending ------------------------------------------------------------------------------------------------------
 

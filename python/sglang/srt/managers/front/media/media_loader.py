@@ -6,10 +6,10 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.lanes import Lanes
 from sglang.srt.managers.front.media import sources
 from sglang.srt.managers.front.media.expansion import PlacedMedia, expand
 from sglang.srt.managers.front.media.media_files import MediaFiles
@@ -46,12 +46,12 @@ class MediaLoader:
             local_directory=args.allowed_local_media_path,
         )
         self.files = MediaFiles(Path(directory))
-        self._threads = ThreadPoolExecutor(args.mm_io_worker_num, thread_name_prefix="media-fetch")
+        self._threads = Lanes(args.mm_io_worker_num, "media-fetch")
         settings = WorkerSettings(directory, served.files, max_bytes, pixel_dtype=served.pixel_dtype)
         self.pool = MediaPool(settings, args.mm_processor_worker_num, args.mm_per_request_timeout)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self.pool.close()
 
     async def place(self, ids: list[int], media: Sequence[MediaSource]) -> tuple[list[int], list[MediaItem]]:
@@ -98,8 +98,9 @@ class MediaLoader:
             self._num_under_way -= len(media)
 
     async def _load_one(self, source: MediaSource) -> PlacedMedia:
-        loop = asyncio.get_running_loop()
-        payload = await loop.run_in_executor(self._threads, sources.load, source.source, self._rules)
+        payload = await asyncio.wrap_future(
+            self._threads.submit(True, lambda _: sources.load(source.source, self._rules))
+        )
         job = MediaJob(
             name=uuid.uuid4().hex,
             kind=source.kind,

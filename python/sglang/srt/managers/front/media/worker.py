@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import resource
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,10 +18,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from sglang.srt.managers.front.job_process import begin_jobs
 from sglang.srt.managers.front.media.messages import Decoded, Features, MediaJob, Ready, Refused, Reply
 from sglang.srt.managers.front.media.patch_types import as_type
 from sglang.srt.managers.front.media.processor_files import ProcessorFiles
 from sglang.srt.utils import shared_array
+from sglang.srt.utils.process_limits import limit_memory
 from sglang.srt.utils.shared_array import SharedArray
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 WORKING_BYTES = 4 << 30
 """Memory that a job may take beside what the process has when it is ready."""
 _FRAMES_MIME = "video/jpeg"
-_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,7 @@ class _NoRoom(RuntimeError):
 
 
 def run_worker(settings: WorkerSettings, connection: Connection) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    begin_jobs()
     # transformers imports torch where it finds it: 12 seconds and 300 MB in each worker, for nothing.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -61,7 +59,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
     except Exception as error:
         _send(connection, Refused(f"images cannot be prepared for this model: {error}"))
         return
-    _limit_memory(settings.working_bytes)
+    limit_memory(settings.working_bytes)
     _send(connection, Ready())
     decoder = msgspec.msgpack.Decoder(MediaJob)
     with contextlib.suppress(EOFError, OSError):  # the front is gone
@@ -72,13 +70,6 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
 
 def _send(connection: Connection, reply: Reply) -> None:
     connection.send_bytes(msgspec.msgpack.encode(reply))
-
-
-def _limit_memory(working_bytes: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    limit = pages * _PAGE_BYTES + working_bytes
-    if pages:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 class _Worker:

@@ -1,0 +1,127 @@
+"""Body of a process that renders conversations: compiles the model's template, then does one job after another."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, ConversationTooLong
+from sglang.srt.entrypoints.openai.message_order import MessageRules
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.errors import UserError
+from sglang.srt.managers.front.job_process import begin_jobs
+from sglang.srt.utils.free_memory import trim_allocator
+from sglang.srt.utils.process_limits import limit_memory
+
+WORKING_BYTES = 1 << 30
+"""Memory that a template may take beside what its process has at first."""
+
+
+LARGE_JOB_BYTES = 1 << 18
+"""Size of a conversation after which memory that the C library keeps is given back to the system."""
+
+
+_MARSHAL_FORMAT = 2
+
+
+class TemplateSource(NamedTuple):
+    """What a ChatTemplate is made of."""
+
+    source: str | dict[str, str] | None
+    special_tokens: dict[str, str]
+    defaults: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The text of all templates."""
+        if isinstance(self.source, dict):
+            return "\n".join(self.source.values())
+        return self.source or ""
+
+
+class Probe(NamedTuple):
+    """Arguments of `ChatTemplate.render_probe`."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+
+
+class Started(msgspec.Struct, tag=True):
+    """First message, before the template is read."""
+
+
+class Compiled(msgspec.Struct, tag=True):
+    """Second message, unless the template is refused. The rules are those of conversations without and with tools."""
+
+    rules: tuple[MessageRules, MessageRules]
+
+
+class Rendered(msgspec.Struct, tag=True):
+    """The texts of a job's conversations, in order."""
+
+    texts: list[str]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """`too_long`: for any model of this context length, whatever its template is."""
+
+    message: str
+    param: str | None = None
+    too_long: bool = False
+
+
+Reply = Started | Compiled | Rendered | Refused
+
+
+def run_templates(source: TemplateSource, max_chars: int, working_bytes: int, connection: Connection) -> None:
+    """Jobs are as `packed` makes them: a list of the fields of ChatCompletionRequests, or a tuple, the fields of a
+    Probe."""
+    begin_jobs()
+    with suppress(EOFError, OSError):  # the front is gone
+        _send(connection, Started())
+        limit_memory(working_bytes)
+        try:
+            template = ChatTemplate(*source, max_chars=max_chars)
+        except (UserError, MemoryError) as error:
+            return _send(connection, Refused(str(error) or "the chat template takes too much memory to compile"))
+        _send(connection, Compiled((template.message_rules(None), template.message_rules([{}]))))
+        while True:
+            message = connection.recv_bytes()
+            _send(connection, _answer(template, marshal.loads(message)))
+            if len(message) > LARGE_JOB_BYTES:
+                trim_allocator()
+            del message
+
+
+def packed(job: list[dict[str, Any]] | Probe) -> bytes:
+    """A message with plain values, as JSON has them, whole numbers of any size, and halves of surrogate pairs. In a
+    format that remembers no objects: what that takes for 300,000 of them would stay with the thread."""
+    return marshal.dumps(tuple(job) if isinstance(job, tuple) else job, _MARSHAL_FORMAT)
+
+
+def _answer(template: ChatTemplate, job: list[dict[str, Any]] | tuple[Any, ...]) -> Reply:
+    try:
+        if isinstance(job, tuple):
+            return Rendered([template.render_probe(*job)])
+        return Rendered([template.render(msgspec.convert(fields, ChatCompletionRequest)) for fields in job])
+    except ApiError as error:
+        return Refused(error.message, error.param, isinstance(error, ConversationTooLong))
+    except (ValueError, MemoryError) as error:
+        return Refused(str(error) or "the chat template takes too much memory", "messages")
+
+
+def _send(connection: Connection, reply: Reply) -> None:
+    try:
+        message = msgspec.msgpack.encode(reply)
+    except UnicodeEncodeError:
+        message = msgspec.msgpack.encode(
+            Refused("The conversation holds half of a surrogate pair, which is no character.", "messages")
+        )
+    connection.send_bytes(message)

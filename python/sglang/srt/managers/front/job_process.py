@@ -1,0 +1,104 @@
+"""Processes that do one job after another for the front, where what a client or a checkpoint brings may take any time
+or memory, or crash a library. Whoever waits too long for an answer kills the process and starts another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+from sglang.srt.managers.reap import reap
+from sglang.srt.utils.process_limits import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+"""Seconds between two looks at whether an answer is still waited for."""
+
+
+class ProcessEnded(RuntimeError):
+    """The process died, or was killed because `is_late`."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__("it took too long" if is_late else "it died")
+        self.is_late = is_late
+
+
+class JobProcess:
+    """One process and its pipe. `start` belongs to the thread that uses it: the process ends with that."""
+
+    def __init__(self, entry: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
+        """entry(*args, connection): the process's body, which begins with `begin_jobs`."""
+        self._entry, self._args, self._name = entry, args, name
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Starts the process. If the system has no room for it, the next job fails."""
+        self._pipe = None
+        ours, theirs = multiprocessing.Pipe(duplex=True)
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=self._entry, args=(*self._args, theirs), name=self._name, daemon=True)
+        try:
+            self._process.start()
+        except OSError as error:
+            logger.error("A process (%s) cannot be started: %s", self._name, error)
+            self._process = None
+            return
+        finally:
+            theirs.close()
+        self._pipe = ours
+
+    def kill(self) -> None:
+        """Ends the process. Harmless when repeated, and from another thread."""
+        process, pipe = self._process, self._pipe
+        if process is not None:
+            reap([process])
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+
+    def ask(self, message: bytes, gives_up: Callable[[float], bool]) -> bytes:
+        """The answer to a message. Raises ProcessEnded, after which there is no process."""
+        if self._pipe is None:
+            self._fail(False)
+        try:
+            self._pipe.send_bytes(message)
+        except OSError:
+            self._fail(False)
+        return self.receive(gives_up)
+
+    def receive(self, gives_up: Callable[[float], bool]) -> bytes:
+        """The next message. gives_up(seconds so far): whether it is waited for no longer. Raises ProcessEnded."""
+        if self._pipe is None:
+            self._fail(False)
+        started = time.monotonic()
+        try:
+            while not self._pipe.poll(POLL_S):
+                if gives_up(time.monotonic() - started):
+                    self._fail(True)
+            return self._pipe.recv_bytes()
+        except (OSError, EOFError):
+            self._fail(False)
+
+    def _fail(self, is_late: bool) -> NoReturn:
+        self.kill()
+        raise ProcessEnded(is_late) from None
+
+
+def begin_jobs() -> None:
+    """First call of a process's body: it ends with its parent, and not with an interrupt at the terminal."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

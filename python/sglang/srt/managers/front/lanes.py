@@ -1,0 +1,112 @@
+"""Threads for what would hold up the event loop. Short work passes long work: some threads take no other."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+MOST_LONG_LANES = 4
+"""For one replica."""
+
+
+def num_long_lanes(num_replicas: int) -> int:
+    """Returns how many threads take long work of a server: replicas have their own, and large machines more."""
+    processors = os.cpu_count() or 1
+    return max(1, min(processors, max(num_replicas, min(MOST_LONG_LANES, processors // 4))))
+
+
+class _Job(NamedTuple):
+    work: Callable[[int], Any]
+    outcome: Future[Any]
+
+
+class Lanes:
+    """Threads by number. The first `num_short` take short work alone; the others take long work first.
+
+    They are daemons: what hangs in one of them does not keep the program from ending.
+    """
+
+    def __init__(
+        self, num_threads: int, name: str, num_short: int = 0, first: Callable[[int], None] | None = None
+    ) -> None:
+        """first(number): what each thread does before any work."""
+        assert num_short < num_threads
+        self._num_short = num_short
+        self._lock = threading.Lock()
+        self._short: deque[_Job] = deque()
+        self._long: deque[_Job] = deque()
+        self._idle: list[int] = []
+        """The one that was busy last goes first: its memory and the caches of its core are warm."""
+        self._next_of: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in range(num_threads)]
+        self._closed = False
+        for number in range(num_threads):
+            thread = threading.Thread(target=self._work, args=(number, first), name=f"{name}-{number}", daemon=True)
+            thread.start()
+
+    def submit(self, is_long: bool, work: Callable[[int], T]) -> Future[T]:
+        """Has a thread call `work(its number)`. The future can be cancelled while the work waits."""
+        job = _Job(work, Future())
+        with self._lock:
+            number = next((i for i in reversed(self._idle) if self._takes(i, is_long)), None)
+            if self._closed:
+                job.outcome.cancel()
+            elif number is None:
+                (self._long if is_long else self._short).append(job)
+            else:
+                self._idle.remove(number)
+                self._next_of[number].put(job)
+        return job.outcome
+
+    def has_waiting(self, number: int) -> bool:
+        """Returns whether work waits that this thread would do."""
+        return bool(self._short) or (self._takes(number, True) and bool(self._long))
+
+    def close(self) -> None:
+        """Cancels what waits, and lets each thread end after what it is at."""
+        with self._lock:
+            self._closed = True
+            for job in (*self._short, *self._long):
+                job.outcome.cancel()
+            self._short.clear()
+            self._long.clear()
+            for number in self._idle:
+                self._next_of[number].put(None)
+
+    def _takes(self, number: int, is_long: bool) -> bool:
+        return not is_long or number >= self._num_short
+
+    def _work(self, number: int, first: Callable[[int], None] | None) -> None:
+        if first is not None:
+            first(number)
+        while (job := self._take(number)) is not None:
+            if job.outcome.set_running_or_notify_cancel():
+                _settle(job, number)
+            del job  # and what it holds, while this thread waits
+
+    def _take(self, number: int) -> _Job | None:
+        with self._lock:
+            if self._closed:
+                return None
+            for waiting in (self._long, self._short) if self._takes(number, True) else (self._short,):
+                if waiting:
+                    return waiting.popleft()
+            self._idle.append(number)
+        return self._next_of[number].get()
+
+
+def _settle(job: _Job, number: int) -> None:
+    try:
+        result = job.work(number)
+    except BaseException as error:  # a library's panic is no Exception
+        job.outcome.set_exception(error)
+        del job  # which has the error, which has this frame: none would be freed
+    else:
+        job.outcome.set_result(result)

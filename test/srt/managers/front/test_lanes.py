@@ -1,0 +1,109 @@
+"""Short work passes long work, and nobody's work is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+
+from sglang.srt.managers.front.lanes import Lanes
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Lanes]]:
+    made: list[Lanes] = []
+
+    def lanes(num_threads: int, num_short: int = 0) -> Lanes:
+        made.append(Lanes(num_threads, "test", num_short))
+        return made[-1]
+
+    yield lanes
+    for each in made:
+        each.close()
+
+
+def test_short_work_passes_long_work(make: Callable[..., Lanes]) -> None:
+    lanes, go = make(2, num_short=1), threading.Event()
+    long = [lanes.submit(True, lambda number: (number, go.wait(30))) for _ in range(16)]
+    assert [lanes.submit(False, lambda number: number).result(30) for _ in range(3)] == [0, 0, 0]
+    assert not any(future.done() for future in long)
+    go.set()
+    assert [future.result(30) for future in long] == [(1, True)] * 16
+
+
+def test_long_work_is_not_held_up_by_a_stream_of_short_work(make: Callable[..., Lanes]) -> None:
+    lanes, go, order = make(1), threading.Event(), list[str]()
+    lanes.submit(True, lambda _: go.wait(30))
+    waiting = [lanes.submit(kind == "long", lambda _, kind=kind: order.append(kind)) for kind in ("short", "long")]
+    go.set()
+    for future in waiting:
+        future.result(30)
+    assert order == ["long", "short"]
+
+
+def test_a_panic_is_the_outcome_of_its_job_alone(make: Callable[..., Lanes]) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panics(_: int) -> None:
+        raise Panic
+
+    lanes = make(1)
+    with pytest.raises(Panic):
+        lanes.submit(True, panics).result(30)
+    assert lanes.submit(True, lambda number: number).result(30) == 0
+
+
+def test_what_waits_is_cancelled_when_the_lanes_close(make: Callable[..., Lanes]) -> None:
+    lanes, began, go = make(1), threading.Event(), threading.Event()
+    lanes.submit(True, lambda _: began.set() or go.wait(30))
+    assert began.wait(30)
+    waiting = lanes.submit(False, lambda _: None)
+    assert lanes.has_waiting(0)
+    lanes.close()
+    go.set()
+    for future in (waiting, lanes.submit(False, lambda _: None)):
+        with pytest.raises(CancelledError):
+            future.result(30)
+
+
+def test_a_program_ends_although_a_job_does_not() -> None:
+    program = (
+        "import threading; from sglang.srt.managers.front.lanes import Lanes; lanes = Lanes(1, 'x');"
+        "lanes.submit(True, lambda _: threading.Event().wait()); lanes.close()"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_an_error_keeps_nothing_of_its_job(make: Callable[..., Lanes]) -> None:
+    """Without a collection: what a large body left behind would stay until the next, and cut memory to pieces."""
+
+    class Body:
+        pass
+
+    def fails(body: Body, _: int) -> None:
+        raise ValueError("no")
+
+    async def ask(lanes: Lanes) -> weakref.ref[Body]:
+        body = Body()
+        with contextlib.suppress(ValueError):
+            await asyncio.wrap_future(lanes.submit(True, functools.partial(fails, body)))
+        return weakref.ref(body)
+
+    lanes = make(1)
+    gc.disable()
+    try:
+        kept = asyncio.run(ask(lanes))
+        lanes.submit(True, lambda _: None).result(30)  # the thread is behind its job
+        assert kept() is None
+    finally:
+        gc.enable()
