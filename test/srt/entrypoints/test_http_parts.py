@@ -127,7 +127,7 @@ def test_an_administrators_key(keys: dict[str, str], sent: dict[str, str], statu
 def test_what_acts_on_others_is_an_administrators() -> None:
     """A route of the server itself, beside those of clients: each is on one of the lists."""
     of_clients = {"/generate", "/encode", "/classify", "/rerank", "/open_session", "/close_session", "/tokenize"}
-    of_clients |= {"/detokenize", "/parse_function_call", "/separate_reasoning"}
+    of_clients |= {"/detokenize", "/parse_function_call", "/separate_reasoning", "/v2/rerank"}
     args = ServerArgs(model_path=DEFAULT_MODEL_PATH, device="cpu")
     routes = {r.path for r in create_api(ServerState(args)).routes if (r.methods or set()) & {"POST", "PUT", "DELETE"}}
     ours = {path for path in routes if not path.startswith(("/v1/", "/api/"))}
