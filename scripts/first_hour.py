@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test")]
 
@@ -200,7 +202,7 @@ class Server:
         checker = ["compute-sanitizer", "--tool", sanitize, "--target-processes", "all"] if sanitize else []
         command = [*checker, sys.executable, "-m", "sglang.cli", "serve", "--port", str(self.port), *flags]
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])}
-        self.log = log
+        self.sanitized = bool(sanitize)
         with log.open("wb") as out:
             out.write((shlex.join(command) + "\n").encode())
             out.flush()
@@ -239,7 +241,8 @@ class Server:
 
     def end(self, limit_s: float) -> str:
         """Ends the server as a supervisor would. Returns what was wrong, if anything."""
-        self.process.send_signal(signal.SIGTERM)
+        for process in self._servers():
+            process.send_signal(signal.SIGTERM)
         try:
             status = self.process.wait(limit_s)
             return f"ended with status {status}" if status else ""
@@ -247,6 +250,11 @@ class Server:
             return f"did not end within {limit_s:.0f} s"
         finally:
             self.kill()
+
+    def _servers(self) -> list[psutil.Process]:
+        """The process that serves: the sanitizer's child, as the tool itself writes its summary behind it."""
+        own = psutil.Process(self.process.pid)
+        return own.children() if self.sanitized else [own]
 
     def kill(self) -> None:
         try:
