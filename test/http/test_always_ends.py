@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -92,6 +92,11 @@ def test_an_event_loop_that_hangs_while_the_engine_dies() -> None:
 def test_a_rank_that_outlives_its_kill() -> None:
     with hanging("rank") as server:
         server.wait_up()
+        children = psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit(30) == 1
+        assert any(process.is_running() for process in children)
+        for process in children:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         assert "does not end although it was killed" in server.log()
