@@ -34,7 +34,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def folding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with served(tmp_path_factory.mktemp("folding"), "system_first", "--fold-system-messages", "in-place") as running:
+    with served(tmp_path_factory.mktemp("folding"), "system_first", "--fold-system-messages", "first") as running:
         yield running
 
 
@@ -48,7 +48,8 @@ def test_agents_send_system_messages_anywhere(server: ScriptedServer, path: str)
     assert answer.status_code == 200, answer.text
     prompt = server.prompts()[-1]["prompt"]
     assert all(text in prompt for text in TEXTS)
-    assert prompt.index("the rules") < prompt.index("a reminder") < prompt.index("the question")
+    assert prompt.index("the rules") < prompt.index("the question") < prompt.index("a reminder")
+    assert "the question\n\n<system-reminder>\na reminder\n</system-reminder>" in prompt, "what is before it is cached"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
@@ -57,10 +58,11 @@ def test_chats_are_as_the_client_wrote_them(server: ScriptedServer, path: str) -
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_in_place_holds_for_every_api(folding: ScriptedServer, path: str) -> None:
+def test_the_flag_holds_for_every_api(folding: ScriptedServer, path: str) -> None:
     answer = post(folding, path, BODIES[path])
     assert answer.status_code == 200, answer.text
-    assert "the question\n\n<system-reminder>\na reminder\n</system-reminder>" in folding.prompts()[-1]["prompt"]
+    prompt = folding.prompts()[-1]["prompt"]
+    assert prompt.index("the rules") < prompt.index("a reminder") < prompt.index("the question")
 
 
 def test_counted_tokens_are_those_of_the_prompt(server: ScriptedServer) -> None:

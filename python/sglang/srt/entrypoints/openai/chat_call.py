@@ -77,7 +77,7 @@ def _limit_thoughts(
 def _fitted(service: OpenAIService, folds: bool, body: ChatCompletionRequest) -> ChatCompletionRequest:
     """The request with its messages in an order that the chat template takes, where the server's flag asks for it, or
     the API is one of agents (`folds`)."""
-    place = service.manager.args.fold_system_messages or ("first" if folds else None)
+    place = service.manager.args.fold_system_messages or ("in-place" if folds else None)
     if place is None or body.input_ids is not None:
         return body
     fitted = copy.copy(body)
