@@ -61,7 +61,8 @@ class ServingArgs:
         SERVING,
         "Where texts of system messages go that the chat template does not take where they are: in-place, into the "
         "text of the user or the result that is there, so that all before it stays cached; first, into the first "
-        "system message. Left out: in-place in /v1/messages and /v1/responses; elsewhere such a conversation is refused.",
+        "system message. Left out: in-place in /v1/messages and /v1/responses; elsewhere such a conversation is "
+        "refused.",
         choices=("first", "in-place"),
     )
     allow_auto_truncate: bool = option(
