@@ -364,7 +364,6 @@ MISTAKES = [
     ({"tool_choice": "required"}, "tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "other"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
-    ({"text": {"verbosity": "low"}}, "verbosity"),
     ({"top_p": 0}, "top_p"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"include": ["message.output_text.logprobs"]}, "message.output_text.logprobs"),

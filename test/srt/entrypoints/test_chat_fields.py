@@ -184,6 +184,13 @@ def test_items_of_the_input_have_their_type() -> None:
     assert typed_item(call) == call
 
 
+def test_verbosity_is_a_wish_for_the_template() -> None:
+    """Codex asks for it by the model's name; other variables of the client stay."""
+    request = responses(text={"verbosity": "low"}, chat_template_kwargs={"depth": 2})
+    assert request.chat_template_kwargs == {"verbosity": "low", "depth": 2}
+    assert responses(text={"format": {"type": "text"}}).chat_template_kwargs is None
+
+
 @pytest.mark.parametrize(
     ("read", "fields", "reason"),
     [

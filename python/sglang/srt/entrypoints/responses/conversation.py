@@ -76,7 +76,7 @@ def chat_request(
         tools=catalog.functions(chosen if isinstance(body.tool_choice, AllowedTools) else None),
         tool_choice=_tool_choice(body, chosen),
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs if isinstance(body, ResponsesRequest) else None,
+        chat_template_kwargs=_template_variables(body),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
     request.response_format = _response_format(body)
@@ -85,6 +85,12 @@ def chat_request(
         for name in _SAME_NAME:
             setattr(request, name, getattr(body, name))
     return request
+
+
+def _template_variables(body: ResponseContext) -> dict[str, Any] | None:
+    given = body.chat_template_kwargs if isinstance(body, ResponsesRequest) else None
+    verbosity = None if body.text is None else body.text.verbosity
+    return given if verbosity is None else {"verbosity": verbosity, **(given or {})}
 
 
 def _tool_choice(body: ResponseContext, chosen: list[str] | None) -> Any:

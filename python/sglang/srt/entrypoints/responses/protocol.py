@@ -313,10 +313,7 @@ class TextFormat(msgspec.Struct):
 class TextOptions(msgspec.Struct):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.verbosity not in (None, "medium"):
-            raise ValueError("verbosity is not supported: ask for it in a message")
+    """A wish, which chat templates that know the word read as the variable `verbosity`."""
 
 
 class Compaction(msgspec.Struct, tag_field="type", tag="compaction"):
