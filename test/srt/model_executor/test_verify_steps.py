@@ -12,6 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pairs import some_of
@@ -23,9 +24,11 @@ from sglang.srt.layers import native_guesses
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.canary import check_runner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.model_executor.step import StepInput, step_arrays
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -84,6 +87,33 @@ def accepted(scheduler: Scheduler) -> list[tuple[int, int]]:
 
     scheduler.process = spy  # type: ignore[method-assign]
     return counts
+
+
+def test_arrays_of_steps_have_the_types_of_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another type is another form of every kernel that reads it, which the first such request would wait for."""
+    types: dict[str, set[np.dtype[Any]]] = {}
+
+    def recorded(step: StepInput) -> dict[str, np.ndarray]:
+        arrays = step_arrays(step)
+        for name, array in arrays.items():
+            types.setdefault(name, set()).add(array.dtype)
+        return arrays
+
+    monkeypatch.setattr(model_runner, "step_arrays", recorded)
+    save_tiny("qwen3", tmp_path)
+    args = server_args(
+        tmp_path, chunked_prefill_size=16, speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(tmp_path), speculative_num_steps=3,
+    )  # fmt: skip
+    scheduler = Scheduler(args, create_runner(args), StopChecker(None))
+    run(scheduler, GREEDY)
+    with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(scheduler.runner, GraphSizes((1,), (16,))):
+        assert scheduler.runner.graphs is not None
+        fields = [arrays._fields for arrays in scheduler.runner.graphs._arrays.values()]
+    for name, seen in types.items():
+        expected = {np.dtype(each[name].dtype) for each in fields if name in each}
+        assert seen == (expected or seen) and len(seen) == 1, name
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])

@@ -337,7 +337,7 @@ class RunningBatch:
 
     def reserved_by(self, widths: Lengths) -> Lengths:
         """Positions that have a cache slot behind a step that brings so many tokens of each request."""
-        needed = np.minimum(self.seq_lens + widths + self.tokens_ahead * (widths > 0), self.limits)
+        needed = np.minimum(self.seq_lens + widths + np.int32(self.tokens_ahead) * (widths > 0), self.limits)
         reserved: Lengths = np.maximum(self.reserved_lens, needed)
         return reserved
 
