@@ -21,6 +21,7 @@ from live_server import LiveServer, live_server
 
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.managers.front.job_process import JOB_NAME
 from sglang.srt.plan.ranks import RankLayout
 
 FLAGS = ("--dp-size", "2", "--max-total-tokens", "4096", "--enable-metrics", "--max-queued-requests", "40")
@@ -118,6 +119,7 @@ def children(server: LiveServer, names: Sequence[str] = processes(RankLayout()),
     else:
         (fork_server,) = spawned
         spawned = processes_below(fork_server)
+    spawned = [pid for pid in spawned if Path(f"/proc/{pid}/comm").read_text().strip() != JOB_NAME]
     spawned.sort(key=lambda child: int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[19]))
     return dict(zip(names, spawned, strict=True))
 

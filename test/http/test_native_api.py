@@ -124,7 +124,7 @@ def test_health(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "elsewhere"])
 def test_a_slash_at_the_end_of_a_path_means_nothing(http: httpx.Client, host: str) -> None:
     """A redirect would go where the client says that it is."""
     for path in ("/health/", "/v1/models/", "/health//"):

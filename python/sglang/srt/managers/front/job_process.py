@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from sglang.srt.managers.reap import reap
-from sglang.srt.utils.process_limits import die_with_parent
+from sglang.srt.utils.process_limits import die_with_parent, name_process
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,9 @@ class ProcessEnded(RuntimeError):
     def __init__(self, is_late: bool) -> None:
         super().__init__("it took too long" if is_late else "it died")
         self.is_late = is_late
+
+
+JOB_NAME = "sglang-job"
 
 
 class JobProcess:
@@ -100,5 +103,6 @@ class JobProcess:
 def begin_jobs() -> None:
     """First call of a process's body: it ends with its parent, and not with an interrupt at the terminal."""
     die_with_parent()
+    name_process(JOB_NAME)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
