@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import marshal
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -25,9 +25,6 @@ WORKING_BYTES = 1 << 30
 
 LARGE_JOB_BYTES = 1 << 18
 """Size of a conversation after which memory that the C library keeps is given back to the system."""
-
-
-_MARSHAL_FORMAT = 2
 
 
 class TemplateSource(NamedTuple):
@@ -81,8 +78,8 @@ Reply = Started | Compiled | Rendered | Refused
 
 
 def run_templates(source: TemplateSource, max_chars: int, working_bytes: int, connection: Connection) -> None:
-    """Jobs are as `packed` makes them: a list of the fields of ChatCompletionRequests, or a tuple, the fields of a
-    Probe."""
+    """Jobs are as `packed` makes them: a list of the fields of ChatCompletionRequests, or the fields of a Probe by
+    their names."""
     begin_jobs()
     with suppress(EOFError, OSError):  # the front is gone
         _send(connection, Started())
@@ -94,22 +91,23 @@ def run_templates(source: TemplateSource, max_chars: int, working_bytes: int, co
         _send(connection, Compiled((template.message_rules(None), template.message_rules([{}]))))
         while True:
             message = connection.recv_bytes()
-            _send(connection, _answer(template, marshal.loads(message)))
+            _send(connection, _answer(template, json.loads(message.decode("utf-8", "surrogatepass"))))
             if len(message) > LARGE_JOB_BYTES:
                 trim_allocator()
             del message
 
 
 def packed(job: list[dict[str, Any]] | Probe) -> bytes:
-    """A message with plain values, as JSON has them, whole numbers of any size, and halves of surrogate pairs. In a
-    format that remembers no objects: what that takes for 300,000 of them would stay with the thread."""
-    return marshal.dumps(tuple(job) if isinstance(job, tuple) else job, _MARSHAL_FORMAT)
+    """A message with plain values, whole numbers of any size and halves of surrogate pairs among them. No objects are
+    remembered: what that takes for 300,000 of them would stay with the thread."""
+    values = job._asdict() if isinstance(job, Probe) else job
+    return json.dumps(values, ensure_ascii=False, check_circular=False).encode("utf-8", "surrogatepass")
 
 
-def _answer(template: ChatTemplate, job: list[dict[str, Any]] | tuple[Any, ...]) -> Reply:
+def _answer(template: ChatTemplate, job: list[dict[str, Any]] | dict[str, Any]) -> Reply:
     try:
-        if isinstance(job, tuple):
-            return Rendered([template.render_probe(*job)])
+        if isinstance(job, dict):
+            return Rendered([template.render_probe(**job)])
         return Rendered([template.render(msgspec.convert(fields, ChatCompletionRequest)) for fields in job])
     except ApiError as error:
         return Refused(error.message, error.param, isinstance(error, ConversationTooLong))
