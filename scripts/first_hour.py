@@ -9,7 +9,7 @@ many lengths, 16 at a time, without an error, a traceback or a kernel compiled w
 to. Flags that lay out several GPUs are left out, and the size of the cache is given, so that several servers fit beside
 each other. Prints a row for each case, writes its log to DIR, and exits with 1 if one failed or was not reached.
 
-Without --all each architecture has one recipe, one that drafts and one published command, in about ten minutes.
+Without --all each architecture has one recipe, one that drafts and one published command.
 --sanitize runs every server under compute-sanitizer with that tool.
 """
 
