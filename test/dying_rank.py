@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HALVES = ("--enable-two-batch-overlap", "--two-batch-overlap-min-tokens", "2")
+TWO_BATCH_THRESHOLDS = ("--enable-two-batch-overlap", "--two-batch-overlap-min-tokens", "2")
 COLLECTIVES = {"first half": 5, "second half": 6}
 """Which one of a step a rank does not come to: the halves take turns."""
 PROMPT = list(range(5, 85))
@@ -16,9 +16,9 @@ _DIES = """
 import os, signal, sys, threading, time
 
 def patch():
-    while not hasattr(sys.modules.get("sglang.srt.distributed.turns"), "Turns"):
+    while not hasattr(sys.modules.get("sglang.srt.distributed.ping_pong"), "Turns"):
         time.sleep(0.05)
-    turns, count = sys.modules["sglang.srt.distributed.turns"].Turns, 0
+    turns, count = sys.modules["sglang.srt.distributed.ping_pong"].Turns, 0
     start = turns.start
 
     def dies(self, what, collective):

@@ -7,7 +7,7 @@
 For each way between the GPUs (host: NCCL without peer-to-peer copies, as a stand-in for PCIe cards that have none):
 the embedded model's greedy tokens in all four settings, then the time of a prompt of a few layers of GLM-4.7-FP8 and of
 a dense FP8 model of Qwen3-32B's shapes with random weights. Beside it stands what the time of the same prompt without
-sums and the time of a sum predict (`sglang.tuning.halves.in_turns`), and how long the host takes to launch it: what is
+sums and the time of a sum predict (`sglang.tuning.two_batch_overlap.in_turns`), and how long the host takes to launch it: what is
 not shorter than the whole is bound by the host. `--kernels` adds the kernels whose time differs most between the prompt
 whole and in halves, without sums. Ends with status 1 if halves change more answers of the embedded model than roundings
 explain. `--device cpu` shows over gloo that it runs, with small shapes and times that do not count.
@@ -43,7 +43,7 @@ from sglang.srt.mem_cache.kv_table import KVTable  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.log import configure_logging  # noqa: E402
-from sglang.tuning.halves import SLOWDOWN, TURN_S, Stretch, in_turns  # noqa: E402
+from sglang.tuning.two_batch_overlap import SLOWDOWN, TURN_S, Stretch, in_turns  # noqa: E402
 
 CONFIGS = ROOT / "test" / "srt" / "kernels" / "configs"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -99,7 +99,7 @@ def applied(runner: ModelRunner, setting: Setting, least: int) -> Iterator[None]
     turns, exact = runner.halves.turns, runner.halves.turns.exact
     turns.exact = exact and not setting.always
     try:
-        with runner.in_halves_from(least if setting.halves else None):
+        with runner.with_overlap_from(least if setting.halves else None):
             yield
     finally:
         for group, sums in zip(groups, quantized, strict=True):

@@ -166,7 +166,7 @@ def explain(
     settings = speculative_settings(args, model.architecture)
     uneven = uneven_heads(model, serving.attn_tp_size)
     if plan is not None and args.dcp_size > 1:
-        notes = (*notes, *_of_shared_tokens(planner, args, plan["max_total_num_tokens"]))
+        notes = (*notes, *_describe_dcp(planner, args, plan["max_total_num_tokens"]))
     if plan is not None and args.attn_dp_size > 1:
         notes = (*notes, _of_attention_groups(planner, args, plan["max_total_num_tokens"]))
     return replace(
@@ -220,7 +220,7 @@ def _of_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -
     return f"--attn-dp-size {groups}: {gain} of weights."
 
 
-def _of_shared_tokens(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
+def _describe_dcp(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
     """What it gains and costs that ranks share out the tokens of caches."""
     model, serving = planner.describe(args)
     sites = [site_of(layer.mixer, serving.attn_tp_size, serving.dcp_size) for layer in model.layers]

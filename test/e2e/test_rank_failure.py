@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from dying_rank import COLLECTIVES, HALVES, PROMPT, dies_inside
+from dying_rank import COLLECTIVES, TWO_BATCH_THRESHOLDS, PROMPT, dies_inside
 from shared_files import array_directories, mapped_files
 
 from sglang.embedded import DEFAULT_MODEL_PATH
@@ -204,7 +204,7 @@ def test_a_rank_dies_inside_a_half(
 ) -> None:
     """The others end with its name, whatever they have sent and wait for."""
     armed = dies_inside(half, rank, tmp_path, monkeypatch)
-    with server(tmp_path, layout, (*HALVES, *options)) as run:
+    with server(tmp_path, layout, (*TWO_BATCH_THRESHOLDS, *options)) as run:
         everyone = [run.process.pid, *descendants(run.process.pid)]
         armed.touch()
         body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}).encode()

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dying_rank import COLLECTIVES, HALVES, PROMPT, dies_inside
+from dying_rank import COLLECTIVES, TWO_BATCH_THRESHOLDS, PROMPT, dies_inside
 from forked_servers import forked_children
 from live_server import LiveServer, live_server
 
@@ -308,7 +308,7 @@ def test_a_rank_that_dies_inside_a_half_takes_its_replica_down(
 ) -> None:
     """The other replica computes the next prompt, also in halves."""
     armed = dies_inside(half, rank, tmp_path, monkeypatch)
-    flags = (*layout.split(), *HALVES, "--watchdog-timeout", "4", *FLAGS)
+    flags = (*layout.split(), *TWO_BATCH_THRESHOLDS, "--watchdog-timeout", "4", *FLAGS)
     with live_server(*flags, fresh=True) as server:  # Python runs what arms a rank when a process starts
         pids = children(server, processes(LAYOUTS[layout]), fresh=True)
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:

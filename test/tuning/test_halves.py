@@ -10,10 +10,10 @@ import pytest
 
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.halves_table import HALVES, halves_from
-from sglang.srt.plan.halves import least_tokens
+from sglang.srt.kernels.two_batch_table import TWO_BATCH_THRESHOLDS, two_batch_threshold
+from sglang.srt.plan.two_batch_overlap import min_tokens
 from sglang.srt.plan.layer_spec import Serving
-from sglang.tuning.halves import Stretch, halved_seconds, halves_of, in_turns, runs_in_halves, step_time
+from sglang.tuning.two_batch_overlap import Stretch, halved_seconds, split_step, in_turns, runs_overlapped, step_time
 from sglang.tuning.steps import Step, decode_step, prefill_step, time_step, total, verify_step
 
 from .test_card_times import model_of
@@ -36,13 +36,13 @@ CASES = [
 def test_halves_are_predicted_to_gain_where_no_flag_asks_for_them(
     experts: bool, ranks: int, eight_bits: bool, tmp_path: Path
 ) -> None:
-    band = halves_from(Topology.HOST_BRIDGE, ranks, experts, eight_bits)
+    band = two_batch_threshold(Topology.HOST_BRIDGE, ranks, experts, eight_bits)
     gains = []
     for name in MODELS[experts][ranks]:
         model = model_of(name, tmp_path)
         mode = "prefill" if eight_bits else "off"
         serving = Serving(model.dtype, model.dtype, tp_size=ranks, quantized_sums=mode)
-        least = least_tokens(band, model, 1)
+        least = min_tokens(band, model, 1)
         for tokens in sorted({least, *(size for size in CHUNKS if size > least)}):
             step = prefill_step(tokens)
             whole = total(time_step(model, serving, step, CARD)).seconds
@@ -55,15 +55,15 @@ def test_halves_are_predicted_to_gain_where_no_flag_asks_for_them(
 
 def test_every_row_is_reached_and_says_why() -> None:
     reached = {
-        id(halves_from(topology, ranks, experts, eight_bits))
+        id(two_batch_threshold(topology, ranks, experts, eight_bits))
         for topology in Topology
         for ranks in range(2, 9)
         for experts in (False, True)
         for eight_bits in (False, True)
     }
-    assert {id(band) for band in HALVES} <= reached and all(band.reason for band in HALVES)
-    assert not halves_from(Topology.NVLINK, 2, True, False).unasked
-    assert not halves_from(None, 2, True, False).unasked
+    assert {id(band) for band in TWO_BATCH_THRESHOLDS} <= reached and all(band.reason for band in TWO_BATCH_THRESHOLDS)
+    assert not two_batch_threshold(Topology.NVLINK, 2, True, False).unasked
+    assert not two_batch_threshold(None, 2, True, False).unasked
 
 
 def test_a_prompt_of_glm_on_eight_cards(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_which_steps_are_predicted_as_halves(
 ) -> None:
     serving = Serving(**{"dtype": "bfloat16", "kv_dtype": "bfloat16", "tp_size": 8, **flags})  # type: ignore[arg-type]
     model = model_of("glm47", tmp_path)
-    assert runs_in_halves(model, serving, step, CARD) == wanted
-    assert not runs_in_halves(model, replace(serving, two_batch="auto"), step, H200)
+    assert runs_overlapped(model, serving, step, CARD) == wanted
+    assert not runs_overlapped(model, replace(serving, two_batch="auto"), step, H200)
 
 
 def test_three_clocks() -> None:
@@ -110,7 +110,7 @@ def test_three_clocks() -> None:
     assert in_turns(short_sums, short_sums, 1.0, 0.0) == 40.0
     assert in_turns(short_sums, short_sums, 1.5, 0.0) == 60.0
     assert in_turns(short_sums, short_sums, 1.0, 25.0) == 100.0, "the host is the slowest"
-    first, second = halves_of(prefill_step(8191))
+    first, second = split_step(prefill_step(8191))
     assert (first.new, first.context, second.new, second.context) == (4096, 4096, 4095, 8191)
-    first, second = halves_of(Step(3, 512, 512))
+    first, second = split_step(Step(3, 512, 512))
     assert (first.batch, second.batch, second.context) == (2, 1, 512)

@@ -10,7 +10,7 @@ from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
-from sglang.tuning.halves import step_time
+from sglang.tuning.two_batch_overlap import step_time
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.steps import Step, StepTime, decode_step, prefill_step, verify_step
 

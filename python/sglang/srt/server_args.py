@@ -119,12 +119,12 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     enable_two_batch_overlap: bool = option(
         False,
         PARALLEL,
-        "Compute steps with many prompt tokens as two halves, whose sums over the GPUs travel while the other half "
+        "Compute steps with many prompt tokens as two microbatches, whose sums over the GPUs travel while the other half "
         "computes; without the flag where that is predicted to be faster.",
     )
     disable_two_batch_overlap: bool = option(False, PARALLEL, "Compute every step as one, wherever it runs.")
     two_batch_overlap_min_tokens: int | None = option(
-        None, PARALLEL, f"Least tokens of a step that runs as two halves. {EFFECTIVE_IF_NONE}", minimum=2, size=True
+        None, PARALLEL, f"Least tokens of a step that runs as two microbatches. {EFFECTIVE_IF_NONE}", minimum=2, size=True
     )
     use_ray: bool = option(
         False,

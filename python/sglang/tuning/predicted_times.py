@@ -372,9 +372,9 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
         return Predicted(LAUNCH + reading_seconds(op.num_bytes, arch), 0.3, "states read and written once")
     seconds = delta_rule_seconds(op.batch, op.tokens, op.heads, op.value_dim, arch)
     # Scores, u and w go from the first launch to the second through memory.
-    handed_on = 4.0 * op.batch * op.tokens * op.heads * (op.key_dim + op.value_dim + SCAN.chunk)
+    intermediate = 4.0 * op.batch * op.tokens * op.heads * (op.key_dim + op.value_dim + SCAN.chunk)
     return Predicted(
-        max(seconds, reading_seconds(op.num_bytes + handed_on, arch)), 0.4, "chunks in turn, as on an H100"
+        max(seconds, reading_seconds(op.num_bytes + intermediate, arch)), 0.4, "chunks in turn, as on an H100"
     )
 
 

@@ -12,7 +12,7 @@ from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.best_times import best
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
-from sglang.tuning.halves import runs_in_halves, step_time
+from sglang.tuning.two_batch_overlap import runs_overlapped, step_time
 from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import Predicted, predicted
 from sglang.tuning.rates import UNMEASURED, ceilings_of
@@ -50,8 +50,8 @@ def time_lines(
     yield ""
     yield from _table(SUMMARY, [_summary(step, step_time(model, serving, step, arch)) for step, _ in timed])
     for step, rows in timed:
-        if runs_in_halves(model, serving, step, arch):
-            yield f"{step}: as two halves, of which one computes while the sums of the other travel; as one, whose ops"
+        if runs_overlapped(model, serving, step, arch):
+            yield f"{step}: as two microbatches, of which one computes while the sums of the other travel; as one, whose ops"
             yield f"stand below, {total(rows).seconds * 1e3:.2f} ms."
     missing = total(timed[0][1]).missing
     if missing:
@@ -209,7 +209,7 @@ def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, conte
         rows = time_step(model, serving, step, arch)
         time = step_time(model, serving, step, arch)
         steps[str(step)] = {
-            "in_halves": runs_in_halves(model, serving, step, arch),
+            "forward_microbatches": runs_overlapped(model, serving, step, arch),
             "seconds": time.seconds,
             "low": time.low,
             "high": time.high,

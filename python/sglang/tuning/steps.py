@@ -331,8 +331,8 @@ def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tupl
     yield "causal_conv1d", Elementwise("causal_conv1d", 12.0 * step.tokens * width)
     item = KV_DTYPE_BYTES.get(serving.state_dtype or mixer.state_dtype, 4)
     states, rows = 2.0 * step.batch * width * mixer.head_dim * item, 10.0 * step.tokens * width
-    handed_on = 0.0 if step.decodes else 2.0 * step.tokens * (8 * width + 6 * heads * CHUNK_TOKENS)
-    yield "kimi_delta_rule", Elementwise("kimi_delta_rule", states + rows + handed_on, 1 if step.decodes else 4)
+    intermediate = 0.0 if step.decodes else 2.0 * step.tokens * (8 * width + 6 * heads * CHUNK_TOKENS)
+    yield "kimi_delta_rule", Elementwise("kimi_delta_rule", states + rows + intermediate, 1 if step.decodes else 4)
     yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * width)
 
 

@@ -104,7 +104,7 @@ def test_grammars_that_never_end_do_not_keep_others_waiting(client: CompileClien
 
 def test_the_more_grammars_wait_the_less_time_each_has(vocabulary: Path) -> None:
     """Grammars that each may take long in a short queue do not keep others waiting for the sum of that."""
-    client = CompileClient(make_setup(vocabulary, contended_seconds=600, turn_seconds=0.4, places=1))
+    client = CompileClient(make_setup(vocabulary, contended_seconds=600, max_wait_seconds=0.4, places=1))
     slow = [client.submit(GrammarKey("regex", ENDLESS.source + "d" * number)) for number in range(4)]
     assert ask(client, GOOD).error == ""
     for check in slow:

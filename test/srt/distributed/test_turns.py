@@ -11,10 +11,10 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.distributed.quantized_sums import QuantizedSums
-from sglang.srt.distributed.turns import Blocks, HalvesDiffer, LateLane, Turns
+from sglang.srt.distributed.ping_pong import Blocks, MicrobatchesDiffer, LateLane, PingPong
 
 
-def half(turns: Turns, log: list[str], name: str, count: int = 3) -> Callable[[], float]:
+def microbatch(turns: PingPong, log: list[str], name: str, count: int = 3) -> Callable[[], float]:
     """Adds 1 to what travels, `count` times, and logs when it computes, sends and receives."""
 
     def run() -> float:
@@ -33,22 +33,22 @@ def half(turns: Turns, log: list[str], name: str, count: int = 3) -> Callable[[]
 
 
 def test_halves_alternate_and_collectives_arrive_late_in_the_order_in_which_they_were_sent() -> None:
-    turns, log = Turns(LateLane()), list[str]()
+    turns, log = PingPong(LateLane()), list[str]()
     for _ in range(2):  # nothing is left of the first run
         log.clear()
-        assert turns.run(half(turns, log, "a"), half(turns, log, "b")) == (3.0, 3.0)
-        assert not turns.under_way
+        assert turns.run(microbatch(turns, log, "a"), microbatch(turns, log, "b")) == (3.0, 3.0)
+        assert not turns.active
         assert log == ["a0", "b0", "~a0", "a1", "~b0", "b1", "~a1", "a2", "~b1", "b2", "~a2", "~b2"]
 
 
 def test_a_half_without_collectives_runs_before_the_other_goes_on() -> None:
-    turns, log = Turns(LateLane()), list[str]()
-    assert turns.run(half(turns, log, "a", 0), half(turns, log, "b", 0)) == (0.0, 0.0)
-    assert turns.run(half(turns, log, "a", 2), half(turns, log, "b", 0)) == (2.0, 0.0)
+    turns, log = PingPong(LateLane()), list[str]()
+    assert turns.run(microbatch(turns, log, "a", 0), microbatch(turns, log, "b", 0)) == (0.0, 0.0)
+    assert turns.run(microbatch(turns, log, "a", 2), microbatch(turns, log, "b", 0)) == (2.0, 0.0)
 
 
-def blocks(turns: Turns, log: list[str], name: str, count: int = 3, inside: int = -1) -> Blocks[float]:
-    """As `half`, a block at a time, whose sums travel until the next block. inside: the block that waits for a
+def blocks(turns: PingPong, log: list[str], name: str, count: int = 3, inside: int = -1) -> Blocks[float]:
+    """As `microbatch`, a block at a time, whose sums travel until the next block. inside: the block that waits for a
     collective of its own."""
     x, receive = torch.zeros(1), None
     for i in range(count):
@@ -67,30 +67,30 @@ def blocks(turns: Turns, log: list[str], name: str, count: int = 3, inside: int 
 
 
 def test_blocks_alternate_and_their_sums_arrive_before_the_next_block() -> None:
-    turns, log = Turns(LateLane()), list[str]()
+    turns, log = PingPong(LateLane()), list[str]()
     for _ in range(2):  # nothing is left of the first run
         log.clear()
         assert turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b")) == (3.0, 3.0)
-        assert not turns.under_way and not turns.by_block
+        assert not turns.active and not turns.by_block
         assert log == ["a0", "b0", "~a0", "a1", "~b0", "b1", "~a1", "a2", "~b1", "b2", "~a2", "~b2"]
 
 
 def test_what_a_block_asks_for_itself_arrives_behind_what_was_sent_before() -> None:
-    turns, log = Turns(LateLane()), list[str]()
+    turns, log = PingPong(LateLane()), list[str]()
     assert turns.run_blocks(blocks(turns, log, "a", 2, 1), blocks(turns, log, "b", 2, 1)) == (2.0, 2.0)
     assert log == ["a0", "b0", "~a0", "a1", "~b0", "!a1", "b1", "~a1", "!b1", "~b1"]
 
 
 def test_blocks_that_exchange_other_things_are_refused() -> None:
-    turns, log = Turns(LateLane()), list[str]()
-    with pytest.raises(HalvesDiffer, match="second"):
+    turns, log = PingPong(LateLane()), list[str]()
+    with pytest.raises(MicrobatchesDiffer, match="second"):
         turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b", inside=0))
-    assert turns.run(half(turns, log, "a"), half(turns, log, "b")) == (3.0, 3.0)
+    assert turns.run(microbatch(turns, log, "a"), microbatch(turns, log, "b")) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_block_that_fails_ends_both_halves(failing: int) -> None:
-    turns, log, closed = Turns(LateLane()), list[str](), list[bool]()
+    turns, log, closed = PingPong(LateLane()), list[str](), list[bool]()
 
     def fails() -> Blocks[float]:
         turns.start(("sum", 0), lambda: torch.zeros(1))
@@ -103,42 +103,42 @@ def test_a_block_that_fails_ends_both_halves(failing: int) -> None:
         finally:
             closed.append(True)
 
-    halves = [goes_on(), goes_on()]
-    halves[failing] = fails()
+    microbatches = [goes_on(), goes_on()]
+    microbatches[failing] = fails()
     with pytest.raises(ConnectionError, match="a rank is gone"):
-        turns.run_blocks(*halves)
-    assert closed and not turns.under_way and not turns.by_block
+        turns.run_blocks(*microbatches)
+    assert closed and not turns.active and not turns.by_block
     assert turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b")) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(("counts", "what"), [((1, 2), "second"), ((0, 1), "second")])
 def test_a_second_half_that_would_overtake_is_refused(counts: tuple[int, int], what: str) -> None:
-    turns, log = Turns(LateLane()), list[str]()
-    with pytest.raises(HalvesDiffer, match=what):
-        turns.run(half(turns, log, "a", counts[0]), half(turns, log, "b", counts[1]))
-    assert turns.run(half(turns, log, "a"), half(turns, log, "b")) == (3.0, 3.0)
+    turns, log = PingPong(LateLane()), list[str]()
+    with pytest.raises(MicrobatchesDiffer, match=what):
+        turns.run(microbatch(turns, log, "a", counts[0]), microbatch(turns, log, "b", counts[1]))
+    assert turns.run(microbatch(turns, log, "a"), microbatch(turns, log, "b")) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("behind", [0, 1, 3])
 def test_the_failure_of_one_half_ends_both(failing: int, behind: int) -> None:
     """behind: so many collectives; at the end the other half may be through."""
-    turns, log = Turns(LateLane()), list[str]()
+    turns, log = PingPong(LateLane()), list[str]()
 
     def fails() -> float:
-        half(turns, log, "x", behind)()
+        microbatch(turns, log, "x", behind)()
         raise ConnectionError("a rank is gone")
 
-    halves = [half(turns, log, "a"), half(turns, log, "a")]
-    halves[failing] = fails
+    microbatches = [microbatch(turns, log, "a"), microbatch(turns, log, "a")]
+    microbatches[failing] = fails
     with pytest.raises(ConnectionError, match="a rank is gone"):
-        turns.run(*halves)
-    assert not turns.under_way
-    assert turns.run(half(turns, log, "a"), half(turns, log, "b")) == (3.0, 3.0)
+        turns.run(*microbatches)
+    assert not turns.active
+    assert turns.run(microbatch(turns, log, "a"), microbatch(turns, log, "b")) == (3.0, 3.0)
 
 
 def test_a_collective_that_fails_ends_both() -> None:
-    turns = Turns(LateLane())
+    turns = PingPong(LateLane())
 
     def fails() -> torch.Tensor:
         raise ConnectionError("a rank is gone")
@@ -148,7 +148,7 @@ def test_a_collective_that_fails_ends_both() -> None:
 
 
 def test_a_half_computes_without_gradients() -> None:
-    turns = Turns(LateLane())
+    turns = PingPong(LateLane())
     with torch.inference_mode():
         assert turns.run(torch.is_inference_mode_enabled, torch.is_inference_mode_enabled) == (True, True)
 
@@ -156,9 +156,9 @@ def test_a_half_computes_without_gradients() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_sums_of_halves_stay_exact_where_they_are_hidden_anyway(exact: bool) -> None:
     """Between halves alone: a whole step's are quantized as the group says."""
-    group, turns = Group(0, 2), Turns(LateLane())
+    group, turns = Group(0, 2), PingPong(LateLane())
     turns.exact = exact
-    group.give_way_in(turns)
+    group.alternate_in(turns)
     sums = SimpleNamespace(covers=lambda x: True, all_reduce=lambda x: x + 8, all_gather=lambda x: x + 80)
     group.quantize_with(cast(QuantizedSums, sums))
     group.library_all_reduce = lambda x: x + 1  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.distributed.turns import LateLane, Turns
+from sglang.srt.distributed.ping_pong import LateLane, PingPong
 from sglang.srt.plan.ranks import RankLayout
 
 pytestmark = pytest.mark.failures
@@ -32,15 +32,15 @@ def _half(group: Group, first: float, dies_at: int | None) -> list[float]:
 
 def _rank(rank: int, folder: Path, dies: bool) -> None:
     parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/meet.{dies}", timeout_s=10.0)
-    group, turns = parallel_state.groups().tp, Turns(LateLane())
-    group.give_way_in(turns)
+    group, turns = parallel_state.groups().tp, PingPong(LateLane())
+    group.alternate_in(turns)
     try:
         found = turns.run(
             lambda: _half(group, 0.0, None), lambda: _half(group, 100.0, SUMS // 2 if dies and rank else None)
         )
         (folder / f"{rank}.json").write_text(json.dumps(found))
     except RuntimeError as error:
-        (folder / f"{rank}.error").write_text(f"{turns.under_way} {type(error).__name__}")
+        (folder / f"{rank}.error").write_text(f"{turns.active} {type(error).__name__}")
     os._exit(0)  # without a meeting of those who are left
 
 

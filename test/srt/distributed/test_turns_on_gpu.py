@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.distributed.turns import Blocks, Collective, StreamLane, Turns
+from sglang.srt.distributed.ping_pong import Blocks, Collective, StreamLane, PingPong
 
 pytestmark = pytest.mark.gpu
 ROUNDS, BLOCKS, ROWS, COLUMNS = 20, 12, 512, 4096
@@ -13,7 +13,7 @@ CYCLES = 2_000_000
 """That each collective waits before it begins: about a millisecond, longer than what is computed beside it."""
 
 
-def _half(turns: Turns, seed: float, in_place: bool) -> torch.Tensor:
+def _half(turns: PingPong, seed: float, in_place: bool) -> torch.Tensor:
     x = torch.full((ROWS, COLUMNS), seed, device="cuda")
     for block in range(BLOCKS):
         out = x * 0.5 + block
@@ -30,7 +30,7 @@ def _half(turns: Turns, seed: float, in_place: bool) -> torch.Tensor:
     return x
 
 
-def _blocks(turns: Turns, seed: float, in_place: bool) -> Blocks[torch.Tensor]:
+def _blocks(turns: PingPong, seed: float, in_place: bool) -> Blocks[torch.Tensor]:
     """As `_half`, a block at a time: its sum travels until the next one."""
     x = torch.full((ROWS, COLUMNS), seed, device="cuda")
     receive: Collective | None = None
@@ -60,23 +60,23 @@ def _wanted(seed: float) -> float:
 @pytest.mark.parametrize("by_block", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_results_of_both_halves_are_whole(in_place: bool, by_block: bool) -> None:
-    turns = Turns(StreamLane("cuda"))
+    turns = PingPong(StreamLane("cuda"))
     with torch.inference_mode():
         for number in range(ROUNDS):
             seeds = float(number), float(number) + 0.5
             if by_block:
-                halves = turns.run_blocks(*(_blocks(turns, seed, in_place) for seed in seeds))
+                microbatches = turns.run_blocks(*(_blocks(turns, seed, in_place) for seed in seeds))
             else:
-                halves = turns.run(*(lambda seed=seed: _half(turns, seed, in_place) for seed in seeds))  # type: ignore[misc]
-            for seed, half in zip(seeds, halves, strict=True):
-                assert bool((half == _wanted(seed)).all()), (number, seed)
+                microbatches = turns.run(*(lambda seed=seed: _half(turns, seed, in_place) for seed in seeds))  # type: ignore[misc]
+            for seed, microbatch in zip(seeds, microbatches, strict=True):
+                assert bool((microbatch == _wanted(seed)).all()), (number, seed)
 
 
 def test_what_is_computed_does_not_wait_for_the_other_halfs_collective() -> None:
     """By order of events, not by time: the second half's first stretch ends before the first half's collective."""
-    turns, events = Turns(StreamLane("cuda")), {}
+    turns, events = PingPong(StreamLane("cuda")), {}
 
-    def half(name: str) -> torch.Tensor:
+    def microbatch(name: str) -> torch.Tensor:
         x = torch.ones(1, device="cuda") + 1
         events[name] = torch.cuda.Event(enable_timing=True)
         events[name].record()
@@ -90,6 +90,6 @@ def test_what_is_computed_does_not_wait_for_the_other_halfs_collective() -> None
         return turns.travel("sum", collective)
 
     with torch.inference_mode():
-        turns.run(lambda: half("first"), lambda: half("second"))
+        turns.run(lambda: microbatch("first"), lambda: microbatch("second"))
     torch.cuda.synchronize()
     assert events["second"].elapsed_time(events["first sent"]) > 0

@@ -14,11 +14,11 @@ import torch
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.turns import Turns
+from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.layers import embedding
-from sglang.srt.model_executor import step_halves
-from sglang.srt.model_executor.step_halves import StepHalves
-from sglang.srt.plan.halves import turns_by_block
+from sglang.srt.model_executor import two_batch_overlap
+from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
+from sglang.srt.plan.two_batch_overlap import alternates_by_block
 from sglang.srt.plan.ranks import RankLayout
 
 from .test_attention_groups import MODELS, save_models
@@ -56,7 +56,7 @@ IN_THREADS = (
     "n-grams",
     "pooled latents",
 )
-"""Models with blocks that add up themselves, or that exchange something else. Others take turns block by block, where
+"""Models with blocks that add up themselves, or that exchange something else. Others alternate block by block, where
 no attention groups exchange rows."""
 CHUNK = 56
 """Of several prompts, some of which end near its middle."""
@@ -74,14 +74,14 @@ class Halved(Counter[str]):
     by block, what travelled, and what was waited for in the middle of a block."""
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        compute, start, travel = StepHalves.compute, Turns.start, Turns.travel
+        compute, start, travel = TwoBatchOverlap.compute, PingPong.start, PingPong.travel
 
         def counted_compute(halves: Any, batch: Any, both: Any, loads: Any) -> Any:
             first, second = both
             inside = bool(first.slots[-1] == second.slots[0])
             self.update(steps=1, mixed=first.num_decodes > 0, inside=inside, between=not inside)
             model = halves.state.model
-            assert model.leaves_sums == turns_by_block(model.description, halves.groups.dp.size)
+            assert model.leaves_sums == alternates_by_block(model.description, halves.groups.dp.size)
             self["by block"] += model.leaves_sums
             return compute(halves, batch, both, loads)
 
@@ -93,9 +93,9 @@ class Halved(Counter[str]):
             self["waited for"] += turns.by_block
             return travel(turns, what, collective)
 
-        monkeypatch.setattr(StepHalves, "compute", counted_compute)
-        monkeypatch.setattr(Turns, "start", counted_start)
-        monkeypatch.setattr(Turns, "travel", counted_travel)
+        monkeypatch.setattr(TwoBatchOverlap, "compute", counted_compute)
+        monkeypatch.setattr(PingPong, "start", counted_start)
+        monkeypatch.setattr(PingPong, "travel", counted_travel)
 
 
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, modes: tuple[str, ...]) -> None:

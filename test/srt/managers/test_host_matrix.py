@@ -30,7 +30,7 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.managers.test_host_tier import (
     OPTIONS,
     SHARED,
-    SHARED_OUT,
+    DCP_SHARDED,
     HostSchedule,
     HostWorld,
     loads_by_layers_sometimes,
@@ -102,7 +102,7 @@ KINDS = {
     "KV head, windows": Kind("qwen3_windows", **ONE_KV_HEAD),
     "KV head, gated delta": Kind("qwen3_5", **ONE_KV_HEAD),
 }
-LAYOUTS = {"one rank": ONE_RANK, **SHARED, **SHARED_OUT}
+LAYOUTS = {"one rank": ONE_RANK, **SHARED, **DCP_SHARDED}
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _rank(rank: int, name: str, folder: Path, known: dict[str, Any], layouts: di
     with short_pauses():
         world = HostWorld(name, folder, rank=rank, options=WRITE_THROUGH, **known)
         for layout, page in layouts.items():
-            world.ranks = (SHARED | SHARED_OUT)[layout]
+            world.ranks = (SHARED | DCP_SHARDED)[layout]
             seen: Counter[str] = Counter()
             for seed in range(24):  # threads decide what is copied in time
                 seen += schedules(world, "none", page, range(seed, seed + 1))
@@ -187,7 +187,7 @@ def _rank(rank: int, name: str, folder: Path, known: dict[str, Any], layouts: di
 
 
 SHARED = {"TP2": RankLayout(2), "PP2": RankLayout(pp_size=2), "TP2 x PP2": RankLayout(2, pp_size=2)}
-SHARED_OUT = {"DCP2": RankLayout(2, dcp_size=2), "DCP2 x PP2": RankLayout(2, pp_size=2, dcp_size=2)}
+DCP_SHARDED = {"DCP2": RankLayout(2, dcp_size=2), "DCP2 x PP2": RankLayout(2, pp_size=2, dcp_size=2)}
 """Layouts whose ranks share out the tokens of caches that all of them would hold."""
 
 

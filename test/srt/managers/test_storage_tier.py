@@ -45,7 +45,7 @@ from srt.managers.test_host_tier import (
     OTHER,
     PROMPT,
     SHARED,
-    SHARED_OUT,
+    DCP_SHARDED,
     HostSchedule,
     HostWorld,
     Server,
@@ -269,13 +269,13 @@ def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
     ("layout", "kind"),
     [
         *itertools.product(SHARED, ("latents", "windows", "gated delta")),
-        *itertools.product(SHARED_OUT, ("latents", "windows and all tokens", "gated delta")),
+        *itertools.product(DCP_SHARDED, ("latents", "windows and all tokens", "gated delta")),
     ],
 )
 def test_ranks_agree_on_what_was_read(layout: str, kind: str, policy: str, tmp_path: Path) -> None:
-    shares_out = layout in SHARED_OUT and kind != "latents"
+    shares_out = layout in DCP_SHARDED and kind != "latents"
     save_tiny(EVERY_CACHE[kind][0], tmp_path, **({"num_key_value_heads": 1} if shares_out else {}))
-    ranks = (SHARED | SHARED_OUT)[layout]
+    ranks = (SHARED | DCP_SHARDED)[layout]
     run_ranks(_rank, (kind, tmp_path, ranks, "half-right", 4, 10, policy), ranks.world_size)
 
 

@@ -26,7 +26,7 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.step_halves import StepHalves
+from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.plan.kernel_choice import long_prompt_need
 from sglang.srt.plan.layer_spec import AttentionSite
 from sglang.srt.plan.needs import needs_of
@@ -202,7 +202,7 @@ def run(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> di
 def played(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> dict[str, list[int]]:
     sizes = GRAPHS[case.graphs]
     if case.graphs == "halves":
-        runner.halves = StepHalves(runner.state, runner.groups, 2)
+        runner.halves = TwoBatchOverlap(runner.state, runner.groups, 2)
     if sizes is None:
         try:
             return play(runner, args)

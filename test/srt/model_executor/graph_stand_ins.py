@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang.srt.layers.attention.shared_tokens import builders_of
+from sglang.srt.layers.attention.dcp import builders_of
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import NativeDecodeMetadata, NativeExtendMetadata
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows

@@ -26,7 +26,7 @@ MOST_STEPS_AHEAD = 3
 class KnownTexts:
     """Implements Drafter."""
 
-    captures = ()
+    aux_layers = ()
     next_tokens_read = 0
     caches = ()
 

@@ -22,7 +22,7 @@ from sglang.srt.model_executor.device_state import StepShape, shape_of
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
-from sglang.srt.model_executor.step_halves import Halves, StepHalves
+from sglang.srt.model_executor.two_batch_overlap import Microbatches, TwoBatchOverlap
 from sglang.srt.server_args import ServerArgs
 from srt.layers.attention.decode_steps import reexecuting_capture
 from srt.layers.attention.fake_flashinfer import FakeWrapper
@@ -105,22 +105,22 @@ def test_a_plan_that_does_not_follow_a_graph_is_found(
 @pytest.mark.parametrize("defect", [False, True])
 def test_a_step_as_two_halves_is_computed_once_and_its_defect_is_named(defect: bool, tmp_path: Path) -> None:
     runner = runner_of("qwen3", tmp_path)
-    halves = runner.halves = StepHalves(runner.state, parallel_state.groups(), 4096)
-    compute, tokens = halves.compute, []
+    two_batch_overlap = runner.two_batch_overlap = TwoBatchOverlap(runner.state, parallel_state.groups(), 4096)
+    compute, tokens = two_batch_overlap.compute, []
 
-    def watched(batch: ForwardBatch, both: Halves, loads: LayerWaits | None) -> torch.Tensor:
+    def watched(batch: ForwardBatch, both: Microbatches, loads: LayerWaits | None) -> torch.Tensor:
         tokens.append([len(half.out_cache_loc) for half in both])
         hidden = compute(batch, both, loads)
         return hidden.flip(0) if defect else hidden
 
-    halves.compute = watched  # type: ignore[method-assign]
+    two_batch_overlap.compute = watched  # type: ignore[method-assign]
     if defect:
-        with pytest.raises(UserError, match="a step as two halves gives other .* --disable-two-batch-overlap"):
+        with pytest.raises(UserError, match="a step as two microbatches gives other .* --disable-two-batch-overlap"):
             check_runner(runner)
     else:
         check_runner(runner)
     assert len(tokens) == 1 and min(tokens[0]) > 0
-    assert halves.least_tokens == 4096
+    assert two_batch_overlap.min_tokens == 4096
 
 
 def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:

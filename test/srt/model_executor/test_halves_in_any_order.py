@@ -1,4 +1,4 @@
-"""Steps as two halves that give way to one another at collectives that are drawn, cut at places that are drawn, for
+"""Steps as two microbatches that give way to one another at collectives that are drawn, cut at places that are drawn, for
 every kind of model and layout: the hidden states of every token and everything that the ranks keep of requests (keys,
 latents, states, tables) are those of the whole step.
 
@@ -24,17 +24,17 @@ from rank_processes import run_ranks
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.distributed.turns import Turns
+from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.layers import embedding
 from sglang.srt.layers.ngrams.kernels import NgramKernels
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.model_executor import step_halves
+from sglang.srt.model_executor import two_batch_overlap
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import LaunchedForward, StepInput
-from sglang.srt.model_executor.step_halves import Cut
+from sglang.srt.model_executor.two_batch_overlap import Cut
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
@@ -64,16 +64,16 @@ ORDERS = 3
 ATOL, RTOL = 2e-4, 2e-3
 
 
-class DrawnTurns(Turns):
+class DrawnTurns(PingPong):
     """The first half may run ahead by any number of collectives, the second one never."""
 
     random: ClassVar = random.Random()
     seen: ClassVar[Counter[str]] = Counter()
 
-    def _give_way(self, turn: int) -> None:
+    def _yield_to_other(self, turn: int) -> None:
         mine, other = len(self._sent[turn]), len(self._sent[1 - turn])
         if (turn == 1 and mine == other) or self.random.random() < 0.5:
-            super()._give_way(turn)
+            super()._yield_to_other(turn)
         else:
             self.seen["ahead" if turn == 0 else "catching up"] += not self._ended[1 - turn]
 
@@ -116,9 +116,9 @@ class Compared:
         assert self.runner.halves is not None
         kept = kept_by(self.runner)
         before = {name: tensor.clone() for name, tensor in kept.items()}
-        with self.runner.in_halves_from(None):
+        with self.runner.with_overlap_from(None):
             launched = self.whole(step)
-        halves = self.runner.halves.halves_of(step)
+        halves = self.runner.halves.split_step(step)
         if halves is None:
             return launched
         self.seen["steps"] += 1
@@ -180,7 +180,7 @@ def _rank(
     results: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_halves, "Turns", DrawnTurns)
-        patch.setattr(step_halves, "cut_of", drawn_cut)
+        patch.setattr(step_halves, "choose_cut", drawn_cut)
         if fault is not None:
             FAULTS[fault](patch)
         for number, (name, folder) in enumerate(folders.items()):

@@ -61,7 +61,7 @@ def plan_with_draft(
     settings = SpeculativeSettings(algorithm, 4, draft_path=path, draft_load_format=load_format)
     planned = PlanWithDraft(plan.model, kv_cache_dtype=plan.kv_cache_dtype, ranks=plan.ranks, settings=settings)
     draft_of = planned.draft.description
-    return replace(planned, captures=draft_of.captures, capture_streams=draft_of.form.reads_streams)
+    return replace(planned, aux_layers=draft_of.aux_layers, aux_keeps_streams=draft_of.form.reads_streams)
 
 
 class DraftRunner(TinyRunner):
@@ -88,14 +88,14 @@ class DraftRunner(TinyRunner):
         `sampled`: of rows that are verified, what was sampled at each."""
         batch = self.batch_of_prompts(dict(new))
         hidden = self.model(batch)
-        features = self.draft.features(hidden, batch.captured)
+        features = self.draft.features(hidden, batch.aux_hidden_states)
         if self.draft.shifted:
             ids = sampled or [token for slot, tokens in new.items() for token in (*tokens[1:], following[slot])]
             batch = replace(batch, input_ids=torch.tensor(ids))
         last = torch.tensor([len(tokens) for tokens in new.values()]).cumsum(0) - 1
         if self.shares_selection:
             self.shared = SharedSelection(last, torch.tensor(list(new)), MOST_GUESSES)
-        state = self.draft(replace(batch, handed_on={}, shared_selection=self.shared), features)
+        state = self.draft(replace(batch, step_cache={}, layer_outputs={}, shared_selection=self.shared), features)
         return dict(zip(new, state[last].split(1), strict=True))
 
     @torch.inference_mode()

@@ -99,22 +99,22 @@ def chain(tokens: list[int], features: Tensor, rows: Rows, logits: Callable[[Ten
 
 @dataclass
 class Eagle3:
-    """`captures`: the target's layers whose outputs are read, first to last."""
+    """`aux_layers`: the target's layers whose outputs are read, first to last."""
 
     w: Weights
     config: Mapping[str, Any]
     target: Target
-    captures: Sequence[int]
+    aux_layers: Sequence[int]
     before_residual: bool = False
     norm_output: bool = False
 
     def features(self, tokens: list[int]) -> Tensor:
         streams, _ = self.target.streams(tokens[:-1])
-        eps, captured = self.config["rms_norm_eps"], [streams[layer] for layer in self.captures]
-        names = [f"fc_norm.{i}.weight" for i in range(len(captured))]
+        eps, aux_hidden_states = self.config["rms_norm_eps"], [streams[layer] for layer in self.aux_layers]
+        names = [f"fc_norm.{i}.weight" for i in range(len(aux_hidden_states))]
         if names[0] in self.w:
-            captured = [rms(rows, self.w[name], eps) for rows, name in zip(captured, names, strict=True)]
-        joined = torch.cat(captured, dim=-1)
+            aux_hidden_states = [rms(rows, self.w[name], eps) for rows, name in zip(aux_hidden_states, names, strict=True)]
+        joined = torch.cat(aux_hidden_states, dim=-1)
         joined = rms(joined, self.w["input_norm.weight"], eps) if "input_norm.weight" in self.w else joined
         return joined @ self.w["fc.weight"].T
 
@@ -155,7 +155,7 @@ class DFlash:
     w: Weights
     config: Mapping[str, Any]
     target: Target
-    captures: Sequence[int]
+    aux_layers: Sequence[int]
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
@@ -185,7 +185,7 @@ class DFlash:
         """The output [size, H] of a block behind all tokens but the last one."""
         w, eps = self.w, self.config["rms_norm_eps"]
         streams, _ = self.target.streams(tokens[:-1])
-        joined = torch.cat([streams[layer] for layer in self.captures], dim=-1)
+        joined = torch.cat([streams[layer] for layer in self.aux_layers], dim=-1)
         context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
         h = self.target.embedded([tokens[-1], *[mask] * (size - 1)])
         for i in range(self.config["num_hidden_layers"]):
@@ -288,7 +288,7 @@ class Gemma4DSpark(DSpark):
     def rows(self, tokens: list[int], size: int, mask: int) -> Tensor:
         w, eps = self.w, self.config["rms_norm_eps"]
         streams, _ = self.target.streams(tokens[:-1])
-        joined = torch.cat([streams[layer] for layer in self.captures], dim=-1)
+        joined = torch.cat([streams[layer] for layer in self.aux_layers], dim=-1)
         context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
         h = self.target.embedded([tokens[-1], *[mask] * (size - 1)]) * self.config["hidden_size"] ** 0.5
         for i in range(self.config["num_hidden_layers"]):

@@ -1022,8 +1022,8 @@ class NativePlan:
     tokens_per_step: int = 16
     verified_tokens: int = 1
     max_running_requests: int = 8
-    captures: tuple[int, ...] = ()
-    capture_streams: bool = False
+    aux_layers: tuple[int, ...] = ()
+    aux_keeps_streams: bool = False
     merge_method: str = ALL_TO_ALL
     num_positions: int = 256
 

@@ -129,7 +129,7 @@ def test_what_configs_say_of_inklings_depths(said: str, tmp_path: Path) -> None:
     mixers = [layer.mixer for layer in description.model.layers]
     assert [mixer.window for mixer in mixers] == ([0, 0] if said == "not said" else [12, 0])
     assert [mixer.bias_extent for mixer in mixers] == ([20, 20] if said == "not said" else [12, 20])
-    assert description.captures == () and description.form.final_features
+    assert description.aux_layers == () and description.form.final_features
     assert description.tails == 0, "they are states"
     caches = [{cache.name: cache for cache in layer.caches(SERVING)} for layer in description.model.layers]
     assert ["draft_rows" in each for each in caches] == [False, True]
@@ -174,4 +174,4 @@ def test_published_configs(name: str, window: int, backend: str | None) -> None:
     assert make_plan(args, model, arch, 94 << 30, packages, rank=0).next_tokens_read == 3, "all stages cache alike"
     assert [table.tokens for table in row_tables(plan.caches) if isinstance(table, Window)] == [window, window + 2]
     assert plan.next_tokens_read == plan.draft.num_layers == plan.draft.description.tails + 1 == 3
-    assert plan.draft.description.captures == (47 if window == 128 else 44,)
+    assert plan.draft.description.aux_layers == (47 if window == 128 else 44,)

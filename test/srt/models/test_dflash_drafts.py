@@ -171,7 +171,7 @@ def test_a_draft_as_published(variant: str, target: Path, tmp_path: Path) -> Non
     runner = DraftRunner(plan)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32")
-    assert plan.captures == CAPTURES
+    assert plan.aux_layers == CAPTURES
     runner.batch_of_prompts({1: random_tokens(7, seed=1)})
 
 
@@ -277,4 +277,4 @@ def test_tensors_of_heads_are_named(
 
 def test_captures_that_the_config_does_not_name(target: Path, tmp_path: Path) -> None:
     config = CONFIG | {"dflash_config": {"mask_token_id": 5}}
-    assert plan_with_draft(target, "DFLASH", save(tmp_path / "draft", config, weights())).captures == (1, 4)
+    assert plan_with_draft(target, "DFLASH", save(tmp_path / "draft", config, weights())).aux_layers == (1, 4)

@@ -165,7 +165,7 @@ def test_what_is_captured_travels_through_the_stages(
             batch = runner.batch_of_prompts({4: TOKENS[:-1]})
             rows = runner.model.compute(batch, rows)
         batch = replace(batch, input_ids=torch.tensor(TOKENS[1:]))
-        state = last.draft(batch, last.draft.features(rows, batch.captured))[-1:]
+        state = last.draft(batch, last.draft.features(rows, batch.aux_hidden_states))[-1:]
         states.append(last.guess(4, state, TOKENS[-1], 3))
     wanted = whole.step({4: TOKENS[:-1]}, {4: TOKENS[-1]})[4]
     torch.testing.assert_close(states[0], whole.guess(4, wanted, TOKENS[-1], 3), rtol=0.0, atol=1e-4)

@@ -125,7 +125,7 @@ def test_a_draft_as_published(config: dict[str, Any], target: Path, tmp_path: Pa
     runner = DraftRunner(plan)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32")
-    assert plan.captures == CAPTURES and plan.draft.description.kind == "DSPARK"
+    assert plan.aux_layers == CAPTURES and plan.draft.description.kind == "DSPARK"
     runner.batch_of_prompts({1: random_tokens(7, seed=1)})
 
 

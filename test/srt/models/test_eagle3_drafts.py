@@ -41,12 +41,12 @@ CONFIG: dict[str, Any] = {
 """Heads, rotation, eps and MLP are not the target's."""
 
 
-def weights(config: dict[str, Any], captures: int = 3, seed: int = 3) -> dict[str, Tensor]:
+def weights(config: dict[str, Any], aux_layers: int = 3, seed: int = 3) -> dict[str, Tensor]:
     """Random, by the names of the newest form; every norm differs from one."""
     generator = torch.Generator().manual_seed(seed)
     hidden, dim, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, captures * hidden), "norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, aux_layers * hidden), "norm.weight": (hidden,)}
     for i in range(config["num_hidden_layers"]):
         width, at = hidden * (2 if i == 0 else 1), f"layers.{i}."
         norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if i == 0 else [])]
@@ -114,15 +114,15 @@ FORMS: dict[str, dict[str, Any]] = {
 def build(form: dict[str, Any], folder: Path, target: Target) -> tuple[Path, Eagle3]:
     config = CONFIG | {key: form[key] for key in ("draft_vocab_size", "num_hidden_layers") if key in form}
     config |= form.get("keys", {}) | ({"eagle_config": form["eagle_config"]} if "eagle_config" in form else {})
-    captures = form.get("captures", USUAL)
-    tensors = weights(config, len(captures)) | form.get("more", {})
+    aux_layers = form.get("captures", USUAL)
+    tensors = weights(config, len(aux_layers)) | form.get("more", {})
     if form.get("bias"):
         for part in "qkv":
             name = f"layers.0.self_attn.{part}_proj"
             tensors[f"{name}.bias"] = torch.randn(len(tensors[f"{name}.weight"]))
         tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(HIDDEN)
     reference = Eagle3(
-        dict(tensors), config, target, captures, form.get("before_residual", False), form.get("norm_output", False)
+        dict(tensors), config, target, aux_layers, form.get("before_residual", False), form.get("norm_output", False)
     )
     stored, written = dict(tensors), dict(config)
     if form.get("midlayer"):
@@ -158,12 +158,12 @@ def test_captures_leave_the_target_as_it_is(target: tuple[Path, Target], tmp_pat
     with torch.inference_mode():
         batch = runner.batch_of_prompts({3: tokens})
         hidden = runner.model(batch)
-        captured = batch.captured
+        aux_hidden_states = batch.aux_hidden_states
         plain = TinyRunner(plan_for(folder))
         wanted = plain.model(plain.batch_of_prompts({5: tokens}))
     assert torch.equal(hidden, wanted)
     streams, _ = model.streams(tokens)
-    for got, layer in zip(captured, (0, 3, 6), strict=True):
+    for got, layer in zip(aux_hidden_states, (0, 3, 6), strict=True):
         torch.testing.assert_close(got, streams[layer], rtol=0.0, atol=1e-4)
 
 

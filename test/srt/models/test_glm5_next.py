@@ -58,10 +58,10 @@ def test_stages_cut_at_every_layer(folder: Path) -> None:
         ]
         parts = []
         for first in range(0, LENGTH, 11):
-            handed_on = None
+            intermediate = None
             for stage in stages:
-                handed_on = stage.model.compute(stage.batch_of_prompts({1: tokens[first : first + 11]}), handed_on)
-            parts.append(stages[-1].model.logits(handed_on))
+                intermediate = stage.model.compute(stage.batch_of_prompts({1: tokens[first : first + 11]}), intermediate)
+            parts.append(stages[-1].model.logits(intermediate))
         torch.testing.assert_close(torch.cat(parts), whole, **EXACT)
 
 

@@ -54,7 +54,7 @@ EAGLE_CONFIG = {key: value for key, value in CONFIG.items() if key != "draft_voc
 
 
 def eagle1_weights(bias: bool) -> Tensors:
-    tensors = weights(CONFIG | {"draft_vocab_size": None}, captures=2)
+    tensors = weights(CONFIG | {"draft_vocab_size": None}, aux_layers=2)
     for name in ("norm.weight", "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"):
         del tensors[name]
     for part in "qkv":

@@ -144,7 +144,7 @@ def test_positions_in_sections(folder: Path) -> None:
         runner = TinyRunner(plan)
         batch = runner.batch_of_prompts({1: TOKENS})
         heights = batch.positions + shift * (batch.positions > 5)
-        batch.turned_by = SectionPositions(torch.stack((batch.positions, heights, batch.positions)))
+        batch.mrope_positions = SectionPositions(torch.stack((batch.positions, heights, batch.positions)))
         results.append(runner.model.logits(runner.model(batch)))
     torch.testing.assert_close(results[0], want, rtol=0.0, atol=1e-5)
     torch.testing.assert_close(results[1][:6], want[:6], rtol=0.0, atol=1e-5)

@@ -29,7 +29,7 @@ def test_a_block_draft(tmp_path: Path) -> None:
     save_v4(tmp_path, dspark=True)
     plan = plan_with_draft(tmp_path, "DSPARK")
     assert held(DraftRunner(plan)) == plan.draft.weight_bytes("float32")
-    assert plan.captures == CAPTURES and not plan.capture_streams
+    assert plan.aux_layers == CAPTURES and not plan.aux_keeps_streams
 
 
 def held(runner: DraftRunner) -> int:

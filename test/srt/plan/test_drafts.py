@@ -64,7 +64,7 @@ def test_a_head_is_a_part_of_its_targets_plan(tmp_path: Path) -> None:
     plain = plan_of(target)
     plan = plan_of(target, speculative_algorithm="EAGLE3", speculative_draft_model_path=head)
     layers = config["num_hidden_layers"]
-    assert plan.draft is not None and plan.captures == (1, layers // 2 - 1, layers - 4)
+    assert plan.draft is not None and plan.aux_layers == (1, layers // 2 - 1, layers - 4)
     (group,) = plan.caches
     assert [member.layer_id for member in group.members] == [*range(layers), layers]
     weights = plan.draft.weight_bytes("bfloat16")
@@ -99,7 +99,7 @@ def test_only_the_last_stage_has_the_draft(tmp_path: Path) -> None:
     target, head = write(tmp_path / "target", config), write(tmp_path / "head", head_for(config))
     flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "pp_size": 2}
     first, last = (plan_of(target, rank=rank, **flags) for rank in range(2))
-    assert first.draft is None and last.draft is not None and first.captures == last.captures
+    assert first.draft is None and last.draft is not None and first.aux_layers == last.aux_layers
     layers = config["num_hidden_layers"]
     ids = [[member.layer_id for group in plan.caches for member in group.members] for plan in (first, last)]
     assert ids[0] + ids[1] == [*range(layers), layers]
@@ -179,7 +179,7 @@ def test_the_assistant_of_muse_glimmer(tmp_path: Path) -> None:
     target = str(any_checkpoint("Muse-Glimmer-30B", tmp_path))
     plain = plan_of(target)
     plan = plan_of(target, speculative_algorithm="DFLASH", speculative_draft_model_path=draft)
-    assert plan.draft is not None and plan.captures == (1, 13, 25, 37, 49)
+    assert plan.draft is not None and plan.aux_layers == (1, 13, 25, 37, 49)
     hidden = 6656
     layer = hidden * (32 + 8 + 8) * 128 + 32 * 128 * hidden + 3 * 19968 * hidden + 2 * hidden + 2 * 128
     weights = 2 * (5 * layer + 5 * hidden * hidden + 2 * hidden)
@@ -198,7 +198,7 @@ def test_a_block_attends_as_the_heads_of_one_row(tmp_path: Path) -> None:
     plain, plan = plan_of(target), plan_of(target, **flags)
     layers = config["num_hidden_layers"]
     # As many captures as layers, from the second layer to the third from the end.
-    assert plan.captures[0] == 1 and plan.captures[-1] == layers - 3 and len(plan.captures) == 5
+    assert plan.aux_layers[0] == 1 and plan.aux_layers[-1] == layers - 3 and len(plan.aux_layers) == 5
     shapes = {(shape.num_heads, shape.num_kv_heads) for shape in plan.attention_shapes}
     assert (32 * 16, 8) in shapes and len(shapes) == 2
     rows = plan.max_running_requests * 4 * 32 * 16 * 128

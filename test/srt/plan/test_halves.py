@@ -75,10 +75,10 @@ def test_the_plan_decides(
     name: str, links: Topology | None, flags: dict[str, Any], least: int | None, folders: dict[str, Path]
 ) -> None:
     plan = plan_of(folders[name], links, **flags)
-    assert (plan.halves and plan.halves.least_tokens) == least
+    assert (plan.halves and plan.halves.min_tokens) == least
     assert least is None or (plan.halves is not None and plan.halves.exact), "two ranks hide sums as they are"
-    assert ("two_halves" in plan.describe()) == (least is not None)
-    assert least is None or f"{least:,} tokens" in plan.describe()["two_halves"]
+    assert ("two_batch_overlap" in plan.describe()) == (least is not None)
+    assert least is None or f"{least:,} tokens" in plan.describe()["two_batch_overlap"]
 
 
 @pytest.mark.parametrize("forbidden", ["1", "0"])

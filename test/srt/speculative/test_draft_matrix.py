@@ -417,7 +417,7 @@ def test_drafts_change_nothing_of_attention_groups(
         assert result == results[-1] and all(result.logprobs[name] for name in WITH_LOGPROBS)
 
 
-HALVES: dict[str, Any] = {"tp_size": 2, "enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
+TWO_BATCH_THRESHOLDS: dict[str, Any] = {"tp_size": 2, "enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
 
 
 @pytest.mark.thorough
@@ -429,7 +429,7 @@ def test_drafts_change_nothing_of_prompts_as_halves(drafter: str, model: str, tm
     target = tmp_path / model
     options = DRAFTERS[drafter][0](model, target, tmp_path / "draft")
     plain = outcome(server_args(target, {}))
-    for result in on_ranks(server_args(target, options | HALVES), tmp_path):
+    for result in on_ranks(server_args(target, options | TWO_BATCH_THRESHOLDS), tmp_path):
         assert result.verified > 0
         same(result, plain)
 

@@ -100,7 +100,7 @@ def test_a_config_may_leave_out_what_the_published_one_says(target: tuple[Path, 
     changed(tmp_path, layer_types="left out", rms_norm_eps=None)
     draft = plan_with_draft(target[0], "DFLASH", tmp_path).draft.description
     assert [layer.mixer.window for layer in draft.model.layers] == [12] * 3  # type: ignore[union-attr]
-    assert draft.model.norm_eps == 1e-5 and draft.captures == (1, 3, 6) and draft.plain_ends
+    assert draft.model.norm_eps == 1e-5 and draft.aux_layers == (1, 3, 6) and draft.plain_ends
     changed(tmp_path, target_layer_ids="left out")
     with pytest.raises(UserError, match=r"target_layer_ids \[1, 13, 25, 37, 49\] are not all layers"):
         plan_with_draft(target[0], "DFLASH", tmp_path)

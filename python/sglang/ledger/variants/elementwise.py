@@ -290,8 +290,8 @@ def _rope_store() -> Iterator[Variant]:
 def _rope_store_forms(variant: Variant, shape: tuple[int, int]) -> Iterator[Variant]:
     """The forms of a variant that few models launch. shape: widths of the head and of its rotary part."""
     if shape in INTERLEAVED_SHAPES:
-        turned = {**variant.constexprs, "INTERLEAVED": True}
-        yield replace(variant, key=f"{variant.key}/interleaved", constexprs=turned, form_only=True)
+        interleaved = {**variant.constexprs, "INTERLEAVED": True}
+        yield replace(variant, key=f"{variant.key}/interleaved", constexprs=interleaved, form_only=True)
     if shape in FP32_NORM_SHAPES:
         signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
         yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)

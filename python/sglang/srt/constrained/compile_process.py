@@ -50,7 +50,7 @@ class CompileLimits(msgspec.Struct, frozen=True):
     contended_seconds: float = 5.0
     """Seconds that a grammar may take while others wait for a place: nobody can keep them waiting with grammars that
     never end."""
-    turn_seconds: float = 30.0
+    max_wait_seconds: float = 30.0
     """Seconds in which all that wait shall have had their turn, as far as the machine has time for it: the more they
     are, the less each may take."""
     memory_bytes: int = 1024 * MIB
@@ -191,7 +191,7 @@ class CompileServer:
     def _limit_s(self) -> float:
         if not self._waiting:
             return self._limits.seconds
-        share = self._limits.turn_seconds * self._limits.places / len(self._waiting)
+        share = self._limits.max_wait_seconds * self._limits.places / len(self._waiting)
         return min(self._limits.contended_seconds, share)
 
     def _next_limit_s(self) -> float | None:

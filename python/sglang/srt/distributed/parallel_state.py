@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
 from sglang.srt.distributed.summands import Summands, SumOnItsWay
-from sglang.srt.distributed.turns import Turns
+from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -85,7 +85,7 @@ class Group:
         self._quantized: QuantizedSums | None = None
         self.peers: PeerSums | None = None
         """What can add up quantized values in peers' memory."""
-        self._turns: Turns | None = None
+        self._turns: PingPong | None = None
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         """Sends of this rank that have not been waited for; the oldest first."""
 
@@ -102,7 +102,7 @@ class Group:
 
     def _exchanger_for(self, part: torch.Tensor) -> Exchanger | None:
         """None where the library gathers and exchanges such parts: also while another half of the step computes."""
-        travels = self._turns is not None and self._turns.under_way
+        travels = self._turns is not None and self._turns.active
         exchanger = self._exchanger
         return exchanger if exchanger is not None and not travels and exchanger.can_exchange(part) else None
 
@@ -110,13 +110,13 @@ class Group:
         """Use this before anything else for what it covers, from now on; before the first graph is captured."""
         self._quantized = sums
 
-    def give_way_in(self, turns: Turns) -> None:
+    def alternate_in(self, ping_pong: PingPong) -> None:
         """Let collectives between its halves travel beside what is computed, from now on."""
-        self._turns = turns
+        self._turns = ping_pong
 
     def _travel(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The collective's result. what, x: tell it from others; the halves of a step differ in rows alone."""
-        if self._turns is None or not self._turns.under_way:
+        """The collective's result. what, x: tell it from others; the microbatches of a step differ in rows alone."""
+        if self._turns is None or not self._turns.active:
             return collective()
         return self._turns.travel(self._named(what, x), collective)
 
@@ -124,16 +124,16 @@ class Group:
         return what, self.size, x.dtype, x.shape[-1] if x.dim() > 1 else 1
 
     def begin_sum(self, x: torch.Tensor) -> Summands:
-        """What adds up `x`, of which each rank has a summand, where the sum is needed: this group, or where halves of a
-        step take turns block by block a sum that travels from now on. `x` stays as it is until then."""
-        turns = self._turns
-        if turns is None or not turns.by_block:
+        """What adds up `x`, of which each rank has a summand, where the sum is needed: this group, or where microbatches of a
+        step alternate block by block a sum that travels from now on. `x` stays as it is until then."""
+        ping_pong = self._turns
+        if ping_pong is None or not ping_pong.by_block:
             return self
-        return SumOnItsWay(turns.start(self._named("sum", x), lambda: self._summed(x, exact=False)))
+        return SumOnItsWay(ping_pong.start(self._named("sum", x), lambda: self._summed(x, exact=False)))
 
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
-        sums, turns = self._quantized, self._turns
-        exact = exact or (turns is not None and turns.under_way and turns.exact)
+        sums, ping_pong = self._quantized, self._turns
+        exact = exact or (ping_pong is not None and ping_pong.active and ping_pong.exact)
         return sums if sums is not None and not exact and sums.covers(x) else None
 
     def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
@@ -154,7 +154,7 @@ class Group:
         done: also where the sum is to travel while another half of the step computes."""
         reducer = self._reducer
         if (
-            (self._turns is not None and self._turns.under_way)
+            (self._turns is not None and self._turns.active)
             or self._quantized_for(x) is not None
             or reducer is None
             or not reducer.can_norm(x)

@@ -40,7 +40,7 @@ class GpuLinks:
         self.reducer = CustomAllReduce(self.library, self.workspaces, bands, DEADLINE_S)
         self.ways = (*_ALGORITHMS, LIBRARY)
         self.nccl: dist.ProcessGroup | None = None
-        # Behind what all algorithms keep: the last vectors of both halves of the data.
+        # Behind what all algorithms keep: the last vectors of both microbatches of the data.
         self._end = self.library.workspace_bytes(self.workspaces.data_vectors)
 
     def _place(self, owner: int, writer: int) -> int:

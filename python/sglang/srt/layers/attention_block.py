@@ -231,14 +231,14 @@ def growth_of_queries(
     """Returns the factors [T, 1] fp32 of a step's queries by their positions; the first layer makes them. Source:
     Llama 4's attention temperature (arXiv 2501.19399); Ministral 3 has it without an offset, Inkling smooth."""
     name = f"query_growth.{growth}.{length}.{offset}.{smooth}"
-    if name not in batch.handed_on:
+    if name not in batch.step_cache:
         ends = batch.positions + offset
         if smooth:
             logs = torch.log((ends / length).clamp(min=1.0))
         else:
             logs = torch.log1p(torch.div(ends, length, rounding_mode="floor").float())
-        batch.handed_on[name] = (1.0 + growth * logs)[:, None]
-    return batch.handed_on[name]
+        batch.step_cache[name] = (1.0 + growth * logs)[:, None]
+    return batch.step_cache[name]
 
 
 class BlockAttention(GQAttention):

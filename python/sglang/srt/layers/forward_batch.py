@@ -48,7 +48,7 @@ class ForwardBatch:
 
     embedding_rows: InputRows | None = None
 
-    turned_by: torch.Tensor | SectionPositions | None = None
+    mrope_positions: torch.Tensor | SectionPositions | None = None
     """Positions that turn heads, where images make them others than `positions`: [T] int64, or one for each section
     where the frequencies of rotary embeddings have sections."""
 
@@ -56,11 +56,14 @@ class ForwardBatch:
     """Records of a step whose tokens may be taken back, otherwise None. Layers with recurrent states then leave these
     as they are and record here what is needed to advance them by a part of the tokens."""
 
-    captured: list[torch.Tensor] = field(default_factory=list)
-    """Residual streams [T, H] behind the layers that the model captures, in their order; drafts read them."""
+    aux_hidden_states: list[torch.Tensor] = field(default_factory=list)
+    """Residual streams [T, H] behind the layers that a draft reads (`Drafter.aux_layers`), in their order."""
 
-    handed_on: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that one part of the model leaves for later parts in the same step, by name."""
+    layer_outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Residual streams [T, H] behind some layers, by the layer's number, until they become `aux_hidden_states`."""
+
+    step_cache: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that several layers read and the first one of them computes, by name."""
 
     shared_selection: Any = None
     """Where passes of a draft read one selection: what layers with an indexer leave for later passes, or take, as a
@@ -79,7 +82,7 @@ class ForwardBatch:
 
     @property
     def rotary_positions(self) -> torch.Tensor | SectionPositions:
-        return self.positions if self.turned_by is None else self.turned_by
+        return self.positions if self.mrope_positions is None else self.mrope_positions
 
     def slots_of(self, cache: CacheStore) -> TokenSlots:
         return self.token_slots[cache.table]

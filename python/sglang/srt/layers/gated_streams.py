@@ -116,11 +116,11 @@ class GatedResidual:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 
-    def captured(self, stream: GatedStream) -> torch.Tensor:
+    def aux_hidden_state(self, stream: GatedStream) -> torch.Tensor:
         """A copy of all streams, [T, N * H]: drafts of this model read those behind its last layer."""
         return stream.streams.flatten(1).clone()
 
-    def hand_on(self, stream: GatedStream) -> torch.Tensor:
+    def to_intermediate(self, stream: GatedStream) -> torch.Tensor:
         return stream.settled().flatten(1)
 
     def resume(self, received: torch.Tensor) -> GatedStream:

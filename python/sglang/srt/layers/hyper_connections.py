@@ -150,11 +150,11 @@ class HyperResidual:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 
-    def captured(self, stream: HyperStream) -> torch.Tensor:
+    def aux_hidden_state(self, stream: HyperStream) -> torch.Tensor:
         """The mean of the streams, which DeepSeek's DSpark reads."""
         return stream.streams.mean(dim=1)
 
-    def hand_on(self, stream: HyperStream) -> torch.Tensor:
+    def to_intermediate(self, stream: HyperStream) -> torch.Tensor:
         rows = _whole(stream).flatten(1)
         if not self.spec.lagged:
             return rows

@@ -186,6 +186,6 @@ class LatentAttention(LatentHeads):
 def _token_numbers(batch: ForwardBatch) -> torch.Tensor:
     """[T] int64: 0, 1, 2, ..., made once a step."""
     name = "token_numbers"
-    if name not in batch.handed_on:
-        batch.handed_on[name] = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
-    return batch.handed_on[name]
+    if name not in batch.step_cache:
+        batch.step_cache[name] = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+    return batch.step_cache[name]

@@ -37,12 +37,12 @@ def hadamard(size: int) -> torch.Tensor:
     return matrix / math.sqrt(size)
 
 
-def turned_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def hadamard_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., 128] -> x turned by Hadamard's matrix, which spreads outliers over all columns, as e4m3 [..., 128] and
     scales [...] fp32: x turned is about e4m3 times scale."""
-    turned = x.float() @ hadamard(x.shape[-1]).to(x.device)
-    scales = turned.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
-    return (turned / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
+    rotated = x.float() @ hadamard(x.shape[-1]).to(x.device)
+    scales = rotated.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
+    return (rotated / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
 
 
 def index_key_store(
@@ -56,7 +56,7 @@ def index_key_store(
     if scales is None:
         cache[at, 0] = keys.to(cache.dtype)
         return
-    quantized, key_scales = turned_e4m3(keys)
+    quantized, key_scales = hadamard_e4m3(keys)
     cache.view(torch.uint8)[at, 0] = quantized.view(torch.uint8)
     scales[at, 0] = key_scales
 
@@ -91,7 +91,7 @@ def index_queries(
     weights = weights.float() * scale
     if dtype != torch.float8_e4m3fn:
         return q.to(dtype), weights
-    quantized, scales = turned_e4m3(q)
+    quantized, scales = hadamard_e4m3(q)
     return quantized, weights * scales
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 LAYER_INPUTS = "layer_inputs"
-"""Key in `ForwardBatch.handed_on` of the output of `PerLayerInputs`, available from before the first layer on."""
+"""Key in `ForwardBatch.step_cache` of the output of `PerLayerInputs`, available from before the first layer on."""
 
 
 class PerLayerInputs:
@@ -60,5 +60,5 @@ class PerLayerBlock:
         return None  # every rank computes all of it
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        inputs = batch.handed_on[LAYER_INPUTS][:, self.layer_id]
+        inputs = batch.step_cache[LAYER_INPUTS][:, self.layer_id]
         return self.projection(self.activation(torch.cat((self.gate(x), inputs), dim=-1)))

@@ -142,8 +142,8 @@ class RunIndexer:
     def _tail(self, batch: ForwardBatch, step: CompressedStep) -> Selection:
         """The tokens of the run that is not full, up to the token that looks; made once a step for all layers."""
         name = f"run_tail.{self.block}"
-        if name not in batch.handed_on:
+        if name not in batch.step_cache:
             first, counts = step.tails(batch, self.cache, self.block)
-            batch.handed_on[name] = first[:, None] * self.block + self.places[: self.block - 1]
-            batch.handed_on[f"{name}.counts"] = counts
-        return Selection(batch.handed_on[name], batch.handed_on[f"{name}.counts"])
+            batch.step_cache[name] = first[:, None] * self.block + self.places[: self.block - 1]
+            batch.step_cache[f"{name}.counts"] = counts
+        return Selection(batch.step_cache[name], batch.step_cache[f"{name}.counts"])

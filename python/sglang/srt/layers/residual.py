@@ -60,11 +60,11 @@ class ResidualStream(Protocol):
     def summand(self, stream: Any) -> torch.Tensor:
         """[T, H], a part of the stream behind a layer: what is added to it in place is added to the stream."""
 
-    def captured(self, stream: Any) -> torch.Tensor:
+    def aux_hidden_state(self, stream: Any) -> torch.Tensor:
         """A copy of the stream [T, H], or of the mean of several, where a layer has just taken its input, or behind
         `finish`."""
 
-    def hand_on(self, stream: Any) -> torch.Tensor:
+    def to_intermediate(self, stream: Any) -> torch.Tensor:
         """[T, streams * H], of which `resume` of a pipeline's next stage makes the same stream."""
 
     def resume(self, received: torch.Tensor) -> Any: ...
@@ -152,11 +152,11 @@ class SumResidual:
         """The last block's output may still be a summand of each rank; the sum before it is the same on all."""
         return stream.added if stream.total is None else stream.total
 
-    def captured(self, stream: SumStream) -> torch.Tensor:
+    def aux_hidden_state(self, stream: SumStream) -> torch.Tensor:
         assert stream.total is not None, "a norm has added up"
         return stream.total.clone()  # later norms write over it
 
-    def hand_on(self, stream: SumStream) -> torch.Tensor:
+    def to_intermediate(self, stream: SumStream) -> torch.Tensor:
         return stream.summed()
 
     def resume(self, received: torch.Tensor) -> SumStream:

@@ -57,8 +57,8 @@ def _llama3(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     params = dict(spec.params)
     low, high, factor = params["low_freq_factor"], params["high_freq_factor"], params["factor"]
     inv_freq = _plain(spec.rot_dim, spec.theta)
-    turns = params["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    rotations = params["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return inv_freq * (keep + (1 - keep) / factor), 1.0
 
 
@@ -69,8 +69,8 @@ def _yarn(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     trained = params.get("original_max_position_embeddings", spec.max_position)
     inv_freq = _plain(spec.rot_dim, spec.theta)
 
-    def dim_of(turns: float) -> float:
-        return spec.rot_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+    def dim_of(rotations: float) -> float:
+        return spec.rot_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     first, last = dim_of(params.get("beta_fast", 32)), dim_of(params.get("beta_slow", 1))
     if params.get("truncate", True):
@@ -95,9 +95,9 @@ def _yarn_scale(params: dict[str, Any], factor: float) -> float:
 def _proportional(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
     """Frequencies of the whole head, the slower ones zero: pairs stay half a head apart, whatever the share."""
     params = dict(spec.params)
-    turning = int(params.get("partial_rotary_factor", 1.0) * spec.rot_dim // 2)
+    num_rotating = int(params.get("partial_rotary_factor", 1.0) * spec.rot_dim // 2)
     inv_freq = _plain(spec.rot_dim, spec.theta) / params.get("factor", 1.0)
-    inv_freq[turning:] = 0.0
+    inv_freq[num_rotating:] = 0.0
     return inv_freq, 1.0
 
 

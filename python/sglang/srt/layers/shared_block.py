@@ -12,7 +12,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
 TOKEN_IDS = "ids of all attention groups"
-"""Name in `ForwardBatch.handed_on` of the token ids of the gathered rows."""
+"""Name in `ForwardBatch.step_cache` of the token ids of the gathered rows."""
 
 
 class SharedByAllGroups:
@@ -32,8 +32,8 @@ class SharedByAllGroups:
         assert exchange is not None, "steps of ranks with requests of their own have one"
         everyones = replace(batch, num_valid_tokens=exchange.num_valid)
         if self.reads_ids:
-            if TOKEN_IDS not in batch.handed_on:
-                batch.handed_on[TOKEN_IDS] = exchange.gather(batch.input_ids)
-            everyones.input_ids = batch.handed_on[TOKEN_IDS]
+            if TOKEN_IDS not in batch.step_cache:
+                batch.step_cache[TOKEN_IDS] = exchange.gather(batch.input_ids)
+            everyones.input_ids = batch.step_cache[TOKEN_IDS]
         out = self.block(exchange.gather(local), everyones)
         return exchange.scatter(out, len(local)) if self.is_summand else exchange.local_rows(out, len(local))

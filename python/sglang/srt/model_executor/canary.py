@@ -2,7 +2,7 @@
 without.
 
 Short prompts are computed whole and without graphs, which is the reference. They are computed in every other kind of
-step, each without graphs and, where such steps have graphs, in one: whole, as two halves where some steps run so, with
+step, each without graphs and, where such steps have graphs, in one: whole, as two microbatches where some steps run so, with
 the last token decoded, with the last tokens verified as guesses, and with one request decoding beside the prompts of
 the others. Prompts with images, whose features are random numbers, are computed without graphs and in those of prompts.
 Logits of the last tokens must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong
@@ -38,7 +38,7 @@ position or scale leaves about 0."""
 KERNELS = "the attention backend or the cache's type may be at fault"
 REMEDIES = {
     "graph": "--disable-cuda-graph serves without graphs",
-    "halves": "--disable-two-batch-overlap serves without halves",
+    "microbatches": "--disable-two-batch-overlap serves without microbatches",
 }
 """By a word in the name of what is wrong."""
 REDUCED = (1 << 9, 1 << 20)
@@ -89,11 +89,11 @@ class _Canary:
 
     def _agreements(self) -> Iterator[float]:
         runner, steps = self.runner, self.steps
-        with runner.without_graphs(), runner.in_halves_from(None):
+        with runner.without_graphs(), runner.with_overlap_from(None):
             reference = self._logits(steps.prompts(steps.length))
             if not bool(reference.isfinite().all()):
                 raise _failure(self._first_without_numbers() + " is not finite", "check the checkpoint's files")
-        yield from self._in_halves(reference)
+        yield from self._with_overlap(reference)
         yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
         if steps.length < 2:
             return
@@ -107,13 +107,13 @@ class _Canary:
             with steps.images.there():
                 yield from self._seen(reference)
 
-    def _in_halves(self, reference: torch.Tensor) -> Iterator[float]:
-        """Nothing where no step runs as two halves."""
-        if self.runner.halves is None or self.steps.length * self.steps.count < 2:
+    def _with_overlap(self, reference: torch.Tensor) -> Iterator[float]:
+        """Nothing where no step runs as two microbatches."""
+        if self.runner.two_batch_overlap is None or self.steps.length * self.steps.count < 2:
             return
-        with self.runner.in_halves_from(1):
+        with self.runner.with_overlap_from(1):
             logits = self._logits(self.steps.prompts(self.steps.length))
-        yield self._compared("a step as two halves", logits, reference)
+        yield self._compared("a step as two microbatches", logits, reference)
 
     def _decoded(self, reference: torch.Tensor) -> Iterator[float]:
         steps = self.steps
@@ -224,7 +224,7 @@ class _Canary:
     def _outputs(self, step: StepInput) -> list[tuple[str, torch.Tensor]]:
         """Returns the name and output [T, H] of every block, in order."""
         outputs: list[tuple[str, torch.Tensor]] = []
-        with self.runner.in_halves_from(None), _recorded(self.runner.model, outputs):
+        with self.runner.with_overlap_from(None), _recorded(self.runner.model, outputs):
             self._logits(step)
         return outputs
 

@@ -151,17 +151,17 @@ class DeviceState:
             batch.metadata = self.attention.metadata(batch, in_graph=step is None)
         return batch
 
-    def _turned_by(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """positions [T] of tokens of the request slots `rows` [T] -> `ForwardBatch.turned_by` behind all images."""
+    def _mrope_positions(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """positions [T] of tokens of the request slots `rows` [T] -> `ForwardBatch.mrope_positions` behind all images."""
         return None if self.position_deltas is None else positions + self.position_deltas[rows]
 
     def _add_media(self, batch: ForwardBatch, arrays: DeviceArrays, media: MediaTokens, num_decodes: int) -> None:
         """Puts the positions of prompts with images, which come from the host, behind those of requests that decode,
         and the features in place of the placeholders."""
         if media.positions is not None:
-            assert isinstance(batch.turned_by, torch.Tensor)
-            decodes = batch.turned_by[:num_decodes].expand(len(media.positions), -1)
-            batch.turned_by = SectionPositions(torch.cat((decodes, arrays["sections"]), dim=1))
+            assert isinstance(batch.mrope_positions, torch.Tensor)
+            decodes = batch.mrope_positions[:num_decodes].expand(len(media.positions), -1)
+            batch.mrope_positions = SectionPositions(torch.cat((decodes, arrays["sections"]), dim=1))
         if media.runs is not None and batch.extend is not None:
             batch.extend.images = _image_runs(batch.extend, arrays, media.runs, num_decodes)
         if media.sources and self.features is not None and self.features.encoder is not None:
@@ -207,7 +207,7 @@ class DeviceState:
         rows = DecodeRows(slots, seq_lens, token_slots)
         if step is not None:
             rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist()
-        return ForwardBatch(input_ids, positions, token_slots, decode=rows, turned_by=self._turned_by(positions, slots))
+        return ForwardBatch(input_ids, positions, token_slots, decode=rows, mrope_positions=self._mrope_positions(positions, slots))
 
     def _single_rows(
         self,
@@ -225,8 +225,8 @@ class DeviceState:
         if host_lens is not None:
             exact = self.attention.decode_plans_on_host
             decode.seq_lens_cpu = seq_lens.tolist() if exact else host_lens[: len(slots)].tolist()
-        turned_by = self._turned_by(positions, slots)
-        return ForwardBatch(input_ids, positions, token_slots, decode=decode, turned_by=turned_by)
+        mrope_positions = self._mrope_positions(positions, slots)
+        return ForwardBatch(input_ids, positions, token_slots, decode=decode, mrope_positions=mrope_positions)
 
     def draft_batch(
         self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, in_graph: bool
@@ -234,7 +234,7 @@ class DeviceState:
         """Builds a batch for a drafter, as `speculative.drafter.BuildBatch` describes."""
         inputs = self.draft_inputs(slots, positions, ends, self.req_to_token, 1)
         batch = self._drafting(ids, inputs, in_graph)
-        batch.turned_by = self._turned_by(inputs.positions, inputs.rows)
+        batch.mrope_positions = self._mrope_positions(inputs.positions, inputs.rows)
         batch.metadata = self.attention.metadata(batch, in_graph)
         return batch
 
@@ -264,7 +264,7 @@ class DeviceState:
             exact = self.attention.decode_plans_on_host
             decode.seq_lens_cpu = decode.seq_lens.tolist() if exact else [self.sizes.context_len] * len(slots)
         positions = lens.to(torch.int64).clamp(max=self.sizes.context_len - 1)
-        batch = ForwardBatch(ids, positions, token_slots, decode=decode, turned_by=self._turned_by(positions, slots))
+        batch = ForwardBatch(ids, positions, token_slots, decode=decode, mrope_positions=self._mrope_positions(positions, slots))
         batch.metadata = self.attention.metadata(batch, in_graph)
         return batch
 
@@ -334,8 +334,8 @@ class DeviceState:
             [1] if step is None else _prompts(step).prefix_lens.tolist(),
             None if step is None else step.seq_lens[step.num_decodes :].tolist(),
         )
-        turned_by = None if rows is None else self._turned_by(positions, rows)
-        return ForwardBatch(input_ids, positions, token_slots, decode_rows, extend, turned_by=turned_by)
+        mrope_positions = None if rows is None else self._mrope_positions(positions, rows)
+        return ForwardBatch(input_ids, positions, token_slots, decode_rows, extend, mrope_positions=mrope_positions)
 
     def _verify_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """The next k tokens of each request, T = D k. Rows from a request's width on are padding (cache slot 0, which
@@ -356,9 +356,9 @@ class DeviceState:
         )
         if step is not None and self.attention.extend_plans_on_host:
             extend.prefix_lens_cpu, extend.seq_lens_cpu = extend.prefix_lens.tolist(), extend.seq_lens.tolist()
-        turned_by = self._turned_by(inputs.positions, inputs.rows)
+        mrope_positions = self._mrope_positions(inputs.positions, inputs.rows)
         return ForwardBatch(
-            inputs.input_ids, inputs.positions, token_slots, extend=extend, state_records=[], turned_by=turned_by
+            inputs.input_ids, inputs.positions, token_slots, extend=extend, state_records=[], mrope_positions=mrope_positions
         )
 
 

@@ -112,7 +112,7 @@ class DraftRunner:
         batch = output.batch
         build_lagging = partial(self.state.lagging_batch, batch, in_graph=in_graph)
         return DraftStep(
-            batch, next_ids, output.hidden, batch.captured, last_rows, slots, lens, tokens, ends,
+            batch, next_ids, output.hidden, batch.aux_hidden_states, last_rows, slots, lens, tokens, ends,
             self._draw, build, build_block, build_queries, build_lagging,
         )  # fmt: skip
 

@@ -96,6 +96,6 @@ class GraphMedia:
             rows, *added = self.rows.features.split(self.rows.buffer[:count])
             batch.embedding_rows = MaskedRows(arrays["is_media"][:count], rows, tuple(added))
         if self.sections:
-            assert isinstance(batch.turned_by, torch.Tensor)
-            values = torch.where(arrays["in_sections"][:count], arrays["sections"][:, :count], batch.turned_by)
-            batch.turned_by = SectionPositions(values)
+            assert isinstance(batch.mrope_positions, torch.Tensor)
+            values = torch.where(arrays["in_sections"][:count], arrays["sections"][:, :count], batch.mrope_positions)
+            batch.mrope_positions = SectionPositions(values)

@@ -39,7 +39,7 @@ from sglang.srt.model_executor.step import (
     padding_prompt,
     step_arrays,
 )
-from sglang.srt.model_executor.step_halves import StepHalves
+from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.model_executor.step_output import StepOutput
 from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
@@ -102,8 +102,8 @@ class ModelRunner:
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
         of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups) if groups.dp.size > 1 else None
-        self.halves = StepHalves.of_plan(plan, self.state, groups)
-        """Steps that run as two halves; they have no graph."""
+        self.two_batch_overlap = TwoBatchOverlap.of_plan(plan, self.state, groups)
+        """Steps that run as two microbatches; they have no graph."""
         self.launches = PromptLaunches()
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
         self.token_receiver = None if self.samples else TokenReceiver(groups, self.state)
@@ -171,10 +171,10 @@ class ModelRunner:
             self.graphs = graphs
 
     @contextmanager
-    def in_halves_from(self, least: int | None) -> Iterator[None]:
-        """Inside the block steps with prompts of so many tokens run as two halves, where the plan lets any; None: no
+    def with_overlap_from(self, least: int | None) -> Iterator[None]:
+        """Inside the block steps with prompts of so many tokens run as two microbatches, where the plan lets any; None: no
         step does."""
-        with nullcontext() if self.halves is None else self.halves.from_tokens(least):
+        with nullcontext() if self.two_batch_overlap is None else self.two_batch_overlap.from_tokens(least):
             yield
 
     @property
@@ -230,8 +230,8 @@ class ModelRunner:
             step.groups = GroupSteps.of([step] * self.groups.dp.size)
         if self.token_receiver is not None:
             self.token_receiver.take_before(step)
-        halves = None if self.halves is None else self.halves.halves_of(step)
-        shape = None if graphs is None or halves is not None else graphs.shape_of(step)
+        two_batch_overlap = None if self.two_batch_overlap is None else self.two_batch_overlap.split_step(step)
+        shape = None if graphs is None or two_batch_overlap is not None else graphs.shape_of(step)
         if shape is not None and shape.has_prompts and step.prompts is None:  # other attention groups have some
             assert step.groups is not None
             idle = step.groups.idle[self.groups.dp.rank]
@@ -241,17 +241,17 @@ class ModelRunner:
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(arrays, shape_of(step), step, attends=halves is None or self.drafter is not None)
+        batch = self.state.batch(arrays, shape_of(step), step, attends=two_batch_overlap is None or self.drafter is not None)
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = RowExchange.of_step(self.groups, step.groups.num_tokens, self.device)
             padded = step.groups.padded_sampled(self.groups.attention.size)
             sampled_rows = RowExchange(self.groups, padded, exact=True)
         batch.loads = loads
-        if self.halves is None or halves is None:
+        if self.two_batch_overlap is None or two_batch_overlap is None:
             hidden = self.model(batch)
         else:
-            hidden = self.halves.compute(batch, halves, loads)
+            hidden = self.two_batch_overlap.compute(batch, two_batch_overlap, loads)
             self.launches.count_halved(step)
         if loads is not None:
             loads.finish()

@@ -34,7 +34,7 @@ class MediaRuns:
 class MediaTokens:
     """Images among the N prompt tokens of a step."""
 
-    positions: np.ndarray | None  # [sections, N] int64, as `ForwardBatch.turned_by`; None: positions have no sections
+    positions: np.ndarray | None  # [sections, N] int64, as `ForwardBatch.mrope_positions`; None: positions have no sections
     tokens: np.ndarray  # [M] int64, of the N tokens: those whose inputs are features
     sources: list[tuple[MediaItem, np.ndarray]]  # items, and which of their rows [m] int64, together M
     runs: MediaRuns | None = None  # of the M tokens, in their order; None: images attend as text does
@@ -105,7 +105,7 @@ class StepInput:
 @dataclass(slots=True)
 class PromptLaunches:
     """Steps with prompts that were launched so far, and the seconds of the host up to their logits; of these steps
-    those that ran as two halves, and their tokens."""
+    those that ran as two microbatches, and their tokens."""
 
     prompt_steps: int = 0
     prompt_launch_seconds: float = 0.0

@@ -26,8 +26,8 @@ class BlockDraft:
 
     def __init__(self, parts: DraftParts, form: Block) -> None:
         self.parts, self.form = parts, form
-        self.captures, self.caches = parts.draft.captures, parts.caches
-        self.fc = parts.unpacked(form.num_captures * form.capture_size, "fc")
+        self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
+        self.fc = parts.unpacked(form.num_aux_layers * form.aux_size, "fc")
         self.hidden_norm = parts.norm("hidden_norm")
         self.layers = [parts.layer(i, partial(self._convolved, i)) for i in range(len(parts.model.layers))]
         self.ending = parts.ending()
@@ -45,8 +45,8 @@ class BlockDraft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.hidden_norm(self.fc(torch.cat(list(captured), dim=-1)), None)[0]
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.hidden_norm(self.fc(torch.cat(list(aux_hidden_states), dim=-1)), None)[0]
 
     def keep(self, batch: ForwardBatch, features: torch.Tensor) -> None:
         """Stores the keys and values that every layer makes of the features [T, H] of the batch's tokens."""

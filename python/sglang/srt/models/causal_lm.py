@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.turns import Blocks, Turns
+from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
 from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
@@ -145,8 +145,9 @@ class DecoderLayer:
         for join, block in self.blocks:
             join.attach(block)
         self.residual = residual
-        self.input_name = ""
-        """Name under which the stream before the layer is left in `batch.handed_on`; empty: it is not left."""
+        self.aux_layer: int | None = None
+        """Number of the layer before this one if a draft reads the stream behind it: it is left in
+        `batch.layer_outputs`."""
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
         for _ in self.by_block(stream, batch):
@@ -157,8 +158,8 @@ class DecoderLayer:
         # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.
         for number, (join, block) in enumerate(self.blocks):
             rows = join.before(stream)
-            if self.input_name and number == 0:  # the norm has added up what the layer before it made
-                batch.handed_on[self.input_name] = self.residual.captured(stream)
+            if self.aux_layer is not None and number == 0:  # the norm has added up what the layer before it made
+                batch.layer_outputs[self.aux_layer] = self.residual.aux_hidden_state(stream)
             join.after(stream, block(rows, batch))
             yield
 
@@ -181,24 +182,19 @@ def _of_layer(scope: Scope, name: str, spec: object, site: Site, convolution: Sh
     return ConvolvedOutput(scope.sub(f"{place}_convolution"), convolution, block, cache, place)
 
 
-def captured_name(layer: int) -> str:
-    """Returns the name in `ForwardBatch.handed_on` of the residual stream [T, H] behind a layer of the target."""
-    return f"captured.{layer}"
-
-
 @dataclass(frozen=True, slots=True)
-class Captures:
+class AuxLayers:
     """The residual streams that a draft reads, of all `layers`. The stream behind a layer is taken where the next one
-    begins: `taken` in this stage, `received` from the stages before it; the stage behind it gets those `handed_on`."""
+    begins: `taken` in this stage, `received` from the stages before it; those `sent` go to the stage behind it."""
 
     layers: tuple[int, ...] = ()
     taken: frozenset[int] = frozenset()
     received: tuple[int, ...] = ()
-    handed_on: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, layers: Sequence[int], here: Sequence[bool]) -> Captures:
-        """Returns the captures of this stage. `here`: which layers it has."""
+    def of(cls, layers: Sequence[int], here: Sequence[bool]) -> AuxLayers:
+        """Returns the aux layers of this stage. `here`: which layers it has."""
         first, end = here.index(True), len(here) - 1 - [*reversed(here)].index(True) + 1
         distinct = dict.fromkeys(layers)
         last = end == len(here)
@@ -291,8 +287,8 @@ class CausalLM:
             and all(layer.leaves_sums for layer in self.layers)
             and not any(isinstance(layer.mixer, GQA) and layer.mixer.qk_norm == "whole" for layer in model.layers)
         )
-        """True if blocks leave their sums over ranks to what follows them, and ask for no other collective: halves of a
-        step then take turns block by block."""
+        """True if blocks leave their sums over ranks to what follows them, and ask for no other collective: microbatches of a
+        step then alternate block by block."""
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
@@ -304,13 +300,13 @@ class CausalLM:
                 model.logit_scale,
                 model.stored_vocab_size,
             )
-        self.captures = Captures.of(plan.captures, [not layer.elsewhere for layer in model.layers])
+        self.aux_layers = AuxLayers.of(plan.aux_layers, [not layer.elsewhere for layer in model.layers])
         """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
-        `batch.captured`."""
-        self.capture_streams = plan.capture_streams
-        for i in self.captures.taken:
+        `batch.aux_hidden_states`."""
+        self.aux_keeps_streams = plan.aux_keeps_streams
+        for i in self.aux_layers.taken:
             if i + 1 < len(self.layers):
-                self.layers[i + 1].input_name = captured_name(i)
+                self.layers[i + 1].aux_layer = i
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         received = self.input_buffer(len(batch.input_ids))
@@ -321,36 +317,36 @@ class CausalLM:
             self.pp.send_to_next(hidden)
         return hidden
 
-    def in_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch], turns: Turns) -> torch.Tensor:
-        """Returns what a call gives for `batch`, whose tokens are those of the halves one behind the other: computed
-        in turns, the sums of one half on their way while the other computes. What the second half has beyond them is
+    def forward_microbatches(self, batch: ForwardBatch, microbatches: tuple[ForwardBatch, ForwardBatch], ping_pong: PingPong) -> torch.Tensor:
+        """Returns what a call gives for `batch`, whose tokens are those of the microbatches one behind the other: computed
+        in turns, the sums of one microbatch on their way while the other computes. What the second microbatch has beyond them is
         padding, where an attention group has no work in it."""
-        num_tokens, first, second = (len(part.input_ids) for part in (batch, *halves))
+        num_tokens, first, second = (len(part.input_ids) for part in (batch, *microbatches))
         received = self.input_buffer(first + second)
         if received is not None:
             self.pp.receive_from_previous(received[:num_tokens])
             received[num_tokens:] = 0
         parts = (None, None) if received is None else (received[:first], received[first:])
-        both = zip(halves, parts, strict=True)
+        both = zip(microbatches, parts, strict=True)
         if self.leaves_sums:
-            computed = turns.run_blocks(*(self.by_block(*half) for half in both))
+            computed = ping_pong.run_blocks(*(self.by_block(*microbatch) for microbatch in both))
         else:
-            computed = turns.run(*(partial(self.compute, *half) for half in both))
+            computed = ping_pong.run(*(partial(self.compute, *microbatch) for microbatch in both))
         hidden = torch.cat(computed)[:num_tokens]
-        captured = zip(*(half.captured for half in halves), strict=True)
-        batch.captured = [torch.cat(of_layer)[:num_tokens] for of_layer in captured]
+        by_layer = zip(*(microbatch.aux_hidden_states for microbatch in microbatches), strict=True)
+        batch.aux_hidden_states = [torch.cat(rows)[:num_tokens] for rows in by_layer]
         if not self.description.last_stage:
             self.pp.send_to_next(hidden)
         return hidden
 
     def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        """Returns a buffer [T, streams * H], and H more for each layer that was captured there, for what the stage
-        before this one hands on; None in the first stage."""
+        """Returns a buffer [T, streams * H], and H more for each aux layer there, for the intermediate
+        tensors of the stage before this one; None in the first stage."""
         if self.description.first_stage:
             return None
         residual = self.description.layers[0].residual
-        width = (residual.streams + len(self.captures.received)) * self.description.hidden_size
-        width += residual.handed_elements(self.dtype.itemsize)
+        width = (residual.streams + len(self.aux_layers.received)) * self.description.hidden_size
+        width += residual.intermediate_elements(self.dtype.itemsize)
         return torch.empty((num_tokens, width), dtype=self.dtype, device=self.device)
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
@@ -367,7 +363,7 @@ class CausalLM:
     def by_block(self, batch: ForwardBatch, received: torch.Tensor | None) -> Blocks[torch.Tensor]:
         """Computes as `compute` does, and stops behind each block."""
         if received is not None:
-            received = self._take_captured(received, batch)
+            received = self._take_aux(received, batch)
         residual = self.residual
         stream = residual.begin(self._embedded(batch)) if received is None else residual.resume(received)
         rows = batch.embedding_rows
@@ -379,24 +375,24 @@ class CausalLM:
             if rows is not None and number < num_levels and layer.blocks:
                 rows.add_behind(number, residual.summand(stream))
         if not self.description.last_stage:
-            captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.handed_on]
-            handed_on = self.residual.hand_on(stream)
-            return torch.cat((handed_on, *captured), dim=-1) if captured else handed_on
+            aux = [batch.layer_outputs[layer] for layer in self.aux_layers.sent]
+            intermediate = self.residual.to_intermediate(stream)
+            return torch.cat((intermediate, *aux), dim=-1) if aux else intermediate
         hidden = self.residual.finish(stream)
-        if len(self.layers) - 1 in self.captures.taken:
-            of_last = residual.hand_on if self.capture_streams else residual.captured
-            batch.handed_on[captured_name(len(self.layers) - 1)] = of_last(stream)
-        batch.captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.layers]
+        if len(self.layers) - 1 in self.aux_layers.taken:
+            read = residual.to_intermediate if self.aux_keeps_streams else residual.aux_hidden_state
+            batch.layer_outputs[len(self.layers) - 1] = read(stream)
+        batch.aux_hidden_states = [batch.layer_outputs[layer] for layer in self.aux_layers.layers]
         return hidden
 
-    def _take_captured(self, received: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Takes the captured streams out of `received`, and returns [T, H] of the stream alone."""
-        layers, hidden_size = self.captures.received, self.description.hidden_size
+    def _take_aux(self, received: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Takes the aux hidden states out of `received` and returns [T, H] of the stream alone."""
+        layers, hidden_size = self.aux_layers.received, self.description.hidden_size
         if not layers:
             return received
         streams = received.shape[-1] - len(layers) * hidden_size
-        rows, *captured = received.split((streams, *[hidden_size] * len(layers)), dim=-1)
-        batch.handed_on |= {captured_name(layer): part for layer, part in zip(layers, captured, strict=True)}
+        rows, *aux = received.split((streams, *[hidden_size] * len(layers)), dim=-1)
+        batch.layer_outputs |= dict(zip(layers, aux, strict=True))
         return rows.contiguous()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -426,7 +422,7 @@ class CausalLM:
         if self.layer_inputs is not None:
             if rows is not None and self.description.media is not None:
                 ids = rows.put_ids(ids, self.description.media.plain_token)
-            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(ids, embedded, exchange)
+            batch.step_cache[LAYER_INPUTS] = self.layer_inputs(ids, embedded, exchange)
         return embedded
 
     def ignored_weight(self, name: str) -> bool:

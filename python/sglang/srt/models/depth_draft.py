@@ -23,7 +23,7 @@ class DepthDraft:
 
     def __init__(self, parts: DraftParts, form: ByDepth) -> None:
         self.parts, self.chained, self.final_features = parts, form.chained, form.final_features
-        self.captures, self.caches = parts.draft.captures, parts.caches
+        self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
         self.hidden_size, self.dtype = parts.model.hidden_size, parts.scope.dtype
         self.depths = [Depth(parts, form, i) for i in range(form.depths)]
         self.keeps_states = form.keeps_states
@@ -33,11 +33,11 @@ class DepthDraft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the features [T, H] of the first depth, made of the target's step."""
         if self.final_features:
             return hidden
-        (stream,) = captured
+        (stream,) = aux_hidden_states
         return stream
 
     def compute(self, depth: int, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:

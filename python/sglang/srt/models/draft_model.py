@@ -42,16 +42,16 @@ class DraftModel(Protocol):
     run in a CUDA graph."""
 
     shifted: bool
-    captures: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     """Target layers whose outputs the draft reads."""
     caches: list[CacheStore]
 
     def loadables(self) -> list[tuple[Loadable, str]]:
         """Returns the parts that checkpoints fill, with the directory of each."""
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Returns features [T, H'] made of the target's final hidden states [T, H] and the captured residual streams
-        [T, H], or [T, N * H] of N streams, in the order of `captures`; None where the draft reads nothing but
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Returns features [T, H'] made of the target's final hidden states [T, H] and the aux hidden states
+        [T, H], or [T, N * H] of N streams, in the order of `aux_layers`; None where the draft reads nothing but
         tokens."""
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
@@ -69,12 +69,12 @@ class Eagle3Draft:
 
     def __init__(self, parts: DraftParts, form: Concatenated) -> None:
         self.parts, self.form = parts, form
-        self.captures, self.caches = parts.draft.captures, parts.caches
-        self.capture_norms = [
-            parts.norm(f"fc_norm.{i}", form.capture_size) for i in range(form.num_captures * form.capture_norms)
+        self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
+        self.aux_norms = [
+            parts.norm(f"fc_norm.{i}", form.aux_size) for i in range(form.num_aux_layers * form.aux_norms)
         ]
-        self.input_norm = parts.norm("input_norm", form.captured_size) if form.norm_before_fc else None
-        self.fc = parts.projection(form.captured_size) if form.num_captures else None
+        self.input_norm = parts.norm("input_norm", form.total_aux_size) if form.norm_before_fc else None
+        self.fc = parts.projection(form.total_aux_size) if form.num_aux_layers else None
         self.first = ConcatenatedLayer(parts, form.norm_before_residual)
         self.layers = [parts.layer(i) for i in range(1, len(parts.model.layers))]
         self.norm = parts.norm("norm")
@@ -82,10 +82,10 @@ class Eagle3Draft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.fc is None:
             return hidden.clone()  # the stream is written over
-        rows = [norm(row, None)[0] for norm, row in zip(self.capture_norms, captured, strict=False)] or captured
+        rows = [norm(row, None)[0] for norm, row in zip(self.aux_norms, aux_hidden_states, strict=False)] or aux_hidden_states
         joined = torch.cat(list(rows), dim=-1)
         return self.fc(joined if self.input_norm is None else self.input_norm(joined, None)[0])
 
@@ -131,7 +131,7 @@ class ProjectedDraft:
 
     def __init__(self, parts: DraftParts, form: Projected) -> None:
         self.parts, self.form = parts, form
-        self.captures, self.caches = parts.draft.captures, parts.caches
+        self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
         self.norms = (parts.norm("embedding_norm"), parts.norm("hidden_norm")) if form.norms else None
         self.fc = parts.projection(2 * parts.model.hidden_size, form.bias)
         self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
@@ -140,7 +140,7 @@ class ProjectedDraft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         return hidden
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
@@ -170,7 +170,7 @@ class ByStreamDraft:
 
     def __init__(self, parts: DraftParts, form: ByStream) -> None:
         self.parts, self.streams = parts, form.streams
-        self.captures, self.caches = parts.draft.captures, parts.caches
+        self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
         hidden = parts.model.hidden_size
         self.norms = (parts.norm("embedding_norm"), parts.norm("hidden_norm"))
         self.of_embedding, self.of_stream = parts.unpacked(hidden, "e_proj"), parts.unpacked(hidden, "h_proj")
@@ -180,8 +180,8 @@ class ByStreamDraft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        (streams,) = captured
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        (streams,) = aux_hidden_states
         return streams
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
@@ -193,7 +193,7 @@ class ByStreamDraft:
         stream = self.parts.residual.resume((streams + embedded[:, None]).flatten(1))
         for layer in self.layers:
             layer(stream, batch)
-        return self.parts.residual.hand_on(stream)
+        return self.parts.residual.to_intermediate(stream)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         return self.parts.head(self.ending(self.parts.residual.resume(state.clone())))
@@ -203,7 +203,7 @@ class StandaloneDraft:
     """A draft that is a model of its own."""
 
     shifted = False
-    captures: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, plan: Plan, target: CausalLM) -> None:
         assert plan.draft is not None
@@ -216,13 +216,13 @@ class StandaloneDraft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return [(self.model, self.model_path)]
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> None:
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> None:
         return None
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         # Tokens of the target that the draft has no row for stand for nothing that texts are made of.
         known = replace(
-            batch, input_ids=batch.input_ids.clamp(max=self.last_token), embedding_rows=None, turned_by=None
+            batch, input_ids=batch.input_ids.clamp(max=self.last_token), embedding_rows=None, mrope_positions=None
         )
         return self.model.compute(known, None)
 

@@ -23,7 +23,7 @@ class FrozenDraft:
     position behind the computed tokens; features are as wide as the target's hidden states."""
 
     shifted = True
-    captures: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, parts: DraftParts, form: Frozen) -> None:
         self.parts = parts
@@ -38,7 +38,7 @@ class FrozenDraft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         return hidden
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:

@@ -26,7 +26,7 @@ class StreamDraft:
 
     def __init__(self, parts: DraftParts, form: Streamed) -> None:
         self.parts, self.form = parts, form
-        self.captures, self.caches = parts.draft.captures, parts.caches
+        self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
         size = parts.model.hidden_size
         centred = parts.model.zero_centred_norms
         self.embedding_norm = norm_weight(parts.scope.sub("embedding_norm"), size, centred)
@@ -42,8 +42,8 @@ class StreamDraft:
     def loadables(self) -> list[tuple[Loadable, str]]:
         return self.parts.loadables()
 
-    def features(self, hidden: torch.Tensor, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        return captured[0]
+    def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        return aux_hidden_states[0]
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None

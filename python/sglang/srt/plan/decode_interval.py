@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.plan.halves import has_experts
+from sglang.srt.plan.two_batch_overlap import has_experts
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.server_args import ServerArgs
 

@@ -334,7 +334,7 @@ class Sum:
     def streams(self) -> int:
         return 1
 
-    def handed_elements(self, itemsize: int) -> int:
+    def intermediate_elements(self, itemsize: int) -> int:
         return 0
 
     def needs(self, serving: Serving) -> Iterator[Need]:
@@ -364,7 +364,7 @@ class HyperConnections:
     """A block's input is weighed by what the matrix before the block before it made (DeepSeek-V4.1): the first block's
     is the first stream, and behind the last layer the last block's weights make one of the streams."""
 
-    def handed_elements(self, itemsize: int) -> int:
+    def intermediate_elements(self, itemsize: int) -> int:
         """Returns the elements of a token, of so many bytes, that a stage hands on beside the streams: weights in fp32
         of the streams in the next block's input."""
         return self.streams * max(1, 4 // itemsize) if self.lagged else 0
@@ -397,7 +397,7 @@ class GatedStreams:
     streams: int
     rank: int
 
-    def handed_elements(self, itemsize: int) -> int:
+    def intermediate_elements(self, itemsize: int) -> int:
         return 0
 
     def needs(self, serving: Serving) -> Iterator[Need]:
@@ -425,7 +425,7 @@ class Residual(Protocol):
     def streams(self) -> int:
         """Number of vectors a token."""
 
-    def handed_elements(self, itemsize: int) -> int:
+    def intermediate_elements(self, itemsize: int) -> int:
         """Returns the elements of a token, of so many bytes, that a stage of a pipeline hands on beside the streams."""
 
     def needs(self, serving: Serving) -> Iterator[Need]: ...

@@ -287,7 +287,7 @@ def _mixed_graphs(sizes: Sizes) -> list[tuple[int, int]]:
     ]
 
 
-def handed_on_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
+def intermediate_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     """Returns the bytes of hidden states on their way to a pipeline's next stage: of the step that is computed, of one
     that is received, and of as many more as `Group.send_to_next` leaves under way."""
     if sizes.ranks.pp_size == 1:
@@ -340,7 +340,7 @@ def fixed_memory(
     return FixedMemory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
-        + handed_on_bytes(model, dtype, sizes)
+        + intermediate_bytes(model, dtype, sizes)
         + verified_bytes(everything, dtype, sizes),
         logits=logits_bytes(model, sizes.max_running_requests, ranks),
         graphs=graph_bytes(model, dtype, sizes),

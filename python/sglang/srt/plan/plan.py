@@ -27,7 +27,7 @@ from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
-from sglang.srt.plan.halves import HalvesRule, halves_rule
+from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.image_tokens import telling_images
@@ -94,12 +94,12 @@ class Plan:
     draft: DraftPlan | None = None  # of the last stage
     merge_method: str = ALL_TO_ALL  # of ranks that share out the tokens of caches
     token_rows: int = 1  # as Sizes.token_rows
-    captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
+    aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
     next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, in whatever stage the draft is
-    capture_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
+    aux_keeps_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # prefixes in main memory
     quantized_sums: QuantizedSumRule | None = None  # over ranks
-    halves: HalvesRule | None = None  # which steps run as two
+    two_batch_overlap: TwoBatchRule | None = None  # which steps run as two
     decode_interval: IntervalRule = NEVER  # which steps have no prompts
     shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
@@ -120,7 +120,7 @@ class Plan:
             choices=draft.own_choices(self.choices),
             bands=draft.own_choices(self.bands),
             draft=None,
-            captures=(),
+            aux_layers=(),
         )
 
     @property
@@ -215,7 +215,7 @@ class Plan:
             **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
             **({"draft": self.draft.describe()} if self.draft is not None else {}),
             **({"quantized_sums": str(self.quantized_sums)} if self.quantized_sums is not None else {}),
-            **({"two_halves": str(self.halves)} if self.halves is not None else {}),
+            **({"two_batch_overlap": str(self.two_batch_overlap)} if self.two_batch_overlap is not None else {}),
             "page_size": self.page_size,
             **({"selection": self.selection} if self.selection else {}),
             **self._sizes(),
@@ -269,8 +269,8 @@ class Plan:
             logger.info("Stage %d: %s", number, stage)
         if self.quantized_sums is not None:
             logger.info("Sums over ranks: %s", self.quantized_sums)
-        if self.halves is not None:
-            logger.info("Steps with prompts as two halves: %s", self.halves)
+        if self.two_batch_overlap is not None:
+            logger.info("Steps with prompts as two microbatches: %s", self.two_batch_overlap)
         logger.info(self.memory.log_line())
         if self.host_cache is not None:
             logger.info("Prefixes in main memory: %s", self.host_cache)
@@ -352,9 +352,9 @@ def make_plan(
         draft=draft if stage.model.last_stage else None,
         merge_method=args.dcp_comm_backend,
         token_rows=sizes.token_rows,
-        captures=draft.description.captures if draft is not None else (),
+        aux_layers=draft.description.aux_layers if draft is not None else (),
         next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
-        capture_streams=draft is not None and draft.description.form.reads_streams,
+        aux_keeps_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
         quantized_sums=quantized_sum_rule(
             args,
@@ -363,7 +363,7 @@ def make_plan(
             stage.model.hidden_size,
             sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
         ),
-        halves=halves_rule(args, None if links is None else links.of_library, trial.description, trial.chosen.by_key()),
+        two_batch_overlap=two_batch_rule(args, None if links is None else links.of_library, trial.description, trial.chosen.by_key()),
         decode_interval=interval_rule(args, trial.description),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),

@@ -29,7 +29,7 @@ class DraftBlock:
     def __init__(self, model: BlockDraft, num_tokens: int, max_requests: int) -> None:
         """max_requests: of a step, as the memory of logits is planned."""
         self.model, self.num_tokens, self.form = model, num_tokens, model.form
-        self.captures, self.caches = model.captures, tuple(model.caches)
+        self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.tokens_ahead = self.form.size
         self.rows_at_once = max(max_requests, self.form.size)
 
@@ -39,8 +39,8 @@ class DraftBlock:
     def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
         """Computes the guesses. The rows of the step are kept whatever num_guesses is: later blocks read them."""
         model, count, form = self.model, len(step.tokens), self.form
-        rows = replace(step.batch, captured=[], handed_on={}, state_records=None, turned_by=None)
-        model.keep(rows, model.features(step.hidden, step.captured))
+        rows = replace(step.batch, aux_hidden_states=[], step_cache={}, state_records=None, mrope_positions=None)
+        model.keep(rows, model.features(step.hidden, step.aux_hidden_states))
         if not num_guesses or not count:
             return step.tokens.new_empty((count, num_guesses))
         if model.confidence is not None:

@@ -46,7 +46,7 @@ class DraftChain:
     def __init__(self, model: DraftModel, num_tokens: int, shares_selection: bool) -> None:
         """shares_selection: as in `plan.drafts.description.DraftDescription`."""
         self.model, self.num_tokens, self.shares_selection = model, num_tokens, shares_selection
-        self.captures, self.caches = model.captures, tuple(model.caches)
+        self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.tokens_ahead = num_tokens - (2 if model.shifted else 1)  # the last guess has no row
         self.next_tokens_read = int(model.shifted)
 
@@ -56,7 +56,7 @@ class DraftChain:
     def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
         """Computes the guesses. The rows of the step are computed whatever num_guesses is: later guesses read them."""
         shifted, model = self.model.shifted, self.model
-        features = model.features(step.hidden, step.captured)
+        features = model.features(step.hidden, step.aux_hidden_states)
         ids = step.next_ids if shifted else step.batch.input_ids
         rows = following_rows(step.batch) if shifted else step.batch.embedding_rows
         shared = SharedSelection(step.last_rows, step.slots, num_guesses - 1) if self.shares_selection else None
@@ -64,8 +64,8 @@ class DraftChain:
             step.batch,
             input_ids=ids,
             embedding_rows=rows,
-            captured=[],
-            handed_on={},
+            aux_hidden_states=[],
+            step_cache={},
             state_records=None if step.batch.state_records is None else [],
             shared_selection=shared if num_guesses > 1 else None,
         )

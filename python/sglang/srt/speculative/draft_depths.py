@@ -34,7 +34,7 @@ class DraftDepths:
 
     def __init__(self, model: DepthDraft, num_tokens: int, max_requests: int, device: torch.device | str) -> None:
         self.model, self.num_tokens = model, num_tokens
-        self.captures, self.caches = model.captures, tuple(model.caches)
+        self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.num_depths = self.next_tokens_read = len(model.depths)
         # Nothing is kept behind the computed tokens; the stages before the last one plan as for other chains.
         self.tokens_ahead = num_tokens - 2
@@ -94,7 +94,7 @@ class DraftDepths:
         known = (before - self.first).clamp(min=0)
         begins = step.batch.positions == before[runs.row_slots]
         row = torch.arange(len(begins), device=begins.device)
-        features, images = self.model.features(step.hidden, step.captured), following_rows(step.batch)
+        features, images = self.model.features(step.hidden, step.aux_hidden_states), following_rows(step.batch)
         first_state, tails = features, []
         for depth in range(self.num_depths):
             lag = known.clamp(max=depth)

@@ -22,7 +22,7 @@ class DraftFrozen:
     Stages of a pipeline that do not draft know only the flag, which is that of MTP. So slots are planned as for MTP,
     though this draft needs none ahead and reads no token behind a row."""
 
-    captures: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     caches: tuple[CacheStore, ...] = ()
     next_tokens_read = 1
 

@@ -69,7 +69,7 @@ class DraftStep:
     """Batch of the target's step. Its metadata holds the attention sites of draft layers, too."""
     next_ids: torch.Tensor  # [T] int64, the token behind each row: of the prompt, or as it was sampled
     hidden: torch.Tensor  # [T, H] final hidden states of the target, behind its final norm
-    captured: Sequence[torch.Tensor]  # residual streams [T, H] behind the layers `Drafter.captures`
+    aux_hidden_states: Sequence[torch.Tensor]  # residual streams [T, H] behind the layers `Drafter.aux_layers`
     last_rows: torch.Tensor  # [R] int64, of T: the last row of each sampled request that stands
     slots: torch.Tensor  # [R] int64, request slots
     lens: torch.Tensor  # [R] int32, computed tokens: the position of
@@ -92,7 +92,7 @@ class Drafter(Protocol):
 
     num_tokens: int
     """k, the most tokens that a request brings to a step, the last sampled one included."""
-    captures: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     """Target layers whose outputs the drafter reads."""
     tokens_ahead: int
     """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own; 0:
@@ -119,7 +119,7 @@ class DrafterElsewhere:
     num_tokens: int
     tokens_ahead: int
     next_tokens_read: int
-    captures: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     caches: tuple[CacheStore, ...] = ()
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class NgramDrafter:
     """Implements Drafter."""
 
-    captures: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     tokens_ahead = 0
     next_tokens_read = 0
     caches: tuple[CacheStore, ...] = ()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers.attention.shared_tokens import GatheredMetadata, SharedDecode, SharedExtend
+from sglang.srt.layers.attention.dcp import GatheredMetadata, DcpDecode, DcpExtend
 from sglang.srt.layers.attention.token_shares import GatheredTokens
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.plan.ranks import RankLayout
@@ -82,7 +82,7 @@ class GraphSteps:
         for rank, layer in enumerate(self.layers):
             parts = built.part_builder(layer.site.shape, len(lens))
             parts.prepare_graphs((2, count))
-            self.shared.append(SharedDecode(parts, SimpleNamespace(context=Group(rank, size))))  # type: ignore[arg-type]
+            self.shared.append(DcpDecode(parts, SimpleNamespace(context=Group(rank, size))))  # type: ignore[arg-type]
         self.table = torch.zeros_like(p.req_to_token)
         slots = TokenSlots(self.table, torch.zeros(count, dtype=torch.int64, device=p.device))
         lengths = torch.ones(count, dtype=torch.int32, device=p.device)
@@ -144,7 +144,7 @@ def test_prompts_that_come_together_in_several_runs(backend: Any, monkeypatch: p
     monkeypatch.setattr(GatheredTokens, "of", all_ranks_in_one(p, size))
     whole = backend(plan_for(p, size), "cpu").extend_builder(own_layer(p, 1, size).site)
     parts: Any = SimpleNamespace(in_graphs=True, plans_on_host=True)
-    extend = SharedExtend(whole, parts, SimpleNamespace(context=Group(1, size)), True, 60)  # type: ignore[arg-type]
+    extend = DcpExtend(whole, parts, SimpleNamespace(context=Group(1, size)), True, 60)  # type: ignore[arg-type]
     lens = [a + b for a, b in zip(p.prefix_lens, new, strict=True)]
     slots = TokenSlots(p.req_to_token, torch.zeros(sum(new), dtype=torch.int64))
     rows = ExtendRows(

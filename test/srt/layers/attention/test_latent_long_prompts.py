@@ -24,7 +24,7 @@ from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.step_rows import ExtendRows, Guesses, TokenSlots
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.model_executor.step_halves import StepHalves
+from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import RankLayout
@@ -312,7 +312,7 @@ def test_a_model_answers_as_without_it(
     build = builder.build
     builder.build = lambda new, chunks: (planned.append(len(chunks)), build(new, chunks))[1]
     attention.long_latents = {site: builder}
-    runner.halves = StepHalves(runner.state, runner.groups, 2) if halves else None
+    runner.halves = TwoBatchOverlap(runner.state, runner.groups, 2) if halves else None
     assert play(runner, args) == expected
     assert 0 in planned and max(planned) > 2, "no step was long, or none behind a prefix"
 

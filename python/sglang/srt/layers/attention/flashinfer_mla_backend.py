@@ -40,7 +40,7 @@ WORKSPACE_BYTES = 128 << 20
 MOST_WORKS, WORK_ROWS = 16384, 128
 """What lists of the library's planner have room for, which it does not check: tiles of so many queries times heads,
 and two more for each SM."""
-SHARED_OUT = -1
+DCP_SHARDED = -1
 """Number of the row table of caches whose tokens ranks share out."""
 
 
@@ -59,10 +59,10 @@ class FlashInferMLABackend:
 
     def part_builder(self, shape: AttentionShape, max_rows: int) -> FlashInferMLADecode:
         share = self._plan.page_size // self._plan.ranks.dcp_size
-        return FlashInferMLADecode(_Options(self._plan, shape, share, SHARED_OUT), self._workspace)
+        return FlashInferMLADecode(_Options(self._plan, shape, share, DCP_SHARDED), self._workspace)
 
     def extend_builder(self, site: AttentionSite) -> FlashInferMLAExtend:
-        pages = (self._plan.page_size, 0) if site.token_ranks == 1 else (1, SHARED_OUT)
+        pages = (self._plan.page_size, 0) if site.token_ranks == 1 else (1, DCP_SHARDED)
         return FlashInferMLAExtend(_Options(self._plan, site.shape, *pages), self._workspace)
 
 
@@ -81,7 +81,7 @@ class _Options:
         self.most_works = MOST_WORKS - 2 * plan.arch.num_sms
 
     def lists(self, rows: DecodeRows | ExtendRows, new_lens: Sequence[int]) -> _Lists:
-        pages = gather_pages(rows, self.table, self.page_size, entered=self.table == SHARED_OUT)
+        pages = gather_pages(rows, self.table, self.page_size, entered=self.table == DCP_SHARDED)
         return _Lists.of(new_lens, pages.indptr, pages.indices, torch.tensor(rows.seq_lens_cpu, dtype=torch.int32))
 
     def plan(self, wrapper: PlannedWrapper, lists: _Lists, causal: bool) -> WrapperPlan:

@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.metadata import (
     SiteMetadata,
     WithImages,
 )
-from sglang.srt.layers.attention.shared_tokens import builders_of
+from sglang.srt.layers.attention.dcp import builders_of
 from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
 from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec

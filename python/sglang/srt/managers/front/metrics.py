@@ -44,8 +44,8 @@ _DRAFT_COUNTERS = {
 _PROMPT_COUNTERS = {
     "prompt_steps": "Steps with prompts",
     "prompt_launch_seconds": "Time that the host took to launch steps with prompts",
-    "halved_steps": "Steps with prompts that ran as two halves",
-    "halved_tokens": "Tokens of steps that ran as two halves",
+    "halved_steps": "Steps with prompts that ran as two microbatches",
+    "halved_tokens": "Tokens of steps that ran as two microbatches",
 }
 _HOST_GAUGES = {
     "hicache_host_used_tokens": "Tokens of prefixes that are kept in main memory",

@@ -78,7 +78,7 @@ class Req:
         self.most_output = limit - self.prompt_len
 
         self.slot = 0
-        self.turn = 0
+        self.microbatch = 0
         """Number of the turn, among those of the running requests, that this request belongs to."""
         self.kv_len = 0
         self.planned_len = self.prompt_len
@@ -240,10 +240,10 @@ class RunningBatch:
     lengths are upper bounds, and `settle` takes back what fell away.
     """
 
-    def __init__(self, tokens_per_step: int, tokens_ahead: int, num_turns: int) -> None:
+    def __init__(self, tokens_per_step: int, tokens_ahead: int, num_microbatches: int) -> None:
         """tokens_ahead: positions behind a request's tokens that need a cache slot (`Drafter.tokens_ahead`)."""
-        self.tokens_per_step, self.tokens_ahead, self.num_turns = tokens_per_step, tokens_ahead, num_turns
-        self.turn = 0
+        self.tokens_per_step, self.tokens_ahead, self.num_microbatches = tokens_per_step, tokens_ahead, num_microbatches
+        self.microbatch = 0
         self._rebuild([])
 
     def __len__(self) -> int:
@@ -257,14 +257,14 @@ class RunningBatch:
         short ones, that which comes last."""
         counts = self._counts(self.reqs)
         for req in reqs:
-            req.turn = min(range(self.num_turns), key=lambda turn: (counts[turn], (turn - self.turn) % self.num_turns))
-            counts[req.turn] += 1
+            req.microbatch = min(range(self.num_microbatches), key=lambda microbatch: (counts[microbatch], (microbatch - self.microbatch) % self.num_microbatches))
+            counts[req.microbatch] += 1
         self._rebuild(self.reqs + reqs)
 
-    def pass_turn(self) -> None:
+    def next_microbatch(self) -> None:
         """Passes to the next turn that has requests."""
-        if self.num_turns > 1:
-            self.turn = (self.turn + 1) % self.num_turns
+        if self.num_microbatches > 1:
+            self.microbatch = (self.microbatch + 1) % self.num_microbatches
             self._select()
 
     def drop_finished(self) -> None:
@@ -289,14 +289,14 @@ class RunningBatch:
         self.num_guesses = _int32([r.num_guesses for r in reqs])
         self.reserved_lens = _int32([max(r.kv_len, r.reserved_len) for r in reqs])
         """Positions that have a cache slot."""
-        if self.num_turns > 1:
+        if self.num_microbatches > 1:
             self._level()
         self._select()
 
     def _counts(self, reqs: list[Req]) -> list[int]:
         """Returns the number of requests in each turn."""
-        turns = np.fromiter((r.turn for r in reqs), np.int64, len(reqs))
-        counts: list[int] = np.bincount(turns, minlength=self.num_turns).tolist()
+        microbatches = np.fromiter((r.microbatch for r in reqs), np.int64, len(reqs))
+        counts: list[int] = np.bincount(microbatches, minlength=self.num_microbatches).tolist()
         return counts
 
     def _level(self) -> None:
@@ -305,29 +305,29 @@ class RunningBatch:
         counts = self._counts(self.reqs)
         while not min(counts) and max(counts) > 1:
             longest, empty = counts.index(max(counts)), counts.index(0)
-            moving = [r for r in self.reqs if r.turn == longest][counts[longest] // 2 :]
+            moving = [r for r in self.reqs if r.microbatch == longest][counts[longest] // 2 :]
             for req in moving:
-                req.turn = empty
+                req.microbatch = empty
             counts[longest], counts[empty] = counts[longest] - len(moving), len(moving)
 
     def _select(self) -> None:
         self.now: list[Req] = self.reqs
-        """Requests whose turn it is; `has_turn` says which of all requests they are."""
-        self.has_turn = np.ones(len(self.reqs), np.bool_)
-        if self.num_turns == 1 or not self.reqs:
+        """Requests whose turn it is; `in_microbatch` says which of all requests they are."""
+        self.in_microbatch = np.ones(len(self.reqs), np.bool_)
+        if self.num_microbatches == 1 or not self.reqs:
             return
         counts = self._counts(self.reqs)
-        while not counts[self.turn]:
-            self.turn = (self.turn + 1) % self.num_turns
-        self.has_turn = np.fromiter((r.turn == self.turn for r in self.reqs), np.bool_, len(self.reqs))
-        self.now = [r for r in self.reqs if r.turn == self.turn]
+        while not counts[self.microbatch]:
+            self.microbatch = (self.microbatch + 1) % self.num_microbatches
+        self.in_microbatch = np.fromiter((r.microbatch == self.microbatch for r in self.reqs), np.bool_, len(self.reqs))
+        self.now = [r for r in self.reqs if r.microbatch == self.microbatch]
 
     def widths(self, at_most: int) -> Lengths:
         """[R] tokens that each request brings to the next step; 0: it waits, for its turn or for results that say
         whether it may have a further token."""
         there = np.minimum(self.num_guesses + 1, self.limits - self.planned_lens)
         widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
-        return widths * self.has_turn
+        return widths * self.in_microbatch
 
     @property
     def certain_lens(self) -> Lengths:

@@ -139,10 +139,10 @@ class DecodeInterval:
 
     Attention groups, whose steps are one, share it."""
 
-    def __init__(self, rule: IntervalRule, num_turns: int = 1) -> None:
-        """The rule counts requests of the group that has most. num_turns: as of a `RunningBatch`; each has the rule's
+    def __init__(self, rule: IntervalRule, num_microbatches: int = 1) -> None:
+        """The rule counts requests of the group that has most. num_microbatches: as of a `RunningBatch`; each has the rule's
         steps."""
-        self._rule, self._steps = rule, rule.steps * num_turns
+        self._rule, self._steps = rule, rule.steps * num_microbatches
         self._left = 0
         self.prompts_wait = False
         """True for a step that is to have no prompts."""

@@ -184,7 +184,7 @@ class Scheduler:
         batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
-            self.running.pass_turn()
+            self.running.next_microbatch()
         if batch is not None and self.host_tier is not None and self.host_tier.layered:
             batch.loads = self.host_tier.start_layers()
             batch.step.loads = [copy.handle.layers for copy in batch.loads if copy.handle and copy.handle.layers]

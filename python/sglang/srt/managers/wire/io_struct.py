@@ -236,7 +236,7 @@ class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     """Number of steps with prompts since the start, and the seconds that the first rank's host took to launch them."""
     prompt_launch_seconds: float = 0.0
     halved_steps: int = 0
-    """Number of these that ran as two halves, and their tokens."""
+    """Number of these that ran as two microbatches, and their tokens."""
     halved_tokens: int = 0
     host_cache: HostCacheStats | None = None
     """None: no prefixes are kept in main memory."""

@@ -21,7 +21,7 @@ class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
     """Patches come row by row."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        return self._halves(grids, ROW_BY_ROW, self.tower.theta) | {"starts": frame_starts(grids)}
+        return self._neox_tables(grids, ROW_BY_ROW, self.tower.theta) | {"starts": frame_starts(grids)}
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Checkpoints have a matrix for patches, too."""
@@ -30,7 +30,7 @@ class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower = self.tower
         x = self._linear(TOWER + "patch_embed.proj", part.pixels.to(self.dtype))
-        sight = Sight(self._turn(part.places), part.places["starts"], longest_frame(part.grids), cuts)
+        sight = Sight(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{TOWER}blocks.{i}.", x, sight)

@@ -22,7 +22,7 @@ from sglang.srt.plan.weight_names import PartKey, WeightMap
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
-Turn = Callable[[torch.Tensor, slice], None]
+Rotate = Callable[[torch.Tensor, slice], None]
 """Rotates queries, keys or both [N, heads, head_dim] of a slice of the patches in place, by their places."""
 Heads = Sequence[torch.Tensor]
 """Queries, keys and values of patches, [N, heads, head_dim] each."""
@@ -47,10 +47,10 @@ class PatchPart:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """How the patches of a part attend: `turn` of queries and keys; `starts` [groups + 1], the first patches of those
+    """How the patches of a part attend: `rotate` of queries and keys; `starts` [groups + 1], the first patches of those
     that see one another, and P; how many the `longest` of these groups has; and how their layers are cut."""
 
-    turn: Turn
+    rotate: Rotate
     starts: torch.Tensor
     longest: int
     cuts: Cuts
@@ -179,7 +179,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _split(self, qkv: torch.Tensor, sight: Sight, rows: slice) -> Heads:
         """qkv [N, 3 * hidden] of a slice of the patches, of this rank's heads."""
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
-        sight.turn(heads[:, :2].flatten(1, 2), rows)
+        sight.rotate(heads[:, :2].flatten(1, 2), rows)
         return heads.unbind(1)
 
     def _plain_block(
@@ -194,8 +194,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
             q, k, v = (
                 self._linear(name + names.projections.format(part), normed).unflatten(-1, heads) for part in "qkv"
             )
-            sight.turn(q, rows)
-            sight.turn(k, rows)
+            sight.rotate(q, rows)
+            sight.rotate(k, rows)
             return q, k, v
 
         def rest(rows: slice) -> None:
@@ -271,15 +271,15 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         rows, columns = (place[:, None] + first for place in rows_and_columns(grids, merge))
         return rows.astype(np.float32) * frequencies, columns.astype(np.float32) * frequencies
 
-    def _halves(self, grids: Sequence[Grid], merge: int, theta: float) -> dict[str, np.ndarray]:
-        """Returns the cosines and sines of `_turn` for every patch: half of the pairs turn by the row, the others by
+    def _neox_tables(self, grids: Sequence[Grid], merge: int, theta: float) -> dict[str, np.ndarray]:
+        """Returns the cosines and sines of `_rotate` for every patch: half of the pairs turn by the row, the others by
         the column."""
         return cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
 
-    def _turn(self, places: Places) -> Turn:
+    def _rotate(self, places: Places) -> Rotate:
         """Pairs are a dim of the first half of a head and one of the second; with cosines and sines of several parts of
         a head [P, 1, parts, N], of the halves of each part."""
-        return partial(_turn_halves, cos=places["cos"], sin=places["sin"])
+        return partial(_rotate_neox, cos=places["cos"], sin=places["sin"])
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -314,19 +314,19 @@ def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tenso
     return to_fill
 
 
-def _turn_halves(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _rotate_neox(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """x [N, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
     first, second = x.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
-    turn_pairs(first, second, cos[rows], sin[rows])
+    rotate_pairs(first, second, cos[rows], sin[rows])
 
 
-def turn_neighbours(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate_interleaved(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """x [N, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turn_pairs(first, second, cos[rows], sin[rows])
+    rotate_pairs(first, second, cos[rows], sin[rows])
 
 
-def turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Turns pairs of numbers [..., N] in place by angles in float32, holding little, since all patches of a step are
     here."""
     x = first.to(torch.float32, copy=True)

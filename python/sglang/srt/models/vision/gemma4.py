@@ -28,16 +28,16 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         rows, columns = rows_and_columns(grids, ROW_BY_ROW)
         by_row, by_column = self._angles(grids, ROW_BY_ROW, self.tower.theta)
         # The first half of a head turns by the column, the second by the row: [P, 2, head_dim / 4].
-        turned = cos_sin(np.stack((by_column, by_row), axis=1))
+        rotation = cos_sin(np.stack((by_column, by_row), axis=1))
         order = squares(grids, self.tower.merge)
-        return turned | {"rows": rows, "columns": columns, "squares": order, "starts": frame_starts(grids)}
+        return rotation | {"rows": rows, "columns": columns, "squares": order, "starts": frame_starts(grids)}
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "patch_embedder.input_proj", (2 * part.pixels - 1).to(self.dtype))
         of_column, of_row = self._weight(prefix + "patch_embedder", "position_embedding_table")
         x = x + of_column[places["columns"]] + of_row[places["rows"]]
-        sight = Sight(self._turn(places), places["starts"], longest_frame(part.grids), cuts)
+        sight = Sight(self._rotate(places), places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}encoder.layers.{i}.", x, sight)
@@ -75,8 +75,8 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
         q, k = self._rms_norm(name + "q_norm", q, eps), self._rms_norm(name + "k_norm", k, eps)
-        sight.turn(q, rows)
-        sight.turn(k, rows)
+        sight.rotate(q, rows)
+        sight.rotate(k, rows)
         return q, k, F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
 
     def _bounded(self, name: str, x: torch.Tensor) -> torch.Tensor:

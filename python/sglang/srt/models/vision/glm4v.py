@@ -24,7 +24,7 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         side, merge = self.tower.side, self.tower.merge
         positions = interpolation(cubic(grids, merge, side)) if side else {}
-        return positions | self._halves(grids, merge, self.tower.theta) | {"starts": frame_starts(grids)}
+        return positions | self._neox_tables(grids, merge, self.tower.theta) | {"starts": frame_starts(grids)}
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
@@ -33,7 +33,7 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
             x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
             positions = self._weight(prefix + "embeddings.position_embedding", "weight")
             x = x + self._interpolated(positions, part.places)
-        sight = Sight(self._turn(part.places), part.places["starts"], longest_frame(part.grids), cuts)
+        sight = Sight(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}blocks.{i}.", x, sight)

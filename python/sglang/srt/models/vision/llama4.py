@@ -19,7 +19,7 @@ from sglang.srt.models.vision.encoder import (
     VisionEncoder,
     cos_sin,
     gelu_,
-    turn_neighbours,
+    rotate_interleaved,
 )
 from sglang.srt.models.vision.patch_places import ROW_BY_ROW, Grid, squares
 from sglang.srt.models.vision.pieces import Cuts
@@ -38,9 +38,9 @@ class Llama4Encoder(VisionEncoder[Llama4Tower]):
         rows, columns = self._angles([(1, side, side)], ROW_BY_ROW, self.tower.theta, first=1)
         # The last token is not turned: as where a row and a column of number 0 would be.
         angles = np.pad(np.concatenate((columns, rows), axis=1), ((0, 1), (0, 0)))
-        turned = cos_sin(np.tile(angles, (tiles, 1)))
+        rotation = cos_sin(np.tile(angles, (tiles, 1)))
         starts = np.arange(tiles + 1, dtype=np.int32) * np.int32(side**2 + 1)
-        return turned | {"squares": squares(grids, self.tower.merge), "starts": starts}
+        return rotation | {"squares": squares(grids, self.tower.merge), "starts": starts}
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
@@ -49,8 +49,8 @@ class Llama4Encoder(VisionEncoder[Llama4Tower]):
         last = self.params[prefix + "class_embedding"].tensor.expand(len(patches), 1, -1)
         x = torch.cat((patches, last), dim=1) + self.params[prefix + "positional_embedding_vlm"].tensor
         x = self._norm(prefix + "layernorm_pre", x.flatten(0, 1), NORM_EPS)
-        turn = partial(turn_neighbours, cos=places["cos"], sin=places["sin"])
-        sight = Sight(turn, places["starts"], tower.side**2 + 1, cuts)
+        rotate = partial(rotate_interleaved, cos=places["cos"], sin=places["sin"])
+        sight = Sight(rotate, places["starts"], tower.side**2 + 1, cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._plain_block(_BLOCK, f"{prefix}model.layers.{i}.", x, sight, NORM_EPS)

@@ -19,7 +19,7 @@ from sglang.srt.models.vision.encoder import (
     VisionEncoder,
     cos_sin,
     gelu_,
-    turn_pairs,
+    rotate_pairs,
 )
 from sglang.srt.models.vision.patch_places import Grid, clip_starts, frame_indices, num_patches, rows_and_columns
 from sglang.srt.models.vision.pieces import Cuts
@@ -42,8 +42,8 @@ class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
         tower, (prefix, projector, merger), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "embeddings.patch_embedding", part.pixels.to(self.dtype))
         x = self._norm(prefix + "pre_layrnorm", x, tower.norm_eps)
-        turn = partial(_turn_front, cos=places["cos"], sin=places["sin"])
-        sight = Sight(turn, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
+        rotate = partial(_rotate_front, cos=places["cos"], sin=places["sin"])
+        sight = Sight(rotate, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._plain_block(_BLOCK, f"{prefix}encoder.layers.{i}.", x, sight, tower.norm_eps)
@@ -55,8 +55,8 @@ class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
         return self._linear(prefix + "linear_2", gelu_(self._linear(prefix + "linear_1", x)))
 
 
-def _turn_front(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _rotate_front(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """x [N, heads, head_dim], of which the first dims turn in two halves; cos, sin [P, 1, pairs] float32: a third each
     by time, row and column."""
     first, second = x[..., : 2 * cos.shape[-1]].chunk(2, dim=-1)
-    turn_pairs(first, second, cos[rows], sin[rows])
+    rotate_pairs(first, second, cos[rows], sin[rows])

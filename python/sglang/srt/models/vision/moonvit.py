@@ -21,7 +21,7 @@ from sglang.srt.models.vision.encoder import (
     cos_sin,
     gelu_,
     interpolation,
-    turn_neighbours,
+    rotate_interleaved,
 )
 from sglang.srt.models.vision.patch_places import (
     ROW_BY_ROW,
@@ -43,10 +43,10 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         positions = interpolation(cubic(grids, ROW_BY_ROW, self.tower.side))
         rows, columns = self._angles(grids, ROW_BY_ROW, ROTARY_THETA)
         # Even pairs turn by the column, odd ones by the row.
-        turned = cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
+        rotation = cos_sin(np.stack((columns, rows), axis=-1).reshape(len(rows), -1))
         order = {"squares": squares(grids, self.tower.merge), "starts": clip_starts(grids)}
         frames = {"frames": frame_numbers(grids)} if any(frames > 1 for frames, _, _ in grids) else {}
-        return positions | turned | order | frames
+        return positions | rotation | order | frames
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
@@ -55,8 +55,8 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         x = x + self._interpolated(positions, places)
         if "frames" in places:
             x = x + self._times()[places["frames"]]
-        turn = partial(turn_neighbours, cos=places["cos"], sin=places["sin"])
-        sight = Sight(turn, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
+        rotate = partial(rotate_interleaved, cos=places["cos"], sin=places["sin"])
+        sight = Sight(rotate, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}encoder.blocks.{i}.", x, sight)

@@ -46,8 +46,8 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
         positions = interpolation(bilinear(grids, ROW_BY_ROW, tower.side, beyond=0.0))
         # The classes number rows and columns from 1 on, which turns queries and keys alike.
         rows, columns = self._angles(grids, ROW_BY_ROW, tower.theta)
-        turned = cos_sin(np.concatenate((columns, rows), axis=1))
-        by_window = {name: array[order] for name, array in (positions | turned).items()}
+        rotation = cos_sin(np.concatenate((columns, rows), axis=1))
+        by_window = {name: array[order] for name, array in (positions | rotation).items()}
         merged = np.argsort(order)[squares(grids, tower.merge)]
         return by_window | {
             "order": order,
@@ -66,10 +66,10 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
         x = self._linear(embedder + "patch_embedding", part.pixels.to(self.dtype)[places["order"]])
         x = x + self._interpolated(self._weight(embedder + "position_embedding_table", "weight"), places)
         x = self._norm(prefix + "ln_pre", x, tower.norm_eps)
-        turn = self._turn(places)
+        rotate = self._rotate(places)
         of_windows, of_frames = (
-            Sight(turn, places["window_starts"], tower.side**2, replace(cuts, queries=1)),
-            Sight(turn, places["starts"], longest_frame(part.grids), cuts),
+            Sight(rotate, places["window_starts"], tower.side**2, replace(cuts, queries=1)),
+            Sight(rotate, places["starts"], longest_frame(part.grids), cuts),
         )
         yield
         for i in range(tower.num_layers):

@@ -20,18 +20,18 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         order, starts = windows(grids, self.tower.merge, self.tower.window)
-        turned = self._halves(grids, self.tower.merge, ROTARY_THETA)
-        turned = {name: self._squares(array, order) for name, array in turned.items()}
-        return turned | {"order": order, "window_starts": starts, "starts": frame_starts(grids)}
+        rotation = self._neox_tables(grids, self.tower.merge, ROTARY_THETA)
+        rotation = {name: self._squares(array, order) for name, array in rotation.items()}
+        return rotation | {"order": order, "window_starts": starts, "starts": frame_starts(grids)}
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, prefix, places = self.tower, self.tower.prefixes[0], part.places
         by_window = places["order"]
         x = self._linear(prefix + "patch_embed.proj", self._squares(part.pixels.to(self.dtype), by_window))
-        turn = self._turn(places)
+        rotate = self._rotate(places)
         of_windows, of_frames = (
-            Sight(turn, places["window_starts"], (tower.window * tower.merge) ** 2, replace(cuts, queries=1)),
-            Sight(turn, places["starts"], longest_frame(part.grids), cuts),
+            Sight(rotate, places["window_starts"], (tower.window * tower.merge) ** 2, replace(cuts, queries=1)),
+            Sight(rotate, places["starts"], longest_frame(part.grids), cuts),
         )
         yield
         for i in range(tower.num_layers):

@@ -18,14 +18,14 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         positions = interpolation(interpolated(grids, self.tower.merge, self.tower.side))
-        turned = self._halves(grids, self.tower.merge, self.tower.theta)
-        return positions | turned | {"starts": frame_starts(grids)}
+        rotation = self._neox_tables(grids, self.tower.merge, self.tower.theta)
+        return positions | rotation | {"starts": frame_starts(grids)}
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, prefix = self.tower, self.tower.prefixes[0]
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), part.places)
-        sight = Sight(self._turn(part.places), part.places["starts"], longest_frame(part.grids), cuts)
+        sight = Sight(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         features = []
         yield
         for i in range(tower.num_layers):

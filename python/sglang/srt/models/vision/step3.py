@@ -20,7 +20,7 @@ from sglang.srt.models.vision.encoder import (
     VisionEncoder,
     cos_sin,
     interpolation,
-    turn_neighbours,
+    rotate_interleaved,
 )
 from sglang.srt.models.vision.patch_places import ROW_BY_ROW, Grid, bilinear, frame_starts, longest_frame, num_patches
 from sglang.srt.models.vision.pieces import Cuts
@@ -34,16 +34,16 @@ class Step3Encoder(VisionEncoder[Step3Tower]):
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         positions = interpolation(bilinear(grids, ROW_BY_ROW, self.tower.side))
         rows, columns = self._angles(grids, ROW_BY_ROW, self.tower.theta)
-        turned = cos_sin(np.concatenate((columns, rows), axis=1))
-        return positions | turned | {"starts": frame_starts(grids)}
+        rotation = cos_sin(np.concatenate((columns, rows), axis=1))
+        return positions | rotation | {"starts": frame_starts(grids)}
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, (prefix, projector), places = self.tower, self.tower.prefixes, part.places
         x = self._linear(prefix + "conv1", part.pixels.to(self.dtype))
         x = x + self._interpolated(self.params[prefix + "positional_embedding"].tensor, places)
         x = self._norm(prefix + "ln_pre", x, tower.norm_eps)
-        turn = partial(turn_neighbours, cos=places["cos"], sin=places["sin"])
-        sight = Sight(turn, places["starts"], longest_frame(part.grids), cuts)
+        rotate = partial(rotate_interleaved, cos=places["cos"], sin=places["sin"])
+        sight = Sight(rotate, places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}transformer.resblocks.{i}.", x, sight)
@@ -71,8 +71,8 @@ class Step3Encoder(VisionEncoder[Step3Tower]):
             weight, bias = (self._weight(attention, f"in_proj_{leaf}") for leaf in ("weight", "bias"))
             heads = F.linear(normed, weight, bias).view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
             q, k, v = heads.unbind(1)
-            sight.turn(q, rows)
-            sight.turn(k, rows)
+            sight.rotate(q, rows)
+            sight.rotate(k, rows)
             return q, k, v
 
         def rest(rows: slice) -> None:

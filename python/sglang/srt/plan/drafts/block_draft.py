@@ -1,5 +1,5 @@
 """What block drafts of all kinds have in common: a backbone of layers as those of Qwen3 (of one draft those of Gemma 4)
-over captured streams of the target.
+over aux hidden states of the target.
 
 Source: the format in which z-lab publishes DFlash drafts, which DeepSeek's DSpark and SpecForge's drafts share.
 """
@@ -44,13 +44,13 @@ OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
     """The keys of a block draft beside those of its layers. `trained`: rows of the blocks that it was trained with.
-    `captures`: the target layers whose outputs it reads. `head_size`: tokens of an output head of its
+    `aux_layers`: the target layers whose outputs it reads. `head_size`: tokens of an output head of its
     own, which are some of the target's; 0: the target's head. `unread`: beginnings of the names of tensors that nothing
     here asks for. `plain_ends`: as of DraftDescription."""
 
     trained: int
     mask_token: int
-    captures: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     first_row: int = 1
     head: Head | None = None
     convolution: Convolution | None = None
@@ -101,8 +101,8 @@ def describe_block_draft(
     if not 0 <= settings.mask_token < target.vocab_size:
         raise UserError(f"{keys.source}: mask_token_id {settings.mask_token} is no token of the {target.vocab_size:,}.")
     form = Block(
-        num_captures=len(settings.captures),
-        capture_size=target.hidden_size,
+        num_aux_layers=len(settings.aux_layers),
+        aux_size=target.hidden_size,
         size=settings.trained,
         mask_token=settings.mask_token,
         vocab_size=target.vocab_size,
@@ -119,7 +119,7 @@ def describe_block_draft(
         form=form,
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
-        captures=settings.captures,
+        aux_layers=settings.aux_layers,
         head_size=settings.head_size,
         reduced=settings.head_size > 0,
         plain_ends=settings.plain_ends,
@@ -141,7 +141,7 @@ def reduced_head(keys: ConfigReader, target: ModelDescription) -> int:
     return 0 if size >= target.vocab_size else size
 
 
-def check_captures(named: list[Any], num_target_layers: int, source: str) -> tuple[int, ...]:
+def check_aux_layers(named: list[Any], num_target_layers: int, source: str) -> tuple[int, ...]:
     """Returns the target layers that a config names. Raises UserError unless all are layers of the target."""
     whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in named)
     if not whole or not all(0 <= layer < num_target_layers for layer in named):

@@ -15,14 +15,14 @@ class Concatenated:
     first layer's attention takes the normed embedding and the normed features side by side; the features are its
     residual stream.
 
-    `capture_norms`: each captured stream is normed before it is projected; `norm_before_fc`: all of them are as one.
+    `aux_norms`: each aux hidden state is normed before it is projected; `norm_before_fc`: all of them are as one.
     `norm_before_residual`: the normed features are the residual stream. `norm_output`: the next draft step reads the
     output behind the final norm, not before it.
     """
 
-    num_captures: int
-    capture_size: int
-    capture_norms: bool = False
+    num_aux_layers: int
+    aux_size: int
+    aux_norms: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -31,12 +31,12 @@ class Concatenated:
     reads_streams = False
 
     @property
-    def captured_size(self) -> int:
-        return self.num_captures * self.capture_size
+    def total_aux_size(self) -> int:
+        return self.num_aux_layers * self.aux_size
 
     def weights(self, hidden_size: int) -> Weights:
-        norms = self.captured_size * (self.capture_norms + self.norm_before_fc) + hidden_size  # the features' norm
-        return (Matrix("fc", ("",), hidden_size, self.captured_size, quantized=False), Elements(norms))
+        norms = self.total_aux_size * (self.aux_norms + self.norm_before_fc) + hidden_size  # the features' norm
+        return (Matrix("fc", ("",), hidden_size, self.total_aux_size, quantized=False), Elements(norms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Projected:
     zero_first: bool = False
     bias: bool = False
     final_norm: bool = True
-    num_captures = 0
+    num_aux_layers = 0
     reads_streams = False
 
     def weights(self, hidden_size: int) -> Weights:
@@ -70,7 +70,7 @@ class ByStream:
 
     streams: int
 
-    num_captures = 1
+    num_aux_layers = 1
     final_norm = True
     reads_streams = True
 
@@ -101,7 +101,7 @@ class ByDepth:
     reads_streams = False
 
     @property
-    def num_captures(self) -> int:
+    def num_aux_layers(self) -> int:
         return 0 if self.final_features else 1
 
     def weights(self, hidden_size: int) -> Weights:
@@ -121,7 +121,7 @@ class Streamed:
     streams: int
     rank: int
 
-    num_captures = 1
+    num_aux_layers = 1
     final_norm = False
     reads_streams = True
 
@@ -139,15 +139,15 @@ class Streamed:
 class Block:
     """A draft of DFlash: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in
     one pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from what the
-    target's layers made of them: captured residual streams, side by side, projected and normed.
+    target's layers made of them: aux hidden states, side by side, projected and normed.
 
     `first_row`: the row whose output guesses the token behind the last sampled one: 0, or 1 where every mask token
     becomes the token at its own place. `head`: corrects the guesses from left to right. `convolution`: around both
     blocks of each of the `num_layers` layers. `confidence`: says how likely guesses stand, by which steps are cut.
     """
 
-    num_captures: int
-    capture_size: int
+    num_aux_layers: int
+    aux_size: int
     size: int
     mask_token: int
     vocab_size: int
@@ -165,8 +165,8 @@ class Block:
         return self.size - self.first_row
 
     def weights(self, hidden_size: int) -> Weights:
-        captured = self.num_captures * self.capture_size
-        backbone = (Matrix("fc", ("",), hidden_size, captured, quantized=False), Elements(hidden_size))
+        aux = self.num_aux_layers * self.aux_size
+        backbone = (Matrix("fc", ("",), hidden_size, aux, quantized=False), Elements(hidden_size))
         head = () if self.head is None else self.head.weights(hidden_size, self.vocab_size)
         convolutions = () if self.convolution is None else self.convolution.weights(hidden_size) * 2 * self.num_layers
         confidence = () if self.confidence is None else self.confidence.weights(hidden_size)
@@ -189,7 +189,7 @@ class Frozen:
     kept: int = 0
     vocab_size: int = 0
 
-    num_captures = 0
+    num_aux_layers = 0
     final_norm = True
     reads_streams = False
 
@@ -208,7 +208,7 @@ class Frozen:
 class Separate:
     """A model of the same vocabulary that reads nothing of the target but its tokens (STANDALONE)."""
 
-    num_captures = 0
+    num_aux_layers = 0
     final_norm = True
     reads_streams = False
 
@@ -225,7 +225,7 @@ class DraftDescription:
     "MTP").
 
     `first_layer`: the draft's caches are numbered from there, behind the layers of the target, whose vocabulary has
-    `vocab_size` tokens. `captures`: the target layers whose outputs it reads. `head_size`: rows of an output head of
+    `vocab_size` tokens. `aux_layers`: the target layers whose outputs it reads. `head_size`: rows of an output head of
     its own, 0: the target's. `reduced`: these rows stand for the tokens that a table in the checkpoint (d2t) names.
     `own_embedding`: it does not take the target's. `plain_ends`: what it takes of the target's embedding and head is
     what the checkpoint has, without the norm before the first layer and what follows the product with the head.
@@ -239,7 +239,7 @@ class DraftDescription:
     form: Form
     first_layer: int
     vocab_size: int
-    captures: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     head_size: int = 0
     reduced: bool = False
     own_embedding: bool = False
@@ -279,6 +279,6 @@ class DraftDescription:
 
     def __str__(self) -> str:
         layers = f"{len(self.model.layers)} layer{'s' * (len(self.model.layers) > 1)}"
-        read = f" over the outputs of layers {', '.join(map(str, self.captures))}" if self.captures else ""
+        read = f" over the outputs of layers {', '.join(map(str, self.aux_layers))}" if self.aux_layers else ""
         head = f", a head of {self.head_size:,} of {self.vocab_size:,} tokens" if self.reduced else ""
         return f"{self.kind} ({self.model.architecture}): {layers}{read}{head}"

@@ -19,7 +19,7 @@ from sglang.srt.plan.drafts.block_draft import (
     OF_VERIFIER,
     BlockSettings,
     check_architecture,
-    check_captures,
+    check_aux_layers,
     describe_block_draft,
     names_of,
     reduced_head,
@@ -77,7 +77,7 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     settings = BlockSettings(
         trained=dflash_rows(keys),
         mask_token=inner.require("mask_token_id", int),
-        captures=_captures(inner, keys.positive("num_hidden_layers"), len(target.layers)),
+        aux_layers=_aux_layers(inner, keys.positive("num_hidden_layers"), len(target.layers)),
         first_row=dflash_first_row(keys),
         head=head,
         head_size=size,
@@ -163,7 +163,7 @@ def _given(inner: ConfigReader, names: tuple[str, ...]) -> bool:
     return any(value not in (None, 0) for value in values)
 
 
-def _captures(settings: ConfigReader, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+def _aux_layers(settings: ConfigReader, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     """Returns the target layers whose outputs are read: those named, or as many as the draft has layers, evenly from
     the second one to the third from the end."""
     named = settings.default("target_layer_ids", list, [])
@@ -172,4 +172,4 @@ def _captures(settings: ConfigReader, num_layers: int, num_target_layers: int) -
         if num_layers == 1:
             return (num_target_layers // 2,)
         named = [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
-    return check_captures(named, num_target_layers, settings.source)
+    return check_aux_layers(named, num_target_layers, settings.source)

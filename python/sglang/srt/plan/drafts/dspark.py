@@ -18,7 +18,7 @@ from sglang.srt.plan.drafts.block_draft import (
     OF_VERIFIER,
     BlockSettings,
     check_architecture,
-    check_captures,
+    check_aux_layers,
     describe_block_draft,
     names_of,
     reduced_head,
@@ -75,7 +75,7 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
     settings = BlockSettings(
         trained=block_rows(keys),
         mask_token=keys.require("mask_token_id", int),
-        captures=check_captures(keys.require("target_layer_ids", list), len(target.layers), keys.source),
+        aux_layers=check_aux_layers(keys.require("target_layer_ids", list), len(target.layers), keys.source),
         first_row=first_row(keys),
         head=head,
         head_size=size,

@@ -19,7 +19,7 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.drafts.block_draft import check_captures
+from sglang.srt.plan.drafts.block_draft import check_aux_layers
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.heads import Confidence, Markov
@@ -57,8 +57,8 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
             f" {target.architecture}. Give another with --speculative-draft-model-path."
         )
     _check(keys, family.shared_entries)
-    captures = _captures(keys, len(target.layers), family.shared_entries)
-    stages = _stages(config, len(captures))
+    aux_layers = _aux_layers(keys, len(target.layers), family.shared_entries)
+    stages = _stages(config, len(aux_layers))
     names = _names(family.names, stages)
     of_stages = {"num_hidden_layers": stages, "compress_ratios": [0] * stages, "num_hash_layers": 0, **_OF_STAGES}
     experts = {key: keys.values.get(f"dspark_{key}") for key in _EXPERTS}
@@ -79,8 +79,8 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
         raise UserError(f"{keys.source}: dspark_noise_token_id {mask} is no token of the {target.vocab_size:,}.")
     rank = keys.count("dspark_markov_rank")
     form = Block(
-        num_captures=len(captures),
-        capture_size=target.hidden_size,
+        num_aux_layers=len(aux_layers),
+        aux_size=target.hidden_size,
         size=size,
         mask_token=mask,
         vocab_size=target.vocab_size,
@@ -100,15 +100,15 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
         form=form,
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
-        captures=captures,
+        aux_layers=aux_layers,
         at=_AT,
     )
 
 
-def _captures(keys: ConfigReader, num_layers: int, before: bool) -> tuple[int, ...]:
+def _aux_layers(keys: ConfigReader, num_layers: int, before: bool) -> tuple[int, ...]:
     """Returns the layers behind which the draft reads the streams. before: it reads them before the named layers, as
     V4.1's does. Raises UserError."""
-    named = check_captures(keys.require("dspark_target_layer_ids", list), num_layers, keys.source)
+    named = check_aux_layers(keys.require("dspark_target_layer_ids", list), num_layers, keys.source)
     if before and 0 in named:
         raise UserError(f"{keys.source}: dspark_target_layer_ids {list(named)} name the layer 0, before which is none.")
     return tuple(layer - 1 for layer in named) if before else named

@@ -90,12 +90,12 @@ def describe_eagle3(config: DraftConfig, target: ModelDescription) -> DraftDescr
     family, quantization = _LATENT if latent else _LLAMA, stored_wide(config.quantization, stored)
     dense = ConfigReader({**keys.values, **_DENSE}, keys.source)
     model = describe_as(family, dense, quantization, config.keep_shared_apart)
-    captures = _captures(settings, speculators, len(target.layers))
-    _check_captures(captures, settings, len(target.layers))
+    aux_layers = _aux_layers(settings, speculators, len(target.layers))
+    _check_aux_layers(aux_layers, settings, len(target.layers))
     form = Concatenated(
-        num_captures=len(captures),
-        capture_size=target.hidden_size,
-        capture_norms=_flag(settings, "fc_norm", "use_aux_norm") or "fc_norm.0.weight" in (stored or ()),
+        num_aux_layers=len(aux_layers),
+        aux_size=target.hidden_size,
+        aux_norms=_flag(settings, "fc_norm", "use_aux_norm") or "fc_norm.0.weight" in (stored or ()),
         norm_before_fc=_flag(settings, "norm_before_fc"),
         # The speculators library's default.
         norm_before_residual=settings.default("norm_before_residual", bool, speculators),
@@ -111,11 +111,11 @@ def describe_eagle3(config: DraftConfig, target: ModelDescription) -> DraftDescr
     return finished(
         DraftDescription(
             kind=EAGLE3,
-            model=replace(model, layers=layers, names=_with_capture_norms(names, len(captures))),
+            model=replace(model, layers=layers, names=_with_aux_norms(names, len(aux_layers))),
             form=form,
             first_layer=len(target.layers),
             vocab_size=target.vocab_size,
-            captures=captures,
+            aux_layers=aux_layers,
             head_size=head,
             reduced=has_table,
             own_embedding=model.hidden_size != target.hidden_size,
@@ -203,7 +203,7 @@ def _flag(keys: ConfigReader, *names: str) -> bool:
     return any(keys.default(name, bool, False) for name in names)
 
 
-def _captures(settings: ConfigReader, speculators: bool, num_layers: int) -> tuple[int, ...]:
+def _aux_layers(settings: ConfigReader, speculators: bool, num_layers: int) -> tuple[int, ...]:
     """Returns the target layers whose outputs are captured. A head that names none reads the inputs of the layers 2, L
     / 2 and L - 3. The layers that a head names are those whose outputs it reads, except with the speculators library,
     which means their inputs."""
@@ -223,10 +223,10 @@ def _captures(settings: ConfigReader, speculators: bool, num_layers: int) -> tup
     return tuple(layer - speculators for layer in named)
 
 
-def _check_captures(captures: tuple[int, ...], settings: ConfigReader, num_layers: int) -> None:
-    outside = [layer for layer in captures if not -1 <= layer < num_layers]
+def _check_aux_layers(aux_layers: tuple[int, ...], settings: ConfigReader, num_layers: int) -> None:
+    outside = [layer for layer in aux_layers if not -1 <= layer < num_layers]
     if outside:
-        read = ", ".join(map(str, captures))
+        read = ", ".join(map(str, aux_layers))
         raise UserError(
             f"{settings.source}: the EAGLE3 head reads the outputs of the layers {read}, and the model has"
             f" {num_layers}. Give the head that was trained for this model."
@@ -267,5 +267,5 @@ def _unnormed(layer: LayerSpec) -> LayerSpec:
     return replace(layer, residual=Sum(mixer_norms=False))
 
 
-def _with_capture_norms(names: WeightMap, count: int) -> WeightMap:
+def _with_aux_norms(names: WeightMap, count: int) -> WeightMap:
     return replace(names, model={**names.model, **{f"fc_norm.{i}": f"fc_norm.{i}" for i in range(count)}})

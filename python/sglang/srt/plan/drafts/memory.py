@@ -26,18 +26,18 @@ def with_draft_memory(
     description, item = draft.description, KV_DTYPE_BYTES[dtype]
     model, ranks = description.model, draft.weights.ranks
     streams = model.layers[0].residual.streams if description.form.reads_streams else 1
-    captured = (2 * len(description.captures) + 3) * streams  # features, the embedding beside them, their projection
-    rows = sizes.tokens_per_step * captured * target.hidden_size * item
+    aux = (2 * len(description.aux_layers) + 3) * streams  # features, the embedding beside them, their projection
+    rows = sizes.tokens_per_step * aux * target.hidden_size * item
     most_rows = max(sizes.tokens_per_step, sizes.max_running_requests * description.rows_a_request)
     draft_activations = activation_bytes(model, dtype, most_rows, ranks)
     logit_rows = max(sizes.max_running_requests, description.rows_a_request)
     targets = activation_bytes(target, dtype, sizes.tokens_per_step, sizes.ranks)
     tails = description.tails * (sizes.max_running_requests + 1) * target.hidden_size * item
     stages = sizes.ranks.pp_size + 3 if sizes.ranks.pp_size > 1 else 0
-    handed_on = stages * sizes.tokens_per_step * len(description.captures) * target.hidden_size * item
+    intermediate = stages * sizes.tokens_per_step * len(description.aux_layers) * target.hidden_size * item
     return replace(
         fixed,
-        activations=fixed.activations + rows + tails + max(0, draft_activations - targets) + handed_on,
+        activations=fixed.activations + rows + tails + max(0, draft_activations - targets) + intermediate,
         logits=fixed.logits + logit_rows * description.vocab_size * 4 * _LOGITS_COPIES,
         graphs=fixed.graphs + draft_graph_bytes(len(model.layers), draft.asked.num_tokens, sizes),
         rotary=fixed.rotary + rotary_bytes(model, sizes),

@@ -85,7 +85,7 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
         form=_form(form, target),
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
-        captures=(len(target.layers) - 1,) if form.by_stream or form.streamed else (),
+        aux_layers=(len(target.layers) - 1,) if form.by_stream or form.streamed else (),
         shares_selection=_shares_selection(keys, model),
         at=at,
     )

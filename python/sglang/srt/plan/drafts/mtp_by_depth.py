@@ -72,7 +72,7 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
         ),
         first_layer=first,
         vocab_size=target.vocab_size,
-        captures=() if form.final_features else (first - 1,),
+        aux_layers=() if form.final_features else (first - 1,),
         at=_beginnings(form, target, used),
     )
 

@@ -1,5 +1,5 @@
 """Muse-Glimmer's assistant: a DFlash draft whose config.json has keys of its own, and names of its own for what it
-makes of captured streams.
+makes of aux hidden states.
 
 Source: the format in which Meta publishes it (`MuseGlimmerAssistantModel`), as transformers 5.17 reads it.
 """

@@ -28,7 +28,7 @@ class ArrayTransfers:
     def __init__(self, files: MediaFiles, replicas: Sequence[Replica], tell: Callable[[], None]) -> None:
         """tell(): sends what replicas have in `arrays_gone`."""
         self._files, self._replicas, self._tell = files, replicas, tell
-        self._turns = [asyncio.Lock() for _ in replicas]
+        self._locks = [asyncio.Lock() for _ in replicas]
         self._sent: dict[str, dict[int, asyncio.Task[None]]] = {}
         """By the array's name: what sends it, or has sent it, to a replica."""
         self._under_way: set[asyncio.Task[None]] = set()
@@ -58,7 +58,7 @@ class ArrayTransfers:
         total, offset = shared_array.num_bytes(array), 0
         try:
             while offset < total and array.name in self._files:
-                async with self._turns[replica.index]:
+                async with self._locks[replica.index]:
                     part = await asyncio.to_thread(_part, self._files.directory, array, offset)
                     if array.name not in self._files:  # from here to the sending nothing else runs
                         return

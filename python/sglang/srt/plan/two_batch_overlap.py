@@ -1,4 +1,4 @@
-"""Decides which steps run as two halves that take turns (--enable-two-batch-overlap)."""
+"""Decides which steps run as two microbatches that alternate (--enable-two-batch-overlap)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.halves_table import HalvesBand, halves_from
+from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
@@ -19,25 +19,25 @@ from sglang.srt.server_args import ServerArgs
 FLAG = "--enable-two-batch-overlap"
 ATTENTION = ("decode_attention", "extend_attention")
 THREADS_LEAST = 2
-"""So many times a table's tokens where halves are threads: to hand over takes the host as long as to launch."""
+"""So many times a table's tokens where microbatches are threads: to hand over takes the host as long as to launch."""
 
 
 @dataclass(frozen=True, slots=True)
-class HalvesRule:
-    """Steps with prompts of at least so many tokens run as two halves, unless they have images among their prompts."""
+class TwoBatchRule:
+    """Steps with prompts of at least so many tokens run as two microbatches, unless they have images among their prompts."""
 
-    least_tokens: int
+    min_tokens: int
     reason: str
     exact: bool = False
     """Their sums travel as they are, also where those of whole steps take eight bits."""
 
     def __str__(self) -> str:
-        return f"from {self.least_tokens:,} tokens on ({self.reason})"
+        return f"from {self.min_tokens:,} tokens on ({self.reason})"
 
 
-def halves_rule(
+def two_batch_rule(
     args: ServerArgs, topology: Topology | None, model: ModelDescription, choices: Mapping[str, Choice]
-) -> HalvesRule | None:
+) -> TwoBatchRule | None:
     """Returns the rule; None where every step runs as one. `topology`: the way of large sums, None for CPUs or where
     nobody has looked.
 
@@ -46,27 +46,27 @@ def halves_rule(
         raise UserError(f"{FLAG} and --disable-two-batch-overlap contradict each other")
     if args.disable_two_batch_overlap:
         return None
-    band = halves_from(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
+    band = two_batch_threshold(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
     if not args.enable_two_batch_overlap and not (band.unasked and args.attn_dp_size == 1):
-        return None  # of groups of requests nothing is predicted: their rows meet padded, more so in halves
-    problem = why_whole(args.tp_size, args.dcp_size) or _of_attention(choices)
+        return None  # of groups of requests nothing is predicted: their rows meet padded, more so in microbatches
+    problem = why_not_split(args.tp_size, args.dcp_size) or _of_attention(choices)
     if problem and args.enable_two_batch_overlap:
         raise UserError(f"{FLAG}: {problem}")
     if problem:
         return None
     if args.two_batch_overlap_min_tokens is not None:
-        return HalvesRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens", band.exact)
-    return HalvesRule(least_tokens(band, model, args.attn_dp_size), band.reason, band.exact)
+        return TwoBatchRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens", band.exact)
+    return TwoBatchRule(min_tokens(band, model, args.attn_dp_size), band.reason, band.exact)
 
 
-def least_tokens(band: HalvesBand, model: ModelDescription, attn_dp_size: int) -> int:
-    """Returns from how many tokens on steps of the model run as two halves by the row of the table."""
-    return band.least * (1 if turns_by_block(model, attn_dp_size) else THREADS_LEAST)
+def min_tokens(band: TwoBatchThreshold, model: ModelDescription, attn_dp_size: int) -> int:
+    """Returns from how many tokens on steps of the model run as two microbatches by the row of the table."""
+    return band.least * (1 if alternates_by_block(model, attn_dp_size) else THREADS_LEAST)
 
 
-def turns_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
+def alternates_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
     """Returns whether every block leaves its sum over ranks to the norm that follows it and asks for no other
-    collective, so that halves take turns block by block in one thread (`CausalLM.leaves_sums`)."""
+    collective, so that microbatches alternate block by block in one thread (`CausalLM.leaves_sums`)."""
     return attn_dp_size == 1 and model.per_layer_inputs is None and all(map(_leaves_sums, model.layers))
 
 
@@ -87,12 +87,12 @@ def has_experts(model: ModelDescription) -> bool:
     return any(isinstance(layer.ffn, MoE) for layer in model.layers)
 
 
-def why_whole(tp_size: int, dcp_size: int) -> str:
+def why_not_split(tp_size: int, dcp_size: int) -> str:
     """Returns why ranks laid out so compute every step as one; "" if they need not."""
     if tp_size == 1:
         return "sums travel over the ranks of --tp-size, of which there is one"
     if dcp_size > 1:
-        return "with --dcp-size attention itself exchanges, for requests that decode alone, so that halves would differ"
+        return "with --dcp-size attention itself exchanges, for requests that decode alone, so that microbatches would differ"
     return ""
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.distributed.turns import LateLane, Turns
+from sglang.srt.distributed.ping_pong import LateLane, PingPong
 from sglang.srt.model_executor.step import GroupSteps, MediaTokens, PromptTokens, StepInput
-from sglang.srt.model_executor.step_halves import ALIGNMENT, Cut, cut_groups, cut_of, cut_step
+from sglang.srt.model_executor.two_batch_overlap import ALIGNMENT, Cut, cut_groups, choose_cut, cut_step
 from sglang.srt.models.causal_lm import CausalLM
 
 
@@ -45,7 +45,7 @@ def step_of(decodes: int, lens: list[int], prefixes: list[int] | None = None) ->
 def test_a_step_is_cut_where_a_prompt_ends_near_its_middle_or_inside_one(
     decodes: int, lens: list[int], prefixes: list[int] | None, cut: Cut
 ) -> None:
-    assert cut_of(step_of(decodes, lens, prefixes)) == cut
+    assert choose_cut(step_of(decodes, lens, prefixes)) == cut
 
 
 def test_steps_without_two_prompt_tokens_or_with_images_are_not_cut() -> None:
@@ -53,7 +53,7 @@ def test_steps_without_two_prompt_tokens_or_with_images_are_not_cut() -> None:
     decode.prompts = None
     assert seeing.prompts is not None
     seeing.prompts.media = MediaTokens(None, np.empty(0, np.int64), [])
-    assert cut_of(one) is None and cut_of(decode) is None and cut_of(seeing) is None
+    assert choose_cut(one) is None and choose_cut(decode) is None and choose_cut(seeing) is None
 
 
 def test_halves_have_every_token_once_and_a_cut_prompt_goes_on_behind_its_first_part() -> None:
@@ -61,7 +61,7 @@ def test_halves_have_every_token_once_and_a_cut_prompt_goes_on_behind_its_first_
     for _ in range(500):
         decodes, prompts = int(rng.integers(0, 9)), int(rng.integers(1, 6))
         step = step_of(decodes, rng.integers(1, 200, prompts).tolist(), rng.integers(0, 300, prompts).tolist())
-        cut = cut_of(step)
+        cut = choose_cut(step)
         if cut is None:
             assert len(step.out_cache_loc) - decodes < 2
             continue
@@ -114,7 +114,7 @@ def test_groups_of_which_none_can_be_cut_or_one_verifies_guesses_compute_whole_s
 def test_padding_has_a_row_in_later_stages_of_a_pipeline() -> None:
     """Where a group has all of its step in the first half, the second one computes a row of padding, which the stage
     before does not hand on."""
-    handed_on = torch.arange(6.0).view(3, 2)
+    intermediate = torch.arange(6.0).view(3, 2)
     seen: dict[int, torch.Tensor] = {}
 
     def compute(batch: Any, received: torch.Tensor) -> torch.Tensor:
@@ -123,9 +123,9 @@ def test_padding_has_a_row_in_later_stages_of_a_pipeline() -> None:
 
     stage: Any = object.__new__(CausalLM)
     stage.input_buffer = lambda num_tokens: torch.full((num_tokens, 2), torch.nan)
-    stage.pp = SimpleNamespace(receive_from_previous=lambda rows: rows.copy_(handed_on))
+    stage.pp = SimpleNamespace(receive_from_previous=lambda rows: rows.copy_(intermediate))
     stage.leaves_sums, stage.compute, stage.description = False, compute, SimpleNamespace(last_stage=True)
-    whole, first, second = (SimpleNamespace(input_ids=torch.zeros(n), captured=[]) for n in (3, 3, 1))
-    hidden = stage.in_halves(whole, (first, second), Turns(LateLane()))
-    assert torch.equal(hidden, handed_on) and torch.equal(seen[3], handed_on)
+    whole, first, second = (SimpleNamespace(input_ids=torch.zeros(n), aux_hidden_states=[]) for n in (3, 3, 1))
+    hidden = stage.forward_microbatches(whole, (first, second), PingPong(LateLane()))
+    assert torch.equal(hidden, intermediate) and torch.equal(seen[3], intermediate)
     assert torch.equal(seen[1], torch.zeros(1, 2))

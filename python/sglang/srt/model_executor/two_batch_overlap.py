@@ -1,6 +1,6 @@
-"""Steps with many prompt tokens as two halves, whose collectives travel in turns (`distributed/turns`).
+"""Steps with many prompt tokens as two microbatches, whose collectives travel in alternation (`distributed/ping_pong`).
 
-A half is a step of its own: the second one goes on where the first one ends, as the next chunk of a prompt would, and
+A microbatch is a step of its own: the second one goes on where the first one ends, as the next chunk of a prompt would, and
 requests that decode are in the first one. A prompt is cut only where none ends near the middle.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import Groups
-from sglang.srt.distributed.turns import Lane, LateLane, StreamLane, Turns
+from sglang.srt.distributed.ping_pong import Lane, LateLane, StreamLane, PingPong
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.mem_cache.layer_loads import LayerWaits
@@ -27,22 +27,22 @@ ALIGNMENT = 64
 """Prompts are cut at multiples of so many positions, if they are long enough: tiles and groups of tokens stay whole."""
 OFF_MIDDLE = 32
 """One of so many tokens of a step may lie between its middle and the end of a prompt at which it is cut. Where sums
-take as long as what is computed, halves of 3 and 5 eighths take a fifth longer than equal ones: the shorter one is
+take as long as what is computed, microbatches of 3 and 5 eighths take a fifth longer than equal ones: the shorter one is
 computed before the sum of the other has arrived."""
 
 
-Halves = tuple[StepInput, StepInput]
+Microbatches = tuple[StepInput, StepInput]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a step is cut: its first `prompts` prompts are in the first half, and `tokens` of the next one."""
+    """Where a step is cut: its first `prompts` prompts are in the first microbatch, and `tokens` of the next one."""
 
     prompts: int
     tokens: int
 
 
-def cut_of(step: StepInput) -> Cut | None:
+def choose_cut(step: StepInput) -> Cut | None:
     """Returns where the step is cut; None if it cannot be."""
     prompts = step.prompts
     if prompts is None or prompts.media is not None:
@@ -64,22 +64,22 @@ def cut_of(step: StepInput) -> Cut | None:
 
 
 def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
-    """Returns the halves of the steps of all attention groups; None if they cannot be cut. A group whose step has no
-    place for a cut has all of it in the first half, and no work in the second one."""
+    """Returns the microbatches of the steps of all attention groups; None if they cannot be cut. A group whose step has no
+    place for a cut has all of it in the first microbatch, and no work in the second one."""
     if steps.has_media or any(step.widths is not None for step in steps.steps):
         return None
     first: list[StepInput | None] = []
     second: list[StepInput | None] = []
     for step, idle in zip(steps.steps, steps.idle, strict=True):
-        cut = None if idle else cut_of(step)
+        cut = None if idle else choose_cut(step)
         one, other = (None if idle else step, None) if cut is None else cut_step(step, cut)
         first.append(one)
         second.append(other)
     return None if not any(second) else (GroupSteps.of(first), GroupSteps.of(second))
 
 
-def cut_step(step: StepInput, cut: Cut) -> Halves:
-    """Returns the two halves. What a step is sampled by is not theirs."""
+def cut_step(step: StepInput, cut: Cut) -> Microbatches:
+    """Returns the two microbatches. What a step is sampled by is not theirs."""
     prompts, count = step.prompts, step.num_decodes
     assert prompts is not None
     lens, prefixes = prompts.extend_lens, prompts.prefix_lens
@@ -108,58 +108,58 @@ def cut_step(step: StepInput, cut: Cut) -> Halves:
     return first, second
 
 
-class StepHalves:
-    """Computes steps as two halves."""
+class TwoBatchOverlap:
+    """Computes steps as two microbatches."""
 
-    def __init__(self, state: DeviceState, groups: Groups, least_tokens: int | None, exact: bool = False) -> None:
-        """exact: sums of halves are never quantized."""
+    def __init__(self, state: DeviceState, groups: Groups, min_tokens: int | None, exact: bool = False) -> None:
+        """exact: sums of microbatches are never quantized."""
         lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
         self.state, self.groups = state, groups
-        self.least_tokens = least_tokens
+        self.min_tokens = min_tokens
         """None: no step runs as two."""
-        self.turns = Turns(lane)
-        self.turns.exact = exact
+        self.ping_pong = PingPong(lane)
+        self.ping_pong.exact = exact
         for group in groups.of_layers:
-            group.give_way_in(self.turns)
+            group.alternate_in(self.ping_pong)
 
     @classmethod
-    def of_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> StepHalves | None:
-        rule = plan.halves
-        return None if rule is None else cls(state, groups, rule.least_tokens, rule.exact)
+    def of_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> TwoBatchOverlap | None:
+        rule = plan.two_batch_overlap
+        return None if rule is None else cls(state, groups, rule.min_tokens, rule.exact)
 
-    def halves_of(self, step: StepInput) -> Halves | None:
-        """Returns the halves of a step; None if it runs as one. All ranks answer alike."""
+    def split_step(self, step: StepInput) -> Microbatches | None:
+        """Returns the microbatches of a step; None if it runs as one. All ranks answer alike."""
         num_tokens = len(step.out_cache_loc) if step.groups is None else sum(step.groups.num_tokens)
-        if self.least_tokens is None or num_tokens < self.least_tokens:
+        if self.min_tokens is None or num_tokens < self.min_tokens:
             return None
         if step.groups is None:
-            cut = cut_of(step)
+            cut = choose_cut(step)
             return None if cut is None else cut_step(step, cut)
         groups = cut_groups(step.groups)
         if groups is None:
             return None
-        first, second = (replace(half.steps[self.groups.dp.rank], groups=half) for half in groups)
+        first, second = (replace(microbatch.steps[self.groups.dp.rank], groups=microbatch) for microbatch in groups)
         return first, second
 
     @contextmanager
     def from_tokens(self, least: int | None) -> Iterator[None]:
         """Inside the block steps of so many tokens run as two; None: no step does."""
-        before, self.least_tokens = self.least_tokens, least
+        before, self.min_tokens = self.min_tokens, least
         try:
             yield
         finally:
-            self.least_tokens = before
+            self.min_tokens = before
 
-    def compute(self, batch: ForwardBatch, halves: Halves, loads: LayerWaits | None) -> torch.Tensor:
-        """Final hidden states [T, H] of `batch`, as the model gives them. loads: of the whole step; the first half
+    def compute(self, batch: ForwardBatch, microbatches: Microbatches, loads: LayerWaits | None) -> torch.Tensor:
+        """Final hidden states [T, H] of `batch`, as the model gives them. loads: of the whole step; the first microbatch
         comes to each layer first."""
-        first, second = (self._batch(half, loads) for half in halves)
-        return self.state.model.in_halves(batch, (first, second), self.turns)
+        first, second = (self._batch(microbatch, loads) for microbatch in microbatches)
+        return self.state.model.forward_microbatches(batch, (first, second), self.ping_pong)
 
-    def _batch(self, half: StepInput, loads: LayerWaits | None) -> ForwardBatch:
-        arrays = send(self.state.device, **step_arrays(half))
-        batch = self.state.batch(arrays, shape_of(half), half)
+    def _batch(self, microbatch: StepInput, loads: LayerWaits | None) -> ForwardBatch:
+        arrays = send(self.state.device, **step_arrays(microbatch))
+        batch = self.state.batch(arrays, shape_of(microbatch), microbatch)
         batch.loads = loads
-        if half.groups is not None:
-            batch.exchange = RowExchange.of_step(self.groups, half.groups.num_tokens, self.state.device)
+        if microbatch.groups is not None:
+            batch.exchange = RowExchange.of_step(self.groups, microbatch.groups.num_tokens, self.state.device)
         return batch

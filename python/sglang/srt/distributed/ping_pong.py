@@ -1,16 +1,16 @@
-"""Two halves of a step that take turns: while a collective of one is on its way, the other computes.
+"""Two microbatches of a step that alternate: while a collective of one is on its way, the other computes.
 
-    first    A1 ~~sum~~ A2 ~~sum~~ A3 ...        Ai: what the half computes up to its i-th collective
+    first    A1 ~~sum~~ A2 ~~sum~~ A3 ...        Ai: what the microbatch computes up to its i-th collective
     second      B1 ~~sum~~ B2 ~~sum~~ B3 ...     launched in the order A1, B1, A2, B2, ...
 
-Everything that is computed goes to one stream in the order of the turns, so that what the first half stores (keys,
-states) is there when the second half comes to the same place. Collectives go to a lane of their own, one behind the
-other, on all ranks in the same order. Halves take turns in one of two ways:
+Everything that is computed goes to one stream in the order of the turns, so that what the first microbatch stores (keys,
+states) is there when the second microbatch comes to the same place. Collectives go to a lane of their own, one behind the
+other, on all ranks in the same order. Halves alternate in one of two ways:
 
-    blocks    Each half is a generator that stops behind every block, and one thread computes a block of each in turn.
+    blocks    Each microbatch is a generator that stops behind every block, and one thread computes a block of each in turn.
               That hides the sums that blocks leave to what follows them (`start`), at no more cost to the host than
-              launching both halves. Any other collective is waited for where it is asked for.
-    threads   Each half is a call in a thread of its own, of which only one runs at a time: a collective is where it
+              launching both microbatches. Any other collective is waited for where it is asked for.
+    threads   Each microbatch is a call in a thread of its own, of which only one runs at a time: a collective is where it
               gives way to the other. So all are hidden, whatever layers exchange and wherever; but to hand over takes
               the host as long as half of a block's launches.
 """
@@ -43,7 +43,7 @@ class Lane(Protocol):
         """What makes a thread launch where the caller does."""
 
     def clear(self) -> None:
-        """Forget what nobody waits for: a half has failed."""
+        """Forget what nobody waits for: a microbatch has failed."""
 
 
 class StreamLane:
@@ -105,21 +105,21 @@ class LateLane:
         self._waiting.clear()
 
 
-class HalvesDiffer(RuntimeError):
-    """The halves do not exchange the same things in the same order, so that one might overtake the other."""
+class MicrobatchesDiffer(RuntimeError):
+    """The microbatches do not exchange the same things in the same order, so that one might overtake the other."""
 
 
-class OtherHalfFailed(RuntimeError):
-    """Ends a half whose other one has failed."""
+class OtherMicrobatchFailed(RuntimeError):
+    """Ends a microbatch whose other one has failed."""
 
 
-class Turns:
+class PingPong:
     """Runs two calls in turns. One `run` at a time."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="second half")
-        self.under_way = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="second microbatch")
+        self.active = False
         """True inside `run` and `run_blocks`: collectives are to go through `travel`."""
         self.by_block = False
         """True inside `run_blocks`: sums that blocks leave are to go through `start`."""
@@ -131,7 +131,7 @@ class Turns:
         raises; the other ends at its next collective."""
         self._begin()
         self._ended = [False, False]
-        self._go = (threading.Lock(), threading.Lock())  # held until its half may go on: less work than semaphores
+        self._go = (threading.Lock(), threading.Lock())  # held until its microbatch may go on: less work than semaphores
         for go in self._go:
             go.acquire()
         self._failure: BaseException | None = None
@@ -141,7 +141,7 @@ class Turns:
         finally:
             self._end(0)
             wait((other,))
-            self.under_way = False
+            self.active = False
             self._lane.clear()
         return result, other.result()
 
@@ -150,81 +150,81 @@ class Turns:
         other."""
         self._begin()
         self.by_block = True
-        halves, results = (first, second), dict[int, T]()
+        microbatches, results = (first, second), dict[int, T]()
         try:
-            while len(results) < len(halves):
-                for number, half in enumerate(halves):
-                    self._turn = number
+            while len(results) < len(microbatches):
+                for number, microbatch in enumerate(microbatches):
+                    self._running = number
                     try:
-                        next(half)
+                        next(microbatch)
                     except StopIteration as end:
                         results[number] = end.value
         finally:
-            for half in halves:
-                half.close()
-            self.under_way = self.by_block = False
+            for microbatch in microbatches:
+                microbatch.close()
+            self.active = self.by_block = False
             self._lane.clear()
         return results[0], results[1]
 
     def _begin(self) -> None:
-        self._turn = 0
+        self._running = 0
         self._sent: tuple[list[object], list[object]] = ([], [])
-        self.under_way = True
+        self.active = True
 
     def start(self, what: object, collective: Collective) -> Collective:
         """Lets a collective travel, and returns what gives its result to launches from then on. what: as of
         `travel`."""
-        turn = self._turn
-        mine, first = self._sent[turn], self._sent[0]
+        running = self._running
+        mine, first = self._sent[running], self._sent[0]
         mine.append(what)
-        if turn == 1 and (len(mine) > len(first) or first[len(mine) - 1] != what):
-            raise HalvesDiffer(
-                f"the second half sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}"
+        if running == 1 and (len(mine) > len(first) or first[len(mine) - 1] != what):
+            raise MicrobatchesDiffer(
+                f"the second microbatch sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}"
             )
         return self._lane.send(collective)
 
     def travel(self, what: object, collective: Collective) -> torch.Tensor:
-        """The collective's result. what: names it, the same for both halves. Called by the half whose turn it is."""
-        turn, receive = self._turn, self.start(what, collective)
+        """The collective's result. what: names it, the same for both microbatches. Called by the microbatch whose turn it is."""
+        running, receive = self._running, self.start(what, collective)
         if self.by_block:
             return receive()
-        self._give_way(turn)
+        self._yield_to_other(running)
         if self._failure is not None:
-            raise OtherHalfFailed from self._failure
+            raise OtherMicrobatchFailed from self._failure
         return receive()
 
-    def _give_way(self, turn: int) -> None:
-        """The other half, unless it has ended, goes on until it gives way in turn."""
-        other = 1 - turn
+    def _yield_to_other(self, running: int) -> None:
+        """The other microbatch, unless it has ended, goes on until it gives way in turn."""
+        other = 1 - running
         if not self._ended[other]:
-            self._turn = other
+            self._running = other
             self._go[other].release()
-            self._go[turn].acquire()
+            self._go[running].acquire()
 
-    def _second(self, half: Callable[[], T], here: Callable[[], AbstractContextManager[object]]) -> T:
+    def _second(self, microbatch: Callable[[], T], here: Callable[[], AbstractContextManager[object]]) -> T:
         self._go[1].acquire()
         try:
             if self._failure is not None:
-                raise OtherHalfFailed from self._failure
+                raise OtherMicrobatchFailed from self._failure
             with here(), torch.inference_mode():
-                return self._guarded(half)
+                return self._guarded(microbatch)
         finally:
             self._end(1)
 
-    def _guarded(self, half: Callable[[], T]) -> T:
+    def _guarded(self, microbatch: Callable[[], T]) -> T:
         try:
-            return half()
-        except OtherHalfFailed as error:
+            return microbatch()
+        except OtherMicrobatchFailed as error:
             assert self._failure is not None
             raise self._failure from error
         except BaseException as error:
             self._failure = error
             raise
 
-    def _end(self, half: int) -> None:
+    def _end(self, microbatch: int) -> None:
         """The other one has all turns from now on."""
-        other = 1 - half
-        self._ended[half] = True
+        other = 1 - microbatch
+        self._ended[microbatch] = True
         if not self._ended[other]:
-            self._turn = other
+            self._running = other
             self._go[other].release()

@@ -1,10 +1,10 @@
-"""From how many tokens on a step with prompts runs as two halves, whose sums over ranks travel while the other half
+"""From how many tokens on a step with prompts runs as two microbatches, whose sums over ranks travel while the other microbatch
 computes: by how the GPUs are connected, how many they are, and what is computed.
 
-Below, a half has too few tokens for the weights that it reads, as with experts both halves choose nearly all of them,
+Below, a microbatch has too few tokens for the weights that it reads, as with experts both microbatches choose nearly all of them,
 or for the host, which launches everything twice. Everything is predicted (`explain --time`), with what the host was
-measured to take; a test holds the rows to the predictions. Rows are for halves that take turns block by block in one
-thread; as threads they need twice the tokens (`plan.halves`).
+measured to take; a test holds the rows to the predictions. Rows are for microbatches that alternate block by block in one
+thread; as threads they need twice the tokens (`plan.microbatches`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang.srt.kernels.all_reduce_table import PCIE
 
 
 @dataclass(frozen=True, slots=True)
-class HalvesBand:
+class TwoBatchThreshold:
     """Steps of `least` tokens and more of groups of these sizes, connected in one of these ways, of models with or
     without experts (None: both), whose sums travel in eight bits or not (None: either way). `unasked`: also where no
     flag asks for it."""
@@ -29,7 +29,7 @@ class HalvesBand:
     unasked: bool
     reason: str
     exact: bool = False
-    """Sums of halves travel as they are, whatever the flag says for other steps: they hide as well as those in eight
+    """Sums of microbatches travel as they are, whatever the flag says for other steps: they hide as well as those in eight
     bits, which the host takes longer to launch."""
 
 
@@ -39,22 +39,22 @@ _SUMS = "predicted: sums take longer than reading the weights once more, and the
 _EXPERTS = "predicted: sums take longer than reading the experts once more"
 _NOTHING = "predicted: nothing to gain beside eight bits"
 
-HALVES: tuple[HalvesBand, ...] = (
-    HalvesBand(PCIE, _TWO, False, None, 2048, True, _SUMS, exact=True),
-    HalvesBand(PCIE, _MORE, False, None, 2048, True, _SUMS),
-    HalvesBand(PCIE, _TWO, True, False, 8192, True, _EXPERTS, exact=True),
-    HalvesBand(PCIE, _TWO, True, True, 8192, False, _NOTHING, exact=True),
-    HalvesBand(PCIE, _UP_TO_FOUR, True, False, 2048, True, _EXPERTS),
-    HalvesBand(PCIE, _UP_TO_FOUR, True, True, 4096, True, _EXPERTS),
-    HalvesBand(PCIE, _UP_TO_EIGHT, True, None, 2048, True, _EXPERTS),
+TWO_BATCH_THRESHOLDS: tuple[TwoBatchThreshold, ...] = (
+    TwoBatchThreshold(PCIE, _TWO, False, None, 2048, True, _SUMS, exact=True),
+    TwoBatchThreshold(PCIE, _MORE, False, None, 2048, True, _SUMS),
+    TwoBatchThreshold(PCIE, _TWO, True, False, 8192, True, _EXPERTS, exact=True),
+    TwoBatchThreshold(PCIE, _TWO, True, True, 8192, False, _NOTHING, exact=True),
+    TwoBatchThreshold(PCIE, _UP_TO_FOUR, True, False, 2048, True, _EXPERTS),
+    TwoBatchThreshold(PCIE, _UP_TO_FOUR, True, True, 4096, True, _EXPERTS),
+    TwoBatchThreshold(PCIE, _UP_TO_EIGHT, True, None, 2048, True, _EXPERTS),
 )  # fmt: skip
-"""Of two ranks halves keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens took 118
+"""Of two ranks microbatches keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens took 118
 ms so, 131 with both, 153 in eight bits alone and 177 with neither."""
 
 
-def halves_from(topology: Topology | None, ranks: int, experts: bool, eight_bits: bool) -> HalvesBand:
+def two_batch_threshold(topology: Topology | None, ranks: int, experts: bool, eight_bits: bool) -> TwoBatchThreshold:
     """The row of a group. topology None: ranks on CPUs, or nobody has looked."""
-    for band in HALVES:
+    for band in TWO_BATCH_THRESHOLDS:
         if (
             topology in band.topologies
             and ranks in band.ranks
@@ -63,6 +63,6 @@ def halves_from(topology: Topology | None, ranks: int, experts: bool, eight_bits
         ):
             return band
     if topology is None:
-        return HalvesBand(frozenset(), frozenset(), None, None, 2, False, "ranks on CPUs wait for their sums")
+        return TwoBatchThreshold(frozenset(), frozenset(), None, None, 2, False, "ranks on CPUs wait for their sums")
     links = "sums over NVLink take little of a step" if topology is Topology.NVLINK else "nothing is predicted"
-    return HalvesBand(frozenset(), frozenset(), None, None, 4096, False, links, exact=True)
+    return TwoBatchThreshold(frozenset(), frozenset(), None, None, 4096, False, links, exact=True)

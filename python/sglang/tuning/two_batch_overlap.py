@@ -1,8 +1,8 @@
-"""Steps with prompts as two halves, whose sums over ranks travel while the other half computes
+"""Steps with prompts as two microbatches, whose sums over ranks travel while the other microbatch computes
 (--enable-two-batch-overlap).
 
-Three clocks follow the turns of `distributed/turns`: the host's launches and what is computed, in the order A1, B1, A2,
-B2, ..., and the sums, one behind the other. A half is priced as a step of its own: the second one of a prompt attends
+Three clocks follow the turns of `distributed/ping_pong`: the host's launches and what is computed, in the order A1, B1, A2,
+B2, ..., and the sums, one behind the other. A microbatch is priced as a step of its own: the second one of a prompt attends
 to the first, and each reads all weights. While sums travel, what is computed takes longer by SLOWDOWN.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.halves_table import HalvesBand, halves_from
-from sglang.srt.plan.halves import has_experts, least_tokens, turns_by_block, why_whole
+from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
+from sglang.srt.plan.two_batch_overlap import has_experts, min_tokens, alternates_by_block, why_not_split
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
@@ -34,41 +34,41 @@ from sglang.tuning.steps import (
 SLOWDOWN = 1.1
 """A guess: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
 TURN_S = 0.43e-3
-"""What the host takes to launch a half up to its next sum, as much as a whole step: measured beside an H100
+"""What the host takes to launch a microbatch up to its next sum, as much as a whole step: measured beside an H100
 (benchmark/results/2026-11-26-divided-h100.md)."""
 THREADS_TURN_S = 2 * TURN_S
-"""The same where halves are threads, and the other one goes on: measured there."""
+"""The same where microbatches are threads, and the other one goes on: measured there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What a half computes up to a sum, and the sum: seconds."""
+    """What a microbatch computes up to a sum, and the sum: seconds."""
 
     compute: float
     sums: float
 
 
-def runs_in_halves(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> bool:
-    """Returns whether a server computes the step as two halves there, its cards joined by PCIe or by NVLink; False of
-    attention groups with requests of their own, of whose halves nothing is predicted."""
+def runs_overlapped(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> bool:
+    """Returns whether a server computes the step as two microbatches there, its cards joined by PCIe or by NVLink; False of
+    attention groups with requests of their own, of whose microbatches nothing is predicted."""
     prompt = not step.decodes and not step.verifies
-    whole = why_whole(serving.tp_size, serving.dcp_size) or serving.attn_dp_size > 1
+    whole = why_not_split(serving.tp_size, serving.dcp_size) or serving.attn_dp_size > 1
     if serving.two_batch == "off" or whole or not prompt:
         return False
     band = _band(model, serving, arch)
-    least = least_tokens(band, model, serving.attn_dp_size)
+    least = min_tokens(band, model, serving.attn_dp_size)
     return step.tokens >= least and (band.unasked or serving.two_batch == "on")
 
 
-def _band(model: ModelDescription, serving: Serving, arch: ArchTraits) -> HalvesBand:
+def _band(model: ModelDescription, serving: Serving, arch: ArchTraits) -> TwoBatchThreshold:
     links = Topology.NVLINK if "nvlink" in arch.features else Topology.HOST_BRIDGE
-    return halves_from(links, serving.tp_size, has_experts(model), serving.quantized_sums != "off")
+    return two_batch_threshold(links, serving.tp_size, has_experts(model), serving.quantized_sums != "off")
 
 
 def step_time(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> StepTime:
-    """The time of a step, as two halves where it runs so. Raises UserError as `time_step`."""
+    """The time of a step, as two microbatches where it runs so. Raises UserError as `time_step`."""
     whole = total(time_step(model, serving, step, arch))
-    if not runs_in_halves(model, serving, step, arch):
+    if not runs_overlapped(model, serving, step, arch):
         return whole
     seconds = halved_seconds(model, serving, step, arch)
     shorter = seconds / whole.seconds
@@ -78,17 +78,17 @@ def step_time(model: ModelDescription, serving: Serving, step: Step, arch: ArchT
 def halved_seconds(
     model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits, slowdown: float = SLOWDOWN
 ) -> float:
-    """The seconds of a step of prompts as two halves, whose sums are exact where the table says so."""
+    """The seconds of a step of prompts as two microbatches, whose sums are exact where the table says so."""
     if _band(model, serving, arch).exact:
         serving = replace(serving, quantized_sums="off")
     unserved = unserved_ops(model, serving, arch)
-    first, second = (stretches(model, serving, half, unserved, arch) for half in halves_of(step))
+    first, second = (stretches(model, serving, microbatch, unserved, arch) for microbatch in split_step(step))
     head = timed(head_ops(model, serving, step.batch), unserved, arch)
-    turn = TURN_S if turns_by_block(model, serving.attn_dp_size) else THREADS_TURN_S
+    turn = TURN_S if alternates_by_block(model, serving.attn_dp_size) else THREADS_TURN_S
     return in_turns(first, second, slowdown, turn) + sum(row.seconds for row in head)
 
 
-def halves_of(step: Step) -> tuple[Step, Step]:
+def split_step(step: Step) -> tuple[Step, Step]:
     """A prompt is cut in the middle, several between two of them."""
     if step.batch > 1:
         first = (step.batch + 1) // 2
@@ -114,15 +114,15 @@ def stretches(
 def in_turns(
     first: Sequence[Stretch], second: Sequence[Stretch], slowdown: float = SLOWDOWN, turn: float = TURN_S
 ) -> float:
-    """The seconds until both halves are computed, of as many stretches. turn: of the host, for each of them."""
+    """The seconds until both microbatches are computed, of as many stretches. turn: of the host, for each of them."""
     launched = computed = travelled = 0.0
     arrived = [0.0, 0.0]
     for pair in zip(first, second, strict=True):
-        for half, stretch in enumerate(pair):
+        for microbatch, stretch in enumerate(pair):
             launched += turn
-            computed = max(launched, max(computed, arrived[half]) + slowdown * stretch.compute)
+            computed = max(launched, max(computed, arrived[microbatch]) + slowdown * stretch.compute)
             travelled = max(travelled, computed) + stretch.sums
-            arrived[half] = travelled
+            arrived[microbatch] = travelled
     return computed
 
 

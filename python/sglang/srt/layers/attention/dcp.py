@@ -68,29 +68,29 @@ class PartBackend(AttentionBackend, Protocol):
         """Returns a new one for batches of up to so many rows, whose heads are those of all ranks."""
 
 
-class SharedDecode:
+class DcpDecode:
     """Implements DecodeBuilder."""
 
     def __init__(self, parts: PartBuilder, merge: PartMerge) -> None:
         self.parts, self.merge = parts, merge
         self.plans_on_host, self.in_graphs = parts.plans_on_host, parts.in_graphs
 
-    def build(self, rows: DecodeRows) -> SharedDecodeMetadata:
-        return SharedDecodeMetadata(self.parts.build(own_rows(rows, self.merge.context)), self.merge)
+    def build(self, rows: DecodeRows) -> DcpDecodeMetadata:
+        return DcpDecodeMetadata(self.parts.build(own_rows(rows, self.merge.context)), self.merge)
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         self.parts.prepare_graphs(batch_sizes)
 
-    def build_in_graph(self, rows: DecodeRows) -> SharedDecodeMetadata:
+    def build_in_graph(self, rows: DecodeRows) -> DcpDecodeMetadata:
         of_rank = own_lengths if self.plans_on_host else own_rows
-        return SharedDecodeMetadata(self.parts.build_in_graph(of_rank(rows, self.merge.context)), self.merge)
+        return DcpDecodeMetadata(self.parts.build_in_graph(of_rank(rows, self.merge.context)), self.merge)
 
     def refresh(self, rows: DecodeRows) -> None:
         self.parts.refresh(own_rows_before_replay(rows, self.merge.context))
 
 
 @dataclass(slots=True)
-class SharedDecodeMetadata:
+class DcpDecodeMetadata:
     rows: PartMetadata
     merge: PartMerge
 
@@ -100,7 +100,7 @@ class SharedDecodeMetadata:
         )
 
 
-class SharedExtend:
+class DcpExtend:
     """Implements ExtendBuilder."""
 
     def __init__(
@@ -140,9 +140,9 @@ class SharedExtend:
         each = DecodeRows(request, lens, own_table(rows.token_slots, rows.req_pool_indices, context))
         if self.tokens.plans_on_host:
             each.seq_lens_cpu = each.seq_lens.tolist()
-        return TokenRowsMetadata(SharedDecodeMetadata(self.tokens.build(each), self.merge), counts)
+        return TokenRowsMetadata(DcpDecodeMetadata(self.tokens.build(each), self.merge), counts)
 
-    def _gathered(self, rows: ExtendRows, run: slice, lens: list[int]) -> GatheredRun:
+    def _gathered(self, rows: ExtendRows, run: slice, lens: list[int]) -> GatheredRange:
         table = rows.token_slots[0].req_to_token
         tokens = Tokens.first(lens, table.device)
         slots = table[rows.req_pool_indices[run][tokens.rows], tokens.positions]
@@ -159,7 +159,7 @@ class SharedExtend:
             rows.prefix_lens_cpu[run],
             None if rows.seq_lens_cpu is None else rows.seq_lens_cpu[run],
         )
-        return GatheredRun(self.whole.build(part), gathered, sum(rows.new_lens_cpu[run.stop :]))
+        return GatheredRange(self.whole.build(part), gathered, sum(rows.new_lens_cpu[run.stop :]))
 
 
 def _runs(lens: list[int], most: int) -> list[slice]:
@@ -174,7 +174,7 @@ def _runs(lens: list[int], most: int) -> list[slice]:
 
 
 @dataclass(slots=True)
-class GatheredRun:
+class GatheredRange:
     rows: ExtendMetadata
     tokens: GatheredTokens
     num_behind: int
@@ -183,7 +183,7 @@ class GatheredRun:
 
 @dataclass(slots=True)
 class GatheredMetadata:
-    runs: list[GatheredRun]
+    runs: list[GatheredRange]
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
@@ -195,7 +195,7 @@ class GatheredMetadata:
 
 @dataclass(slots=True)
 class TokenRowsMetadata:
-    rows: SharedDecodeMetadata
+    rows: DcpDecodeMetadata
     counts: torch.Tensor  # [T] bool, tokens of the requests
 
     def attend(
@@ -213,7 +213,7 @@ def builders_of(
     context = parallel_state.groups().context
     decodes: dict[AttentionSite, DecodeBuilder] = {}
     extends: dict[AttentionSite, ExtendBuilder] = {}
-    shared: dict[AttentionShape, tuple[SharedDecode, SharedExtend]] = {}
+    shared: dict[AttentionShape, tuple[DcpDecode, DcpExtend]] = {}
     for site in sites:
         if site.token_ranks == 1:
             decodes[site], extends[site] = decode.decode_builder(site), extend.extend_builder(site)
@@ -226,12 +226,12 @@ def builders_of(
 
 def _shared(
     site: AttentionSite, decode: AttentionBackend, extend: AttentionBackend, plan: Plan, context: Group
-) -> tuple[SharedDecode, SharedExtend]:
+) -> tuple[DcpDecode, DcpExtend]:
     merge = PartMerge(plan)
     parts, prompts = _part_backend(decode), _part_backend(extend)
     return (
-        SharedDecode(parts.part_builder(site.gathered, plan.max_running_requests), merge),
-        SharedExtend(
+        DcpDecode(parts.part_builder(site.gathered, plan.max_running_requests), merge),
+        DcpExtend(
             extend.extend_builder(site),
             parts.part_builder(site.gathered, plan.token_rows),
             merge,
