@@ -4,7 +4,7 @@
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
 # make clients langchain-openai, litellm, Claude Code and Codex (from npm), and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
-# make schedules 1,000 random schedules over models of every kind of cache, with guesses and without, about an hour
+# make schedules 1,000 random schedules over models of every kind of cache, with draft tokens and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
 # make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice; hours on two cores, minutes on 48

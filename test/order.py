@@ -29,7 +29,7 @@ SECONDS = {
     "srt/kernels/test_published.py": 25,
     "srt/models/test_parity.py": 25,
     "srt/models/test_quantized.py": 25,
-    "srt/speculative/test_draft_chain.py": 25,
+    "srt/speculative/test_autoregressive_draft.py": 25,
     "benchmark/evals/test_embedded_scores.py": 20,
     "e2e/test_nodes.py": 20,
     "fuzz/test_soak.py": 20,

@@ -74,7 +74,7 @@ class NoModel:
     """A model runner whose requests never end, at no cost."""
 
     tokens_per_step = 1
-    tokens_ahead = next_tokens_read = 0
+    lookahead_slots = next_tokens_read = 0
     launches = None
 
     def __init__(self, num_reqs: int, media: MediaFeatures | None = None) -> None:

@@ -248,7 +248,7 @@ def served(name: str, flags: list[str], sizes: list[int], options: argparse.Name
 
 class GraphClock:
     """Times the two graphs of every step without prompts, on the GPU, while they serve: that of the step, which
-    verifies guesses, and that which follows the sampling and drafts. A run without graphs has no times."""
+    verifies draft tokens, and that which follows the sampling and drafts. A run without graphs has no times."""
 
     def __init__(self, graphs: Any) -> None:
         self._events: dict[str, list[tuple[Any, Any]]] = {"verify": [], "draft": []}

@@ -60,7 +60,7 @@ def run(scheduler: Scheduler, size: int, input_len: int, output_len: int, seed: 
     add_requests(scheduler, size, input_len, output_len, seed)
     while scheduler.waiting or scheduler.chunked:
         scheduler.step()
-    scheduler.settle()
+    scheduler.sync()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     before, started = scheduler.stats.num_generated, time.perf_counter()

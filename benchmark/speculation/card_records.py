@@ -36,11 +36,11 @@ class Record:
 
 
 _V4 = Case(
-    "DeepSeek-V4-Flash-0731, its DSpark, five guesses", lambda _: deepseek_v4_flash(False, True, whole=True),
+    "DeepSeek-V4-Flash-0731, its DSpark, five draft tokens", lambda _: deepseek_v4_flash(False, True, whole=True),
     ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "5"), 2.74,
 )  # fmt: skip
 _QWEN = Case(
-    "Qwen3.8-27B NVFP4 (shape of Qwen3.6-27B), DFlash, seven guesses", lambda _: qwen3_6_27b_nvfp4(),
+    "Qwen3.8-27B NVFP4 (shape of Qwen3.6-27B), DFlash, seven draft tokens", lambda _: qwen3_6_27b_nvfp4(),
     ("--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "8"), 5.0, DFLASH_27B,
 )  # fmt: skip
 RECORDS = (

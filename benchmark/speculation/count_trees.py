@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Whether a tree of guesses would be worth more than a chain: counted on the embedded model, timed for SM120.
+"""Whether a tree of draft tokens would be worth more than a chain: counted on the embedded model, timed for SM120.
 
     python benchmark/speculation/count_trees.py [--nodes 3,7] [--branches 4] [--case qwen3-8b-eagle3,...]
 
 Serves questions with the embedded EAGLE-3 head, greedily and sampled, on a CPU, and counts at which rank among the
-draft's logits the token stands that the model took, where the guesses before it were right. From the shares of each
-rank at each depth follows the expected accept length of the best tree with so many nodes (those of the largest product
-of shares), beside that of a chain with as many. With the times that `explain --time` predicts for SM120, of cases of
-`draft_shapes`, the best chain of at most fifteen guesses stands beside the best tree of at most as many. Of trees, what
-attention by a mask and the second writing of accepted keys would cost is left out: they come out too fast.
+draft's logits the token stands that the model took, where the draft tokens before it were right. From the shares of
+each rank at each depth follows the expected accept length of the best tree with so many nodes (those of the largest
+product of shares), beside that of a chain with as many. With the times that `explain --time` predicts for SM120, of
+cases of `draft_shapes`, the best chain of at most fifteen draft tokens stands beside the best tree of at most as many.
+Of trees, what attention by a mask and the second writing of accepted keys would cost is left out: they come out too
+fast.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def ranks(temperature: float, branches: int) -> list[Counter[int]]:
     seen: dict[tuple[int, int], list[tuple[int, list[int], int]]] = {}
     propose = drafter.propose
 
-    def spy(step: DraftStep, num_guesses: int) -> torch.Tensor:
+    def spy(step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
         draw, drawn = step.draw, []
 
         def ranked(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -75,12 +76,12 @@ def ranks(temperature: float, branches: int) -> list[Counter[int]]:
             return tokens
 
         step.draw = ranked
-        guesses = propose(step, num_guesses)
+        draft_tokens = propose(step, num_speculative_tokens)
         for row, (slot, length) in enumerate(zip(step.slots.tolist(), step.lens.tolist(), strict=True)):
             seen.setdefault((slot, length), [])[:] = [
                 (depth, best[row], tokens[row]) for depth, (best, tokens) in enumerate(drawn)
             ]
-        return guesses
+        return draft_tokens
 
     drafter.propose = spy  # type: ignore[method-assign]
     tokenizer, counts = Tokenizer.from_file(f"{DEFAULT_MODEL_PATH}/tokenizer.json"), [Counter() for _ in range(DEPTH)]
@@ -96,8 +97,8 @@ def ranks(temperature: float, branches: int) -> list[Counter[int]]:
             for message in scheduler.outbox:
                 text += [token for tokens in message.new_ids for token in tokens]
             scheduler.outbox.clear()
-        for (_, length), guesses in seen.items():
-            for depth, best, token in guesses:
+        for (_, length), draft_tokens in seen.items():
+            for depth, best, token in draft_tokens:
                 at = length + depth + 1
                 if at >= len(text):
                     break
@@ -137,8 +138,8 @@ def timed_case(name: str) -> Callable[[int, int], DraftedStep]:
 
 
 def seconds(timed: Callable[[int, int], DraftedStep], batch: int, by_depth: list[int]) -> float:
-    """Returns the time of a step with a tree of guesses: a pass of the draft over the rows of the step, one over the
-    nodes of each depth but the last, and the verification of all."""
+    """Returns the time of a step with a tree of draft tokens: a pass of the draft over the rows of the step, one over
+    the nodes of each depth but the last, and the verification of all."""
     rows = sum(by_depth) + 1
     whole = timed(batch, rows)
     first = whole.draft.seconds - (rows - 2) * one_pass(timed, batch)
@@ -166,7 +167,7 @@ def show_speeds(name: str, kind: str, shares: list[list[float]], branches: int) 
         plain = batch / timed(batch, 2).plain.seconds
         (chain, chain_length, chained), (tree, tree_length, nodes) = best["chain"], best["tree"]
         print(
-            f"{name} | {kind} | {batch:3} | {plain:7,.0f} | {sum(chained)} guesses, {chain_length:.2f} |"
+            f"{name} | {kind} | {batch:3} | {plain:7,.0f} | {sum(chained)} draft tokens, {chain_length:.2f} |"
             f" {chain:7,.0f} | {'+'.join(map(str, nodes))} nodes, {tree_length:.2f} | {tree:7,.0f} | {tree / chain:.3f}"
         )
 

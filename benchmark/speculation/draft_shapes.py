@@ -251,38 +251,38 @@ _FOUR = (1, 8, 32, 64)
 _DEPTH_7 = ("--speculative-num-draft-tokens", "8")
 CASES: dict[str, Case] = {
     "qwen3.5-27b-dflash": Case(
-        "all 64 layers in FP8 blocks, DFlash of five layers in bf16, blocks of 16, seven guesses",
+        "all 64 layers in FP8 blocks, DFlash of five layers in bf16, blocks of 16, seven draft tokens",
         qwen3_5_27b, ("--speculative-algorithm", "DFLASH", *_DEPTH_7), 4.0, DFLASH_27B,
     ),
     "v4-flash-dspark": Case(
-        "8 of 43 layers with all 256 experts in MXFP4, DSpark of three stages, blocks of five guesses",
+        "8 of 43 layers with all 256 experts in MXFP4, DSpark of three stages, blocks of five draft tokens",
         lambda few: deepseek_v4_flash(few, True),
         ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "5"), 3.0,
     ),
     "v4-flash-mtp": Case(
-        "8 of 43 layers with all 256 experts in MXFP4, its MTP layer, two guesses",
+        "8 of 43 layers with all 256 experts in MXFP4, its MTP layer, two draft tokens",
         lambda few: deepseek_v4_flash(few, False),
         ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2"), 2.2,
     ),
     "glm-5-mtp": Case(
-        "6 of 78 layers with 64 of 256 experts in FP8 blocks, its MTP layer with an indexer, three guesses",
+        "6 of 78 layers with 64 of 256 experts in FP8 blocks, its MTP layer with an indexer, three draft tokens",
         glm_5, ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"), 2.6,
     ),
     "qwen3-8b-eagle3": Case(
-        "all 36 layers in bf16, EAGLE-3 head of 32,000 tokens, three guesses",
+        "all 36 layers in bf16, EAGLE-3 head of 32,000 tokens, three draft tokens",
         qwen3_8b, ("--speculative-algorithm", "EAGLE3", *_THREE), 2.8, eagle3_head(4096, 8, 12288), _FOUR, True,
     ),
     "qwen3-30b-eagle3": Case(
-        "all 48 layers in FP8 blocks, EAGLE-3 head of 32,000 tokens, three guesses",
+        "all 48 layers in FP8 blocks, EAGLE-3 head of 32,000 tokens, three draft tokens",
         qwen3_30b_a3b_fp8, ("--speculative-algorithm", "EAGLE3", *_THREE), 2.8, eagle3_head(2048, 4, 12288), _FOUR,
         True,
     ),
     "glm-4.7-mtp": Case(
-        "10 of 92 layers in FP8 with all 160 experts, its MTP layer, three guesses",
+        "10 of 92 layers in FP8 with all 160 experts, its MTP layer, three draft tokens",
         glm_4_7_fp8, ("--speculative-algorithm", "EAGLE", *_THREE), 2.8, {}, _FOUR, True,
     ),
     "qwen3.5-35b-mtp": Case(
-        "all 40 layers in FP8 blocks, its MTP layer, three guesses",
+        "all 40 layers in FP8 blocks, its MTP layer, three draft tokens",
         qwen3_5_35b_a3b_fp8, ("--speculative-algorithm", "EAGLE", *_THREE), 2.8, {}, _FOUR, True,
     ),
 }  # fmt: skip

@@ -3,10 +3,10 @@
 
     python benchmark/speculation/profile_round.py --case qwen3.5-35b-mtp [--batch-sizes 1,64] [--few-layers] [--out F]
 
-A round verifies guesses, keeps what stands and drafts again. For each case of `draft_shapes`, plain and with drafts and
-for each number of requests: tokens a second, milliseconds of a round, how much of it the GPU computes, and the kernels
-that take most of it (launches and microseconds of a round, by torch's profiler). Needs a GPU. Kernels that are compiled
-while a run is measured are named with the stack that waits for them: there should be none.
+A round verifies draft tokens, keeps what stands and drafts again. For each case of `draft_shapes`, plain and with
+drafts and for each number of requests: tokens a second, milliseconds of a round, how much of it the GPU computes, and
+the kernels that take most of it (launches and microseconds of a round, by torch's profiler). Needs a GPU. Kernels that
+are compiled while a run is measured are named with the stack that waits for them: there should be none.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def profiled(scheduler: Scheduler, size: int) -> Round:
         scheduler.step()
     for _ in range(3):
         scheduler.step()
-    scheduler.settle()
+    scheduler.sync()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED_ROUNDS):
             scheduler.step()

@@ -44,7 +44,7 @@ from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.remedies import trial_or_advice
-from sglang.srt.plan.speculation import guess_needs, speculative_settings
+from sglang.srt.plan.speculation import verify_needs, speculative_settings
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
@@ -85,7 +85,7 @@ class Explanation:
     unfit: str | None = None  # why there is no room for it
     draft: DraftPlan | None = None
     width: int = 1
-    """Tokens of a request in a step, of which all but the last sampled one are guesses."""
+    """Tokens of a request in a step, of which all but the last sampled one are draft tokens."""
     groups: tuple[CacheGroup, ...] = ()
     outcomes: tuple[Choice | NoKernel, ...] = ()
     bands: Mapping[str, OpBands] = field(default_factory=dict)  # the plan's, by the key of the need
@@ -155,7 +155,7 @@ def explain(
         return replace(nothing, refused=_refusal(planner, args))
     draft = planner.draft(args, model)
     needs = needs_with_draft(rank_weights(model, serving.ranks), draft, serving)
-    needs += guess_needs(args, serving.dtype)
+    needs += verify_needs(args, serving.dtype)
     chosen = choose_kernels(args, needs, arch, packages)
     plan, notes, unfit, host = None, chosen.notes, None, None
     if arch.device != "cpu":

@@ -56,7 +56,7 @@ FIRST_TESTS: dict[str, tuple[str, ...]] = {
         "model_executor/test_graph_capture.py",
         "model_executor/test_media_pace.py",
         "model_executor/test_canary.py",
-        "speculative/test_draft_chain.py",
+        "speculative/test_autoregressive_draft.py",
         "managers/test_hidden_states.py",
         "managers/test_scheduler_parity.py",
         "model_executor/test_verify_steps.py",

@@ -11,7 +11,7 @@ table     scores of a training record or of bench_tiny reports, in Markdown
 compare   greedy tokens of transformers and of a running server
 install   copies a finished model into the package
 drafts    trains what drafts for a finished model (an EAGLE-3 head, an MTP layer, a DFlash draft) and says how many
-          guesses stand
+          draft tokens stand
 install_drafts  copies these into the package
 eyes      trains the tower with which a finished model sees, and says how many answers about pictures are right
 install_eyes  writes the model that sees into the package, of the text model there and the output of `eyes`
@@ -118,7 +118,7 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=1536, help="that the model writes for training")
     parser.add_argument("--documents", type=int, default=2000, help="of the model's own training, besides")
-    parser.add_argument("--held-out", type=int, default=256, help="texts in which guesses are counted")
+    parser.add_argument("--held-out", type=int, default=256, help="texts in which proposes are counted")
     parser.add_argument("--minutes", type=float, default=10, help="of training, for each of them")
     parser.add_argument("--only", type=_names, default=(), help="of eagle3, mtp and dflash, separated by commas")
     parser.add_argument("--device", default="cpu")

@@ -1,7 +1,7 @@
-"""A DFlash draft of the embedded model for training: several tokens behind a text are guessed in one pass.
+"""A DFlash draft of the embedded model for training: several tokens behind a text are drafted in one pass.
 
     place    0 .. a - 1                          a               a + 1 .. a + S - 1
-    row      keys and values made of the         last token      mask tokens, each of which becomes the guess
+    row      keys and values made of the         last token      mask tokens, each of which becomes the draft token
              target's streams                    sampled         at its place
 
 The rows of a block see the places before it and each other. In training many blocks of a text are computed at once.
@@ -43,7 +43,8 @@ DFLASH_CONFIG: dict[str, Any] = {
 BLOCKS_A_TEXT = 24
 """Of a text, in a step of training."""
 NEARER = 4.0
-"""A guess weighs 1 / e of one that is so many places nearer to the last token: nothing stands behind a wrong one."""
+"""A draft token weighs 1 / e of one that is so many places nearer to the last token: nothing stands behind a wrong
+one."""
 
 
 class BlockLayer(nn.Module):
@@ -104,7 +105,7 @@ class DFlashDraft(nn.Module):
 
     def forward(self, tokens: Tensor, streams: Tensor, anchors: Tensor) -> Tensor:
         """tokens [B, L]; streams [B, L, captures, H]; anchors [B, A]: places of last tokens. Returns what `logits`
-        reads of the guesses, [B, A, S - 1, H]."""
+        reads of the draft tokens, [B, A, S - 1, H]."""
         context = _norm(F.linear(streams.flatten(2), self.fc), self.hidden_norm, self.eps)
         last = tokens.gather(1, anchors)
         block = torch.full((*last.shape, BLOCK_SIZE), MASK_TOKEN, device=last.device)
@@ -131,7 +132,7 @@ class DFlashDraft(nn.Module):
 
 
 def block_loss(draft: DFlashDraft, target: TinyModel, batch: Batch) -> Tensor:
-    """Cross entropy with the target's distribution at each guessed place, of blocks at random places of answers."""
+    """Cross entropy with the target's distribution at each drafted place, of blocks at random places of answers."""
     length = batch.tokens.shape[1]
     chances = torch.rand(batch.answer.shape, device=batch.tokens.device)
     chances = chances.masked_fill(~batch.answer | ~batch.answer.roll(-1, dims=1), -1.0)
@@ -152,7 +153,7 @@ def block_loss(draft: DFlashDraft, target: TinyModel, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def block_right(draft: DFlashDraft, batch: Batch, group: Sequence[Sample]) -> Tensor:
-    """[B, L, S - 1] bool: of the guesses behind each place which are the text's tokens there."""
+    """[B, L, S - 1] bool: of the draft tokens behind each place which are the text's tokens there."""
     count, length = batch.tokens.shape
     right = torch.zeros(count, length, BLOCK_SIZE - 1, dtype=torch.bool)
     ahead = torch.arange(1, BLOCK_SIZE)

@@ -1,9 +1,9 @@
 """Drafts of the embedded model for training: an EAGLE-3 head (arXiv 2503.01840), a layer for multi-token prediction.
 
-A draft's row p is computed of the token at p + 1 and of features of position p, and guesses the token at p + 2. The
-features of the first guess are the target's; those of guess j are the draft's own, of its row before. In training all
-rows make guess 1 at once, then all make guess 2, and so on. Row p of guess j sees what it will see in a server: rows of
-guess 1 up to p - j + 1, then one row of each later guess.
+A draft's row p is computed of the token at p + 1 and of features of position p, and draft tokens the token at p + 2.
+The features of the first draft token are the target's; those of guess j are the draft's own, of its row before. In
+training all rows make guess 1 at once, then all make guess 2, and so on. Row p of guess j sees what it will see in a
+server: rows of guess 1 up to p - j + 1, then one row of each later draft token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EAGLE3_CONFIG: dict[str, Any] = {
 
 @dataclass
 class Attended:
-    """Keys and values [B, heads, L, head_dim] of the guesses so far, first to last."""
+    """Keys and values [B, heads, L, head_dim] of the draft tokens so far, first to last."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -43,13 +43,13 @@ class Attended:
 
 def attend(q: Tensor, before: Attended) -> Tensor:
     """Rows of the newest guess, whose own keys are the last in `before`. Returns [B, L, heads * head_dim]."""
-    guess, length = len(before.keys), q.shape[2]
+    draft_token, length = len(before.keys), q.shape[2]
     scale = 1 / math.sqrt(q.shape[-1])
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(2 - guess)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(2 - draft_token)
     scores = [(q @ before.keys[0].mT * scale).masked_fill(hidden, -torch.inf)]
-    values = [value.roll(guess - number, dims=2) for number, value in enumerate(before.values[1:], start=2)]
+    values = [value.roll(draft_token - number, dims=2) for number, value in enumerate(before.values[1:], start=2)]
     for number, key in enumerate(before.keys[1:], start=2):
-        scores.append((q * key.roll(guess - number, dims=2)).sum(-1, keepdim=True) * scale)
+        scores.append((q * key.roll(draft_token - number, dims=2)).sum(-1, keepdim=True) * scale)
     shares = torch.cat(scores, dim=-1).softmax(-1)
     out = shares[..., :length] @ before.values[0]
     for number, value in enumerate(values):
@@ -58,7 +58,7 @@ def attend(q: Tensor, before: Attended) -> Tensor:
 
 
 class Attention:
-    """What both drafts share: [out, in] matrices in, one row of a guess for each row of the text out."""
+    """What both drafts share: [out, in] matrices in, one row of a draft token for each row of the text out."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -107,7 +107,7 @@ class Eagle3Head(nn.Module):
         return F.linear(streams.flatten(2), self.fc)
 
     def forward(self, embedded: Tensor, features: Tensor, before: Attended) -> tuple[Tensor, Tensor]:
-        """[B, L, H] each. Returns what `logits` reads, and the features of the next guess, of the same row."""
+        """[B, L, H] each. Returns what `logits` reads, and the features of the next draft token, of the same row."""
         pair = torch.cat(
             (_norm(embedded, self.embedding_norm, self.eps), _norm(features, self.hidden_norm, self.eps)), -1
         )

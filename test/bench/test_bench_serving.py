@@ -59,7 +59,7 @@ class FakeServer:
         return web.json_response({"tokenizer_path": DEFAULT_MODEL_PATH})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """Each look finds 10 more requests that were verified, with 25 right guesses."""
+        """Each look finds 10 more requests that were verified, with 25 right draft tokens."""
         self.looks += 1
         totals = {"requests": 10 * self.looks, "proposed": 30 * self.looks, "correct": 25 * self.looks + 7}
         state = {"avg_spec_accept_length": 3.6, "spec_totals": totals} if self.drafts else {}

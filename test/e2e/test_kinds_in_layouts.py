@@ -1,6 +1,6 @@
 """Every kind of model in every layout that divides requests or tokens, over the real library of grammars: small models
 with the embedded one's tokenizer. Answers are those of one process: with common prefixes, prompts in chunks beside
-decoding, grammars, penalties, seeds, stops, a pool that is too small for all, and guesses."""
+decoding, grammars, penalties, seeds, stops, a pool that is too small for all, and draft tokens."""
 
 from __future__ import annotations
 
@@ -106,13 +106,15 @@ def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return saved
 
 
-@pytest.mark.parametrize("guesses", [False, True], ids=["", "NGRAM"])
+@pytest.mark.parametrize("draft tokens", [False, True], ids=["", "NGRAM"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_answers_as_one_process(
-    kind: str, layout: str, guesses: bool, kind_of: Callable[[str], tuple[Path, Answers]]
+    kind: str, layout: str, draft_tokens: bool, kind_of: Callable[[str], tuple[Path, Answers]]
 ) -> None:
     if "EP" in layout and kind == "dense":
         pytest.skip("no experts")
     folder, expected = kind_of(kind)
-    assert answers(folder, **LAYOUTS[layout], **({"speculative_algorithm": "NGRAM"} if guesses else {})) == expected
+    assert (
+        answers(folder, **LAYOUTS[layout], **({"speculative_algorithm": "NGRAM"} if draft_tokens else {})) == expected
+    )

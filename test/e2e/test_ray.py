@@ -131,7 +131,7 @@ RANKS = (
     "--tp 2 --pp 2 --nnodes 2 --attn-dp-size 2",
 )
 LAYOUTS = [*RANKS, *(f"{ranks} {DRAFTS} {HOST}" for ranks in RANKS)]
-"""Ranks on one node and on both, alone; with guesses, and prefixes in main memory."""
+"""Ranks on one node and on both, alone; with draft tokens, and prefixes in main memory."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUTS)

@@ -52,7 +52,7 @@ class Summary:
     tpot: Spread
     itl: Spread
     accept_length: float | None = None
-    """Tokens that a request got from a step that verified guesses; None: there were none, or nobody says."""
+    """Tokens that a request got from a step that verified draft tokens; None: there were none, or nobody says."""
 
     @staticmethod
     def of(results: Sequence[RequestResult], duration: float) -> Summary:

@@ -32,7 +32,9 @@ _WHOLE_ROWS = (
     "32 entries a thread of 16 warps, which have 128 registers; in twice as many parts of half the size the choice"
     " takes 1.5 times as long on an H200"
 )
-_GUESSES = "a few registers of where each guess ends, outside the loop; one token of each sequence has none of them"
+_GUESSES = (
+    "a few registers of where each draft token ends, outside the loop; one token of each sequence has none of them"
+)
 _FEW_REGISTERS = (
     "a few registers of 255 under one of the two Triton versions; the next tile down does half the work for each key"
     " that it loads"
@@ -116,7 +118,7 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "decode_attention",
         "576x512/",
         1568,
-        "with guesses, as the rows are, up to twice as much as with one token; outside the loop, or with the widest"
+        "with draft tokens, as the rows are, up to twice as much as with one token; outside the loop, or with the widest"
         " blocks; the fastest of the tiles on an H200 (benchmark/results)",
     ),
     AcceptedSpill("sm120", "sparse_indexer", "select/16384/", 320, _WHOLE_ROWS),

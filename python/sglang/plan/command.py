@@ -33,7 +33,7 @@ ACCEPT_LENGTH = 2.5
 """Tokens of a request and step with drafts where nothing is said; what a model reaches depends on its texts."""
 DRAFTED = (
     "Predicted with drafts, at {length:g} tokens of a request and step (--accept-length), which is assumed: a step that"
-    " verifies all guesses and makes the next ones. Pays from: the accept length from which drafts are faster than"
+    " verifies all draft tokens and makes the next ones. Pays from: the accept length from which drafts are faster than"
     " none."
 )
 COLUMNS = (

@@ -209,12 +209,12 @@ def _of_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"speculative_algorithm", "speculative_ngram_external_corpus_path"}, text
     yield from _of_blocks(args)
     if args.is_embedding:
-        text = "--is-embedding generates no tokens that could be guessed; remove --speculative-algorithm."
+        text = "--is-embedding generates no tokens that could be drafted; remove --speculative-algorithm."
         yield {"speculative_algorithm", "is_embedding"}, text
 
 
 def _of_blocks(args: Any) -> Iterator[tuple[set[str], str]]:
-    """Yields what contradicts itself among the numbers of tokens and of guesses of a block."""
+    """Yields what contradicts itself among the numbers of tokens and of draft tokens of a block."""
     tokens = args.speculative_num_draft_tokens
     for kind, name, more in (
         (DFLASH, "speculative_dflash_block_size", 0),

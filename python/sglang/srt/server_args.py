@@ -124,7 +124,11 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     )
     disable_two_batch_overlap: bool = option(False, PARALLEL, "Compute every step as one, wherever it runs.")
     two_batch_overlap_min_tokens: int | None = option(
-        None, PARALLEL, f"Least tokens of a step that runs as two microbatches. {EFFECTIVE_IF_NONE}", minimum=2, size=True
+        None,
+        PARALLEL,
+        f"Least tokens of a step that runs as two microbatches. {EFFECTIVE_IF_NONE}",
+        minimum=2,
+        size=True,
     )
     use_ray: bool = option(
         False,
@@ -251,7 +255,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     speculative_algorithm: str | None = option(
         None,
         SPECULATION,
-        "Who guesses tokens that a step verifies: earlier tokens (NGRAM), a small model (STANDALONE), a head (EAGLE, "
+        "Who draft tokens tokens that a step verifies: earlier tokens (NGRAM), a small model (STANDALONE), a head (EAGLE, "
         "EAGLE3), the model's own layers for it (NEXTN), a draft of blocks (DFLASH, DSPARK). Answers are the same, "
         "token for token.",
         choices=(*ALGORITHMS, NEXTN),
@@ -276,17 +280,17 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     speculative_num_steps: int | None = option(
         None,
         SPECULATION,
-        "Guesses of each request in a step; chosen by load and acceptance if not given.",
+        "Draft tokens of each request in a step; chosen by load and acceptance if not given.",
         minimum=1,
         maximum=MOST_DRAFT_TOKENS - 1,
     )
     speculative_eagle_topk: int | None = option(
-        None, SPECULATION, "Branches of a tree of guesses; a chain of its depth is verified.", minimum=1
+        None, SPECULATION, "Branches of a tree of draft tokens; a chain of its depth is verified.", minimum=1
     )
     speculative_num_draft_tokens: int | None = option(
         None,
         SPECULATION,
-        "Tokens of each request in a step: its guesses and the token sampled last.",
+        "Tokens of each request in a step: its draft tokens and the token sampled last.",
         minimum=2,
         maximum=MOST_DRAFT_TOKENS,
     )
@@ -300,12 +304,12 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     speculative_dspark_block_size: int | None = option(
         None,
         SPECULATION,
-        "For DSPARK, guesses of each request in a step; as the draft was trained if not given.",
+        "For DSPARK, draft tokens of each request in a step; as the draft was trained if not given.",
         minimum=1,
         maximum=MOST_DRAFT_TOKENS - 1,
     )
     speculative_adaptive: bool = option(
-        False, SPECULATION, "Choose by load and acceptance among no guesses and those that the flags allow."
+        False, SPECULATION, "Choose by load and acceptance among no draft tokens and those that the flags allow."
     )
     speculative_adaptive_config: str | None = option(
         None, SPECULATION, "JSON file of how that is chosen; see speculative_decoding.md.", metavar="FILE"
@@ -368,7 +372,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     )
 
     @property
-    def steps_ahead(self) -> int:
+    def steps_in_flight(self) -> int:
         """The most steps that are launched before the results of the first of them are read."""
         return 0 if self.disable_overlap_schedule else self.pp_size
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.drafts.description import Block, ByDepth, DraftDescription, Frozen, Separate
+from sglang.srt.plan.drafts.description import Block, MTPByLayer, DraftDescription, Assistant, Separate
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix, Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
@@ -76,14 +76,14 @@ def draft_ops(
     if isinstance(draft.form, Block):
         yield from _block(model, draft, draft.form, serving, step)
         return
-    guesses, layers = step.new - 1, draft.model.layers
+    draft_tokens, layers = step.new - 1, draft.model.layers
     one = decode_step(step.batch, step.context)
     head = model if draft.head_size == 0 else draft.model
-    for i in range(guesses):
+    for i in range(draft_tokens):
         yield from head_ops(head, serving, step.batch)
-        if isinstance(draft.form, ByDepth):  # the depths from i on have a row for the guess before
+        if isinstance(draft.form, MTPByLayer):  # the depths from i on have a row for the guess before
             yield from _pass(draft, layers[i:], serving, one if i else step, i)
-        elif i or isinstance(draft.form, Frozen):
+        elif i or isinstance(draft.form, Assistant):
             yield from _pass(draft, layers, serving, one)
         else:
             yield from _pass(draft, layers, serving, step)
@@ -109,13 +109,13 @@ def _block(
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops that keep the step's tokens for the draft, of one pass over blocks, and of the guesses that a head
     corrects one after the other."""
-    guesses = step.new - 1
+    draft_tokens = step.new - 1
     rows = replace(step, new=form.size, verifies=True)
     for matrix in _matrices(draft):
-        per_guess = matrix.name not in (_PER_TOKEN, _PER_BLOCK_ROW)
+        per_draft_token = matrix.name not in (_PER_TOKEN, _PER_BLOCK_ROW)
         tokens = step.tokens if matrix.name == _PER_TOKEN else rows.tokens
-        for _ in range(guesses if per_guess else 1):
-            yield matrix.name, Linear(step.batch if per_guess else tokens, matrix.rows, matrix.cols)
+        for _ in range(draft_tokens if per_draft_token else 1):
+            yield matrix.name, Linear(step.batch if per_draft_token else tokens, matrix.rows, matrix.cols)
     for i, layer in enumerate(draft.model.layers):
         for part in layer.mixer.weights(draft.model.hidden_size, serving.tp_size):
             if isinstance(part, Matrix) and part.name in _KEPT:
@@ -128,10 +128,10 @@ def _block(
     yield "embedding", Elementwise("embedding", 4.0 * rows.tokens * draft.model.hidden_size)
     for i, layer in enumerate(draft.model.layers):
         yield from layer_ops(draft.model, i, layer, serving, rows, experts, quant.scheme if quant else None)
-    yield from head_ops(model, serving, step.batch * guesses)
+    yield from head_ops(model, serving, step.batch * draft_tokens)
     if form.head is not None:  # guesses are drawn one after the other
         size = 4.0 * 3 * step.batch * model.vocab_size
-        yield from (("sampling", Elementwise("sampling", size, 3)) for _ in range(guesses - 1))
+        yield from (("sampling", Elementwise("sampling", size, 3)) for _ in range(draft_tokens - 1))
 
 
 _KEPT = frozenset({"attn.qkv", "attn.kv"})

@@ -85,8 +85,8 @@ class Drafts:
 
 def drafted_lines(drafts: Drafts, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> Iterator[str]:
     """A table of steps with drafts. Raises UserError for a card that nobody measured."""
-    guesses = drafts.width - 1
-    yield f"Steps with {guesses} guess{'es' * (guesses > 1)} of each request. Pays from: the accept length (tokens of a"
+    draft_tokens = drafts.width - 1
+    yield f"Steps with {draft_tokens} draft token{'s' * (draft_tokens > 1)} of each request. Pays from: the accept length (tokens of a"
     yield "request and step) from which drafts are faster than none. Then tokens/s, plain and at accept lengths."
     yield ""
     lengths = [f"at {length:g}" for length in drafts.accept_lengths]

@@ -1,5 +1,5 @@
-"""What the drafts of the embedded model are trained on and judged by. That a server's guesses stand where the judgement
-says is tested in srt/speculative."""
+"""What the drafts of the embedded model are trained on and judged by. That a server's draft tokens stand where the
+judgement says is tested in srt/speculative."""
 
 from __future__ import annotations
 
@@ -56,18 +56,20 @@ def test_texts_are_what_the_model_writes(
         assert logits.argmax(-1).tolist() == text.ids[text.begin :]
 
 
-def test_rows_of_later_guesses_see_what_they_will_in_a_server() -> None:
+def test_rows_of_later_draft_tokens_see_what_they_will_in_a_server() -> None:
     """Row p of guess 3 sees rows of guess 1 up to p - 2, row p - 1 of guess 2 and itself."""
     torch.manual_seed(0)
     keys, values = (list(torch.randn(3, 1, 2, 6, 4)) for _ in range(2))
     q, p = torch.randn(1, 2, 6, 4), 4
     rows = [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]
-    k, v = (torch.stack([given[guess][0, :, row] for guess, row in rows], dim=1) for given in (keys, values))
+    k, v = (
+        torch.stack([given[draft_token][0, :, row] for draft_token, row in rows], dim=1) for given in (keys, values)
+    )
     wanted = ((q[0, :, p, None] * k).sum(-1) / 2).softmax(-1)[:, None] @ v
     assert torch.allclose(attend(q, Attended(keys, values))[0, p], wanted.flatten(), atol=1e-5)
 
 
-def test_guesses_behind_a_wrong_one_do_not_stand() -> None:
+def test_draft_tokens_behind_a_wrong_one_do_not_stand() -> None:
     right = torch.tensor([[0, 0, 0], [1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
     assert [_stand(right, start, 7) for start in (2, 3, 4, 5, 6)] == [3, 0, 1, 2, 1]
 

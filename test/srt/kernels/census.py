@@ -66,7 +66,7 @@ from sglang.srt.layers.triton_ops import (
     embedding,
     gated_streams,
     gemv,
-    guess_rows,
+    draft_rows,
     hyper_connection,
     index_rope,
     index_store,
@@ -184,8 +184,8 @@ def launch_all(
             part(*sizes)
 
     once(_decode_inputs)
-    once(_guess_rows)
-    once(_ngram_guesses)
+    once(_draft_rows)
+    once(_ngram_drafts)
     once(_embedding_rows, -(-model.vocab_size // tp_size), model.hidden_size)
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
@@ -293,7 +293,7 @@ def _decode_inputs() -> None:
         decode_inputs.decode_inputs(slots, lens, empty(batch, dtype=torch.int64), next_tokens, table)
 
 
-def _guess_rows() -> None:
+def _draft_rows() -> None:
     """Of models without a window and with two."""
     for tables, batch in itertools.product((1, 3), (1, 100)):
         slots, lens = empty(batch, dtype=torch.int64), empty(batch, dtype=torch.int32)
@@ -301,20 +301,20 @@ def _guess_rows() -> None:
         next_tokens = empty(REQUESTS + 1, 4, dtype=torch.int64)
         table = empty(tables, REQUESTS + 1, CONTEXT, dtype=torch.int32)
         for width in (1, 4):
-            guess_rows.verify_inputs(slots, lens, computed, next_tokens, table, width)
-            guess_rows.draft_inputs(slots, lens, lens, table, width)
+            draft_rows.verify_inputs(slots, lens, computed, next_tokens, table, width)
+            draft_rows.draft_inputs(slots, lens, lens, table, width)
             rows = empty(batch, width, dtype=torch.int64)
-            guess_rows.settle_guesses(rows, slots, lens, next_tokens, computed)
-    guess_rows.settle_guesses(rows, slots, lens, next_tokens, computed, lens)
+            draft_rows.accept_drafts(rows, slots, lens, next_tokens, computed)
+    draft_rows.accept_drafts(rows, slots, lens, next_tokens, computed, lens)
 
 
-def _ngram_guesses() -> None:
+def _ngram_drafts() -> None:
     """With and without external texts, for short and long contexts."""
     texts = empty(1000, dtype=torch.int32), empty(1000, dtype=torch.int32), empty(1, dtype=torch.int32)
     for context, longest, corpus in itertools.product((1000, CONTEXT, 1 << 20), (1, 64), (None, texts)):
         history = empty(REQUESTS + 1, context, dtype=torch.int32)
         slots, lens = empty(3, dtype=torch.int64), empty(3, dtype=torch.int32)
-        ngram.ngram_guesses(history, slots, lens, slots, longest, 5, corpus)
+        ngram.ngram_drafts(history, slots, lens, slots, longest, 5, corpus)
 
 
 def _embedding_rows(rows: int, hidden: int) -> None:
@@ -454,7 +454,7 @@ def _attention(
                     tile=tile, has_prefix=prefix, parts=parts, **layer,
                 )  # fmt: skip
         for tile in attention_tiles("decode_attention", dim, v_dim, dtype, arch.features):
-            for tokens in (1, 4):  # of each request: one, or guesses
+            for tokens in (1, 4):  # of each request: one, or draft tokens
                 workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
                 plan = plan_decode(lens, workspace, tile)
                 decodes(

@@ -90,8 +90,8 @@ def check(found: explain.Explanation, product: str) -> None:
             assert outcome.record is not None and outcome.record.smem <= arch.smem_per_block, need.op
             latent_or_256 = need.head_dim in (256, 576) and need.op.endswith("_attention")
             if latent_or_256 or need.op == "fused_moe":
-                of_guesses = 40 if need.op == "decode_attention" else 0  # accepted in sglang.ledger.rules
-                most = SPILLS.get((need.op, need.quant), of_guesses)
+                of_drafts = 40 if need.op == "decode_attention" else 0  # accepted in sglang.ledger.rules
+                most = SPILLS.get((need.op, need.quant), of_drafts)
                 assert outcome.record.spills <= most, (need.op, need.describe())
 
 

@@ -37,11 +37,11 @@ from srt.layers.moe.moe_harness import Case, bands_of, make_case
 
 TARGET, FEATURES = "sm_120", ("cp_async",)
 PLAN = {"work_ptr", "req_pool_indices_ptr"}
-GUESSES = PLAN | {"prefix_lens_ptr"}
+DRAFT_TOKENS = PLAN | {"prefix_lens_ptr"}
 BEFORE_THE_WAIT = {
-    ("decode_attention", "64x64/bfloat16/bfloat16/plain"): GUESSES | {"seq_lens_ptr"},
-    ("decode_attention", "64x64/bfloat16/bfloat16/window_cap_sinks"): GUESSES | {"seq_lens_ptr"},
-    ("decode_attention", "576x512/bfloat16/bfloat16/plain"): GUESSES,
+    ("decode_attention", "64x64/bfloat16/bfloat16/plain"): DRAFT_TOKENS | {"seq_lens_ptr"},
+    ("decode_attention", "64x64/bfloat16/bfloat16/window_cap_sinks"): DRAFT_TOKENS | {"seq_lens_ptr"},
+    ("decode_attention", "576x512/bfloat16/bfloat16/plain"): DRAFT_TOKENS,
     ("decode_attention", "combine/16"): {"pieces_ptr"},
     ("topk_softmax", "128k8/bf16"): {"num_valid"},
     ("topk_sigmoid", "256k8g8/fp32"): {"num_valid", "bias"},

@@ -17,8 +17,8 @@ LENGTHS = [0, 1, 5, 1023, 1024, 1025, 2400, CONTEXT - 1]
 
 
 def searched(own: list[int], longest: int, count: int, texts: list[int]) -> tuple[int, list[int]]:
-    """The number of tokens that stood before and the guesses, by looking at every place. Of the corpus' places of one
-    length any will do, so there the guesses are only those of the request's own tokens."""
+    """The number of tokens that stood before and the draft tokens, by looking at every place. Of the corpus' places of
+    one length any will do, so there the draft tokens are only those of the request's own tokens."""
 
     def agreement(text: list[int], end: int) -> int:
         most = min(longest, end + 1, len(own))
@@ -65,24 +65,24 @@ def test_reference(longest: int, vocab: int, sizes: list[int]) -> None:
     slots, lens = torch.arange(1, len(lengths) + 1), torch.tensor(lengths, dtype=torch.int32)
     last = torch.tensor([own[-1] for own in tokens])
     given = None if corpus is None else (corpus[0], corpus[1], corpus[2])
-    guesses = native_ngram.ngram_guesses(history, slots, lens, last, longest, count, given)
-    for own, slot, guess in zip(tokens, slots.tolist(), guesses.tolist(), strict=True):
+    draft_tokens = native_ngram.ngram_drafts(history, slots, lens, last, longest, count, given)
+    for own, slot, draft_token in zip(tokens, slots.tolist(), draft_tokens.tolist(), strict=True):
         best, expected = searched(own, longest, count, texts)
         alone, _ = searched(own, longest, count, [])
         if best == alone:
-            assert guess == expected
+            assert draft_token == expected
         else:  # it stands in the corpus behind as many of the last tokens
             place = texts + [-1] * count
             ends = [e for e in range(len(texts)) if texts[max(0, e - best + 1) : e + 1] == own[len(own) - best :]]
-            assert guess in [[max(0, token) for token in place[e + 1 : e + 1 + count]] for e in ends]
+            assert draft_token in [[max(0, token) for token in place[e + 1 : e + 1 + count]] for e in ends]
         assert history[slot, : len(own)].tolist() == own
-        assert history[slot, len(own) : len(own) + count].tolist() == guess
+        assert history[slot, len(own) : len(own) + count].tolist() == draft_token
 
 
-def test_guesses_go_on_with_themselves() -> None:
+def test_draft_tokens_go_on_with_themselves() -> None:
     history = torch.zeros(2, 20, dtype=torch.int32)
     history[1, :5] = torch.tensor([9, 4, 5, 6, 4])
-    made = native_ngram.ngram_guesses(history, torch.tensor([1]), torch.tensor([5]), torch.tensor([5]), 4, 7)
+    made = native_ngram.ngram_drafts(history, torch.tensor([1]), torch.tensor([5]), torch.tensor([5]), 4, 7)
     assert made.tolist() == [[6, 4, 5, 6, 4, 5, 6]]
 
 
@@ -102,8 +102,8 @@ def test_kernel(longest: int, count: int, vocab: int, corpus: bool) -> None:
     by_torch, by_kernel = history.to(DEVICE), history.to(DEVICE).clone()
     arrays = [x.to(DEVICE) for x in (slots, lens, last)]
     texts = None if given is None else tuple(x.to(DEVICE) for x in given)
-    expected = native_ngram.ngram_guesses(by_torch, *arrays, longest, count, texts)  # type: ignore[arg-type]
-    actual = ngram.ngram_guesses(by_kernel, *arrays, longest, count, texts)  # type: ignore[arg-type]
+    expected = native_ngram.ngram_drafts(by_torch, *arrays, longest, count, texts)  # type: ignore[arg-type]
+    actual = ngram.ngram_drafts(by_kernel, *arrays, longest, count, texts)  # type: ignore[arg-type]
     real = len(LENGTHS)
     assert torch.equal(actual[:real], expected[:real])
     assert torch.equal(by_kernel[1:], by_torch[1:])  # row 0 is padding
@@ -114,7 +114,7 @@ def test_no_requests() -> None:
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     history = torch.zeros(2, 20, dtype=torch.int32, device=DEVICE)
     for form in (ngram, native_ngram):
-        assert form.ngram_guesses(history, none, none.int(), none, 4, 7).shape == (0, 7)
+        assert form.ngram_drafts(history, none, none.int(), none, 4, 7).shape == (0, 7)
 
 
 @interpreter.in_two_parts

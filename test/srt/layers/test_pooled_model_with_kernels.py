@@ -1,5 +1,5 @@
 """Tiny models of Qwen3.8-Flash-Next and GLM-5.3-Flash whose layers run the Triton kernels: they compute what the torch
-kernels do, also for prompts in parts, padding, and guesses that are taken back."""
+kernels do, also for prompts in parts, padding, and draft tokens that are taken back."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_kernels_in_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
-def test_kernels_in_graphs_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of prompts, of decoding and of guesses, all as graphs have them: with rows of padding. Every third guess is
-    wrong, and the tokens are those of plain torch without guesses and graphs."""
+def test_kernels_in_graphs_with_draft_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of prompts, of decoding and of draft tokens, all as graphs have them: with rows of padding. Every third
+    guess is wrong, and the tokens are those of plain torch without draft tokens and graphs."""
     save_tiny("qwen4_exp_small", tmp_path)
     args = steps.server_args(tmp_path)
     want = steps.run(steps.plain(args), steps.prompts())

@@ -77,7 +77,7 @@ def test_rows_of_a_wider_tensor_and_more_dims() -> None:
 @interpreter.kernel_test
 @pytest.mark.parametrize("tile", skinny_gemm.TILES)
 def test_a_row_does_not_depend_on_the_others(tile: skinny_gemm.SkinnyTile) -> None:
-    """Neither on their number nor on what they are: the guesses of a step change nothing about the tokens beside
+    """Neither on their number nor on what they are: the draft tokens of a step change nothing about the tokens beside
     them."""
     x, w = operands(16, 33, 528)
     whole = skinny_gemm.skinny_gemm(x, w, tile, torch.float32)

@@ -49,7 +49,7 @@ class LateResult:
     counts: torch.Tensor | None = None
     prompt_logprobs: None = None
     hidden: None = None
-    guesses: None = None
+    draft_tokens: None = None
 
     def wait(self) -> None:
         pass
@@ -69,7 +69,7 @@ class FakeSamplingTable:
 
 class FakeRunner:
     tokens_per_step = 1
-    tokens_ahead = 0
+    lookahead_slots = 0
     next_tokens_read = 0
     media = None
 
@@ -203,7 +203,7 @@ def make_scheduler(runner: FakeRunner, interval: IntervalRule = NEVER, **options
         retraction_policy=None,
     )
     vars(args).update(options)
-    args.steps_ahead = 0 if args.disable_overlap_schedule else args.pp_size
+    args.steps_in_flight = 0 if args.disable_overlap_schedule else args.pp_size
     return Scheduler(args, runner, StopChecker(None))
 
 

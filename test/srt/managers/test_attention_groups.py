@@ -192,7 +192,7 @@ def test_groups_give_the_tokens_of_one_process(layout: str, name: str, tmp_path:
 
 def test_nothing_is_sampled_of_a_group_without_work() -> None:
     decode = StepInput(np.array([3, 4]), np.array([5, 2], np.int32), np.zeros(2, np.int32))
-    steps = GroupSteps.of([None, decode, padding_prompt(7, 0, guesses=False)])
+    steps = GroupSteps.of([None, decode, padding_prompt(7, 0, draft_tokens=False)])
     assert (steps.num_requests, steps.num_sampled) == ([0, 2, 1], [0, 2, 1])
     assert (steps.num_tokens, steps.num_prompts, steps.num_decodes) == ([1, 2, 7], 1, 2)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.native_ngram import ngram_guesses
+from sglang.srt.layers.native_ngram import ngram_drafts
 from sglang.srt.managers.front import corpora as corpora_module
 from sglang.srt.managers.front import request_preparation
 from sglang.srt.managers.front.corpora import MAX_CORPORA, ExternalCorpora, read_documents
@@ -36,13 +36,13 @@ class Schedulers:
             self.corpus.load(Path(args["path"]))
         return ControlReply("", self.ok, "" if self.ok else "no")
 
-    def guess(self, text: str, count: int) -> str:
+    def draft_token(self, text: str, count: int) -> str:
         tokens = [ord(letter) for letter in text]
         history = torch.zeros(2, 100, dtype=torch.int32)
         history[1, : len(tokens)] = torch.tensor(tokens)
         slots, lens, last = torch.tensor([1]), torch.tensor([len(tokens) - 1]), torch.tensor(tokens[-1:])
-        guesses = ngram_guesses(history, slots, lens, last, 8, count, self.corpus.arrays)
-        return "".join(map(chr, guesses[0].tolist()))
+        draft_tokens = ngram_drafts(history, slots, lens, last, 8, count, self.corpus.arrays)
+        return "".join(map(chr, draft_tokens[0].tolist()))
 
 
 def corpora(schedulers: Schedulers, directory: Path, max_tokens: int = 60) -> ExternalCorpora:
@@ -53,17 +53,17 @@ def test_texts_come_and_go(tmp_path: Path) -> None:
     async def run() -> None:
         schedulers = Schedulers(60)
         texts = corpora(schedulers, tmp_path)
-        assert schedulers.guess("the ca", 3) == "aaa"
+        assert schedulers.draft_token("the ca", 3) == "aaa"
         assert await texts.add("a", ["the cat sat", "a dog"]) == ("a", 18)
-        assert schedulers.guess("the ca", 5) == "t sat"
-        assert schedulers.guess("sat", 3) == "\0a "  # of the separator no token is made
+        assert schedulers.draft_token("the ca", 5) == "t sat"
+        assert schedulers.draft_token("sat", 3) == "\0a "  # of the separator no token is made
         name, count = await texts.add(None, ["the cart"])
         assert texts.token_counts == {"a": 18, name: 9} and count == 9
-        assert schedulers.guess("the car", 1) == "t"
+        assert schedulers.draft_token("the car", 1) == "t"
         await texts.remove("a")
-        assert schedulers.guess("the c", 3) == "art"
+        assert schedulers.draft_token("the c", 3) == "art"
         await texts.remove(name)
-        assert schedulers.guess("the ca", 3) == "aaa" and not texts.token_counts
+        assert schedulers.draft_token("the ca", 3) == "aaa" and not texts.token_counts
         assert len(list(tmp_path.iterdir())) == 1  # the version that stands
 
     asyncio.run(run())
@@ -88,8 +88,8 @@ def test_own_tokens_come_first_where_they_agree_as_far(tmp_path: Path) -> None:
     async def run() -> None:
         schedulers = Schedulers(60)
         await corpora(schedulers, tmp_path).add("a", ["xyz1"])
-        assert schedulers.guess("xyz2 xyz", 1) == "2"
-        assert schedulers.guess("yz2 xyz", 1) == "1"
+        assert schedulers.draft_token("xyz2 xyz", 1) == "2"
+        assert schedulers.draft_token("yz2 xyz", 1) == "1"
 
     asyncio.run(run())
 
@@ -111,7 +111,7 @@ def test_refused_texts_change_nothing(corpus_id: str, documents: list[str], mess
         await texts.add("a", ["1234567"])
         with pytest.raises(RequestError, match=message):
             await texts.add(corpus_id, documents)
-        assert texts.token_counts == {"a": 8} and schedulers.guess("123", 4) == "4567"
+        assert texts.token_counts == {"a": 8} and schedulers.draft_token("123", 4) == "4567"
         await texts.add("c", ["z" * 51])  # what is left
 
     asyncio.run(run())
@@ -186,7 +186,7 @@ def test_an_update_that_the_client_leaves_is_done_whole(tmp_path: Path) -> None:
         schedulers.may_answer.set()
         await following
         assert texts.token_counts == {"a": 12, "b": 6}
-        assert schedulers.guess("the ca", 5) == "t sat" and schedulers.guess("a d", 2) == "og"
+        assert schedulers.draft_token("the ca", 5) == "t sat" and schedulers.draft_token("a d", 2) == "og"
         assert len(list(tmp_path.iterdir())) == 1
 
     asyncio.run(run())

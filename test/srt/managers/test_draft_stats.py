@@ -21,14 +21,14 @@ def test_counts_of_a_request() -> None:
         width = rng.choice([1, 2, 4, 6])
         steps.append((width, rng.randint(1, width)))
         counts.add(*steps[-1])
-    guessed = [(width, count) for width, count in steps if width > 1]
+    drafted = [(width, count) for width, count in steps if width > 1]
     details = draft_details(counts)
-    assert details["spec_verify_ct"] == len(guessed)
-    assert details["spec_num_proposed_drafts"] == sum(width - 1 for width, _ in guessed)
-    assert details["spec_num_correct_drafts"] == sum(count - 1 for _, count in guessed)
-    assert details["spec_accept_length"] == pytest.approx(sum(count for _, count in guessed) / len(guessed))
+    assert details["spec_verify_ct"] == len(drafted)
+    assert details["spec_num_proposed_drafts"] == sum(width - 1 for width, _ in drafted)
+    assert details["spec_num_correct_drafts"] == sum(count - 1 for _, count in drafted)
+    assert details["spec_accept_length"] == pytest.approx(sum(count for _, count in drafted) / len(drafted))
     histogram = details["spec_correct_drafts_histogram"]
-    assert histogram == [sum(count == i + 1 for _, count in guessed) for i in range(6)]
+    assert histogram == [sum(count == i + 1 for _, count in drafted) for i in range(6)]
     info = draft_meta_info(counts)
     assert info["spec_accept_histogram"] == histogram
     assert info["spec_accept_token_num"] == details["spec_num_correct_drafts"]
@@ -83,7 +83,7 @@ def test_drafts_that_are_never_right_are_a_warning(
     stats = DraftStats(algorithm)
     for _ in range(WATCHED_STEPS):
         stats.verified([4, 1], [1, 1])
-        stats.verified([1, 1], [1, 1])  # without guesses, which does not count
+        stats.verified([1, 1], [1, 1])  # without draft tokens, which does not count
     (said,) = caplog.messages
     assert said.startswith("Drafts are nearly never right: 1.00 tokens a request and step") and cause in said
     for _ in range(WATCHED_STEPS):

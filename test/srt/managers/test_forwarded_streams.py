@@ -136,7 +136,7 @@ PIECES = ("He", "", 'l"\\\n\x07', "ö\u2028€😀", "</script>", "")
 
 
 def outputs_of(num: int, logprobs: bool) -> list[GenerateOutput]:
-    """Of `num` sequences in turn: with escapes, without text, without ids, guessed, loaded from main memory."""
+    """Of `num` sequences in turn: with escapes, without text, without ids, drafted, loaded from main memory."""
     all_of_them = []
     for at, text in enumerate(PIECES):
         for index in range(num):

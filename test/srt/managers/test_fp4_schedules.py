@@ -1,6 +1,6 @@
 """Random schedules with four-bit keys and values: every request gets the tokens that it gets alone, whatever chunks its
-prompt comes in, which prefix it finds, who is sent back to the queue, and which guesses stand. Main memory with them is
-in `test_host_matrix`."""
+prompt comes in, which prefix it finds, who is sent back to the queue, and which proposes stand. Main memory with them
+is in `test_host_matrix`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.native_fp4 import quantize_fp4_rows
 from sglang.srt.plan.ranks import RankLayout
 from srt.managers.test_host_tier import SHARED
-from srt.managers.test_random_schedules import FEW_PROMPTS, GUESSES, PAGES, Schedule, World, short_pauses
+from srt.managers.test_random_schedules import FEW_PROMPTS, DRAFT_TOKENS, PAGES, Schedule, World, short_pauses
 
 FP4 = {"kv_cache_dtype": "fp4_e2m1"}
 MODELS = ("qwen3", "mistral_windows", "gpt_oss", "llama4", "qwen3_5", "nemotron_h", "qwen3_5_moe")
@@ -34,20 +34,20 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
 
 
-def play(world: World, guesses: str, page: int, count: int) -> None:
+def play(world: World, draft_tokens: str, page: int, count: int) -> None:
     world.prepare()
     with short_pauses():
         for seed in range(count):
-            Schedule(world, guesses, page, seed).run()
+            Schedule(world, draft_tokens, page, seed).run()
 
 
 @pytest.mark.parametrize(
-    ("name", "guesses", "page"), [("qwen3", "half-right", 1), ("gpt_oss", "none", 4), ("qwen3_5", "right", 16)]
+    ("name", "draft tokens", "page"), [("qwen3", "half-right", 1), ("gpt_oss", "none", 4), ("qwen3_5", "right", 16)]
 )
-def test_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) -> None:
+def test_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Path) -> None:
     world = World(name, tmp_path, options=FP4, num_prompts=FEW_PROMPTS)
-    play(world, guesses, page, 1)
-    _, runner = world.runner(page, guesses)
+    play(world, draft_tokens, page, 1)
+    _, runner = world.runner(page, draft_tokens)
     (kinds,) = {tuple(sorted(store.group_scales())) for store in runner.model.caches if store.name == "kv"}
     assert kinds == ("k_group_scales", "v_group_scales")
 
@@ -56,10 +56,10 @@ def test_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) ->
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("guesses", GUESSES)
+@pytest.mark.parametrize("draft tokens", DRAFT_TOKENS)
 @pytest.mark.parametrize("name", MODELS)
-def test_many_random_schedules(name: str, guesses: str, page: int, tmp_path: Path) -> None:
-    play(World(name, tmp_path, options=FP4), guesses, page, 20)
+def test_many_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Path) -> None:
+    play(World(name, tmp_path, options=FP4), draft_tokens, page, 20)
 
 
 def _rank(
@@ -68,7 +68,7 @@ def _rank(
     folder: Path,
     known: dict[str, Any],
     ranks: RankLayout,
-    guesses: str,
+    draft_tokens: str,
     page: int,
     count: int,
 ) -> None:
@@ -76,17 +76,17 @@ def _rank(
         patch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
         world = World(name, folder, ranks, rank, FP4, **known)
         for seed in range(count):
-            Schedule(world, guesses, page, seed).run()
+            Schedule(world, draft_tokens, page, seed).run()
         parallel_state.shutdown()
 
 
 @pytest.mark.slow
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("guesses", ["none", "half-right"])
+@pytest.mark.parametrize("draft tokens", ["none", "half-right"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
 @pytest.mark.parametrize("layout", SHARED)
-def test_several_ranks(layout: str, name: str, guesses: str, tmp_path: Path) -> None:
+def test_several_ranks(layout: str, name: str, draft_tokens: str, tmp_path: Path) -> None:
     with short_pauses():
         known = World(name, tmp_path, options=FP4).known()
-    run_ranks(_rank, (name, tmp_path, known, SHARED[layout], guesses, 4, 10), SHARED[layout].world_size)
+    run_ranks(_rank, (name, tmp_path, known, SHARED[layout], draft_tokens, 4, 10), SHARED[layout].world_size)

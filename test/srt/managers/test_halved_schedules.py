@@ -1,6 +1,6 @@
 """Ranks whose steps with prompts run as two halves (--enable-two-batch-overlap): the schedule of
 `test_parallel_schedules`, for every kind of model and layout, gives the tokens that it gives without, also beside sums
-in eight bits, steps in graphs and guesses."""
+in eight bits, steps in graphs and draft tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MODES: dict[str, dict[str, Any]] = {
     "whole": {},
     "halves": ON,
     "halves beside graphs": ON,
-    "guesses, whole": {},
-    "guesses, halves": ON,
+    "draft tokens, whole": {},
+    "draft tokens, halves": ON,
     "eight bits, whole": EIGHT_BITS,
     "eight bits, halves": ON | EIGHT_BITS,
 }
@@ -116,8 +116,8 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
                 }
                 counts.clear()
                 replayed = set[int]() if "graphs" in mode else None
-                guesses = known if "guesses" in mode else None
-                result = outcome(folder, ranks, rank, f"file://{out}/{name}.{mode}", replayed, guesses, **more)
+                draft_tokens = known if "draft tokens" in mode else None
+                result = outcome(folder, ranks, rank, f"file://{out}/{name}.{mode}", replayed, draft_tokens, **more)
                 known = known or result.tokens
                 (out / f"{name}.{mode}.{rank}.json").write_text(json.dumps([result.__dict__, counts]))
                 parallel_state.shutdown()

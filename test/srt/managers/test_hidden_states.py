@@ -1,6 +1,6 @@
 """Final hidden states of prompts and outputs against transformers: at once, in chunks, among requests that decode, from
-the prefix cache, after a retraction, out of graphs, and beside guesses. `make test` has each model and each of these
-ways, `make thorough` each way of each model."""
+the prefix cache, after a retraction, out of graphs, and beside draft tokens. `make test` has each model and each of
+these ways, `make thorough` each way of each model."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_after_a_retraction(plain: Model) -> None:
     assert scheduler.stats.num_retracted > 0
 
 
-def test_beside_guesses(plain: Model) -> None:
+def test_beside_draft_tokens(plain: Model) -> None:
     """Requests that want them bring none; the others do."""
     prompts = [prompt(seed, 20) for seed in range(3)]
     known = run(plain.scheduler(), prompts).tokens

@@ -1,7 +1,7 @@
-"""Every kind of cache with every policy of copies to main memory, with guesses and without, on one rank and on several:
-13,000 random turns under pools so small that every prefix is evicted, with copies that are late, fail, or end in
-another order than they were begun. Every turn gets the tokens of a server without a cache, and after each schedule the
-pools of every tier are exact.
+"""Every kind of cache with every policy of copies to main memory, with draft tokens and without, on one rank and on
+several: 13,000 random turns under pools so small that every prefix is evicted, with copies that are late, fail, or end
+in another order than they were begun. Every turn gets the tokens of a server without a cache, and after each schedule
+the pools of every tier are exact.
 
     pytest -m schedules -s test/srt/managers/test_host_matrix.py
 """
@@ -35,7 +35,7 @@ from srt.managers.test_host_tier import (
     HostWorld,
     loads_by_layers_sometimes,
 )
-from srt.managers.test_random_schedules import FEW_PROMPTS, GUESSES, PAGES, World, short_pauses
+from srt.managers.test_random_schedules import FEW_PROMPTS, DRAFT_TOKENS, PAGES, World, short_pauses
 from srt.models.harness import save_tiny
 
 TURNS = 13_000
@@ -73,8 +73,8 @@ class Kind:
         return PLACES if self.options == FP4 else 1
 
     @property
-    def guesses(self) -> tuple[str, ...]:
-        return ("none",) if self.drafts else tuple(GUESSES)
+    def draft_tokens(self) -> tuple[str, ...]:
+        return ("none",) if self.drafts else tuple(DRAFT_TOKENS)
 
 
 FP8, FP4 = {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp4_e2m1"}
@@ -109,7 +109,7 @@ LAYOUTS = {"one rank": ONE_RANK, **SHARED, **DCP_SHARDED}
 class Cell:
     kind: str
     layout: str
-    guesses: str
+    draft_tokens: str
     page: int
     policy: str
 
@@ -124,12 +124,12 @@ def cells() -> list[Cell]:
         for name, kind in KINDS.items():
             if not kind.fits(layout):
                 continue
-            guesses = kind.guesses if layout == "one rank" else kind.guesses[:: len(GUESSES) - 1]
-            for number, guess in enumerate(guesses):
+            draft_tokens = kind.draft_tokens if layout == "one rank" else kind.draft_tokens[:: len(DRAFT_TOKENS) - 1]
+            for number, draft_token in enumerate(draft_tokens):
                 for policy in COPIED:
                     pages = kind.pages_on(layout)
                     page = pages[(len(crossed) + number) % len(pages)]
-                    crossed.append(Cell(name, layout, guess, page, policy))
+                    crossed.append(Cell(name, layout, draft_token, page, policy))
     return crossed
 
 
@@ -180,7 +180,7 @@ def play(world: MatrixWorld, cell: Cell, turns: int) -> Counter[str]:
         while seen["turns"] < turns:
             for place in range(KINDS[cell.kind].places):
                 world.use_place(place)
-                schedule = HostSchedule(world, cell.guesses, cell.page, seed)
+                schedule = HostSchedule(world, cell.draft_tokens, cell.page, seed)
                 assert schedule.scheduler.host_tier is not None
                 schedule.scheduler.host_tier.use_policy(cell.policy)
                 schedule.play()
@@ -219,9 +219,9 @@ def play_all(name: str, layout: str, folder: Path, turns: int, rank: int = 0) ->
             world.use_place(place)
             for ids in world.prompts:
                 world.alone(ids)
-        for guesses, page in dict.fromkeys((cell.guesses, cell.page) for cell in mine):
+        for draft_tokens, page in dict.fromkeys((cell.draft_tokens, cell.page) for cell in mine):
             for cell in mine:
-                if (cell.guesses, cell.page) == (guesses, page):
+                if (cell.draft_tokens, cell.page) == (draft_tokens, page):
                     of_cell = play(world, cell, turns)
                     assert of_cell["saved"], (cell, of_cell)
                     seen += of_cell
@@ -246,10 +246,10 @@ def seen_by(name: str, layout: str, folder: Path, turns: int) -> Counter[str]:
 
 
 def test_the_matrix_crosses_everything() -> None:
-    """Every kind meets every policy with and without guesses; those on several ranks in every layout."""
+    """Every kind meets every policy with and without draft tokens; those on several ranks in every layout."""
     for name, kind in KINDS.items():
         for layout in filter(kind.fits, LAYOUTS):
-            met = {(c.policy, c.guesses != "none") for c in CELLS if (c.kind, c.layout) == (name, layout)}
+            met = {(c.policy, c.draft_tokens != "none") for c in CELLS if (c.kind, c.layout) == (name, layout)}
             assert met == {
                 (policy, drafts) for policy in COPIED for drafts in ((False,) if kind.drafts else (False, True))
             }
@@ -263,7 +263,7 @@ IN_CI = [[c for c in CELLS if (c.layout, c.kind) == ("one rank", kind)][-1] for 
 
 @pytest.mark.parametrize("cell", IN_CI, ids=lambda cell: cell.kind)
 def test_a_cell(cell: Cell, tmp_path: Path) -> None:
-    """Of the thousands of turns below a few, with guesses and copies at eviction. Scales of codes travel, too."""
+    """Of the thousands of turns below a few, with draft tokens and copies at eviction. Scales of codes travel, too."""
     save_tiny(KINDS[cell.kind].model, tmp_path, **KINDS[cell.kind].changes)
     with short_prefixes():
         world = world_of(cell.kind, tmp_path)

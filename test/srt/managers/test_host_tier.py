@@ -73,8 +73,8 @@ class TroubledCopies(ThreadedCopies):
 class HostWorld(World):
     """A model whose prefixes are kept in main memory by copies that make trouble."""
 
-    def runner(self, page: int, guesses: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
-        args, runner = super().runner(page, guesses, ranks)
+    def runner(self, page: int, draft_tokens: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
+        args, runner = super().runner(page, draft_tokens, ranks)
         if not isinstance(runner.copies, TroubledCopies):
             assert runner.copies is not None
             share = runner.copies.share
@@ -118,12 +118,12 @@ class HostSchedule(Schedule):
             assert usage["checkpoints"]["free"] == usage["checkpoints"]["total"] > 0
 
 
-def schedules(world: HostWorld, guesses: str, page: int, seeds: range) -> Counter[str]:
+def schedules(world: HostWorld, draft_tokens: str, page: int, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     world.prepare()
     with loads_by_layers_sometimes():
         for seed in seeds:
-            schedule = HostSchedule(world, guesses, page, seed)
+            schedule = HostSchedule(world, draft_tokens, page, seed)
             schedule.run()
             seen += schedule.seen
     return seen
@@ -153,15 +153,15 @@ OPTIONS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "guesses", "page", "policy"),
+    ("name", "draft tokens", "page", "policy"),
     [("mistral_windows", "right", 4, "write_through_selective"), ("qwen3_5", "half-right", 4, "write_back")],
 )
-def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_path: Path) -> None:
+def test_random_schedules(name: str, draft_tokens: str, page: int, policy: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "hicache_write_policy": policy}
     world = HostWorld(name, tmp_path, options=options, num_prompts=FEW_PROMPTS)
     seen: Counter[str] = Counter()
     for seed in range(24):  # threads decide what is copied in time
-        seen += schedules(world, guesses, page, range(seed, seed + 1))
+        seen += schedules(world, draft_tokens, page, range(seed, seed + 1))
         if all(seen[what] for what in COPIES):
             return
     raise AssertionError(seen)

@@ -62,7 +62,7 @@ class HungFiles:
         deadline = time.monotonic() + 60
         while self.waiting or self.server.storage._hung:
             assert time.monotonic() < deadline
-            self.server.storage.settle()
+            self.server.storage.finish()
 
 
 @pytest.fixture(autouse=True)

@@ -164,8 +164,8 @@ def outcome(
     **more: Any,
 ) -> Outcome:
     """replayed: steps go through graphs, and the numbers of requests of those that decode are added; None: no graphs.
-    known: outputs of which guesses are made, of every third token wrong ones; None: no guesses. attention: None: plain
-    torch's."""
+    known: outputs of which proposes are made, of every third token wrong ones; None: no draft tokens. attention: None:
+    plain torch's."""
     flags: dict[str, Any] = {"max_total_tokens": POOL, "chunked_prefill_size": CHUNK, "max_running_requests": 4, **more}
     own_heads = ranks.dp_lm_head or (known is not None and ranks.attn_dp_size > 1)  # as the flags of drafts have it
     args = ServerArgs.from_kwargs(
@@ -177,7 +177,7 @@ def outcome(
         runner = create_runner(args, rank, rendezvous)
     else:
         outputs = {tuple(PROMPTS[rid]): tokens for rid, tokens in known.items()}
-        runner = verifying_runner(args, KnownTexts(4, 3, tokens_ahead=2), outputs, rank, rendezvous)
+        runner = verifying_runner(args, KnownTexts(4, 3, lookahead_slots=2), outputs, rank, rendezvous)
     create = AttentionGroups if ranks.attn_dp_size > 1 else Scheduler
     if attention is not None:
         with_attention(runner, *attention.backends(runner))
@@ -293,7 +293,7 @@ GUESSING = {
 
 
 @of_layouts(GUESSING, QUICK_GUESSES)
-def test_guesses_change_no_token_of_several_ranks(
+def test_draft_tokens_change_no_token_of_several_ranks(
     layout: str, names: tuple[str, ...], models: Models, tmp_path: Path
 ) -> None:
     ranks, _ = GUESSING[layout]

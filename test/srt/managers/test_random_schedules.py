@@ -1,7 +1,7 @@
-"""Random schedules over tiny models of every kind of cache, without guesses and with right, wrong and half-right ones,
-on one rank and in two stages: requests of one conversation tree come, are aborted, sent back to the queue, evicted and
-resumed. Every request gets the tokens that it gets alone, and in the end no slot and no row of a state is missing. What
-a step must not read is filled with large numbers first."""
+"""Random schedules over tiny models of every kind of cache, without draft tokens and with right, wrong and half-right
+ones, on one rank and in two stages: requests of one conversation tree come, are aborted, sent back to the queue,
+evicted and resumed. Every request gets the tokens that it gets alone, and in the end no slot and no row of a state is
+missing. What a step must not read is filled with large numbers first."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from srt.models.harness import random_tokens, save_tiny
 
 MODELS = ("qwen3", "mistral_windows", "deepseek_v3", "qwen3_5", "qwen3_next", "nemotron_h", "qwen3_5_moe")
 """Dense, windows, latents, gated delta three times (the last one with experts), Mamba-2."""
-GUESSES = {"none": None, "right": 0, "wrong": 1, "half-right": 2}
+DRAFT_TOKENS = {"none": None, "right": 0, "wrong": 1, "half-right": 2}
 """Every so manieth guess is spoilt."""
 PAGES = (1, 4, 16)
-COMBINATIONS = len(MODELS) * len(GUESSES) * len(PAGES)
+COMBINATIONS = len(MODELS) * len(DRAFT_TOKENS) * len(PAGES)
 OUTPUT, TRUNK = 40, 64
 NUM_PROMPTS, FEW_PROMPTS = 30, 12
 """In a tree of conversations, and in one of the schedules that `make test` runs: what each gets alone takes longer to
@@ -68,8 +68,8 @@ class World:
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     runners: dict[tuple[int, str, RankLayout], tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
 
-    def runner(self, page: int, guesses: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
-        key = page, guesses, ranks
+    def runner(self, page: int, draft_tokens: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
+        key = page, draft_tokens, ranks
         if key not in self.runners:
             args = ServerArgs.from_kwargs(
                 model_path=str(self.folder), device="cpu", skip_tokenizer_init=True, page_size=page,
@@ -78,12 +78,12 @@ class World:
                 tp_size=ranks.tp_size, dcp_size=ranks.dcp_size, **self.options,
             )  # fmt: skip
             several = ranks.world_size > 1
-            rendezvous = f"file://{self.folder}/rendezvous-{page}-{guesses}" if several else None
-            spoil_every = GUESSES[guesses]
+            rendezvous = f"file://{self.folder}/rendezvous-{page}-{draft_tokens}" if several else None
+            spoil_every = DRAFT_TOKENS[draft_tokens]
             if spoil_every is None:
                 runner = create_runner(args, self.rank if several else 0, rendezvous)
             else:
-                drafter = KnownTexts(4, spoil_every, tokens_ahead=ranks.pp_size)
+                drafter = KnownTexts(4, spoil_every, lookahead_slots=ranks.pp_size)
                 outputs = {tuple(ids): self.alone(ids) for ids in self.prompts}
                 runner = verifying_runner(args, drafter, outputs, self.rank, rendezvous)
             self.runners[key] = args, runner
@@ -131,11 +131,11 @@ class World:
 class Schedule:
     """One random run over a fresh scheduler."""
 
-    def __init__(self, world: World, guesses: str, page: int, seed: int) -> None:
+    def __init__(self, world: World, draft_tokens: str, page: int, seed: int) -> None:
         self.random, self.world, self.seed = random.Random(seed), world, seed
-        args, runner = world.runner(page, guesses, world.ranks)
+        args, runner = world.runner(page, draft_tokens, world.ranks)
         self.scheduler = Scheduler(args, runner, StopChecker(None))
-        self.scheduler.steps_ahead = max(self.random.randrange(4), world.ranks.pp_size - 1)
+        self.scheduler.steps_in_flight = max(self.random.randrange(4), world.ranks.pp_size - 1)
         self.scheduler.interval = DecodeInterval(random.Random(seed).choice(INTERVALS), world.ranks.pp_size)
         for cache in runner.model.caches:
             for tensor in cache._tensors.values():
@@ -267,9 +267,9 @@ def schedules(worlds: list[World], seeds: range) -> Report:
     for seed in seeds:
         rest, page = divmod(seed, len(PAGES))
         rest, world = divmod(rest, len(worlds))
-        guesses = list(GUESSES)[rest % len(GUESSES)]
+        draft_tokens = list(DRAFT_TOKENS)[rest % len(DRAFT_TOKENS)]
         worlds[world].prepare()
-        schedule = Schedule(worlds[world], guesses, PAGES[page], seed)
+        schedule = Schedule(worlds[world], draft_tokens, PAGES[page], seed)
         schedule.run()
         report.seen += schedule.seen
         report.hits[PAGES[page]] += schedule.hits
@@ -277,7 +277,7 @@ def schedules(worlds: list[World], seeds: range) -> Report:
 
 
 def test_random_schedules(small_worlds: list[World]) -> None:
-    """Of four models with another kind of guesses each, so that few are loaded, and pages of two sizes."""
+    """Of four models with another kind of draft tokens each, so that few are loaded, and pages of two sizes."""
     report = Report()
     firsts = (0, 24, 51, 78)  # "qwen3" none, "mistral_windows" right, "qwen3_5" wrong, "nemotron_h" half-right
     for first, pages in zip(firsts, ((0, 2), (1, 3), (0, 2), (1, 3)), strict=True):
@@ -307,14 +307,14 @@ def _stage(
     name: str,
     folder: Path,
     known: dict[str, Any],
-    guesses: list[str],
+    draft_tokens: list[str],
     pages: tuple[int, ...],
     num_schedules: int,
 ) -> None:
     """One group of ranks after the other: there can be one at a time."""
     with short_pauses():
         world = World(name, folder, RankLayout(pp_size=2), rank, **known)
-        for kind in guesses:
+        for kind in draft_tokens:
             for page in pages:
                 for seed in range(num_schedules):
                     Schedule(world, kind, page, seed).run()
@@ -335,7 +335,7 @@ def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
 def test_many_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
     with short_pauses():
         known = World(name, tmp_path).known()
-    run_ranks(_stage, (name, tmp_path, known, list(GUESSES), PAGES, 4), 2)
+    run_ranks(_stage, (name, tmp_path, known, list(DRAFT_TOKENS), PAGES, 4), 2)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -693,7 +693,7 @@ def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -
     max_reqs=st.integers(1, 6),
     policy=st.sampled_from(sorted(POLICIES)),
     radix=st.booleans(),
-    steps_ahead=st.integers(0, 3),
+    steps_in_flight=st.integers(0, 3),
     conservativeness=st.sampled_from([0.01, 1.0]),
     windows=st.lists(st.sampled_from([1, 2, 7, 16, 40]), max_size=2, unique=True),
     window_share=st.sampled_from([0.0, 0.5, 1.0]),
@@ -702,15 +702,15 @@ def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -
 )
 def test_any_workload(
     events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
-    steps_ahead: int, conservativeness: float, windows: list[int], window_share: float, checkpoints: int | None,
+    steps_in_flight: int, conservativeness: float, windows: list[int], window_share: float, checkpoints: int | None,
     interval: IntervalRule,
 ) -> None:  # fmt: skip
     pool = pool_pages * page if page > 1 else pool_pages * 4
     sizes = tuple(WindowSize(window, window_tokens(pool, page, window, chunk, window_share)) for window in windows)
     runner = FakeRunner(pool, page, 160, max_reqs, chunk, windows=sizes, checkpoints=checkpoints)
     scheduler = make_scheduler(
-        runner, schedule_policy=policy, disable_radix_cache=not radix, disable_overlap_schedule=not steps_ahead,
-        pp_size=max(1, steps_ahead), schedule_conservativeness=conservativeness,
+        runner, schedule_policy=policy, disable_radix_cache=not radix, disable_overlap_schedule=not steps_in_flight,
+        pp_size=max(1, steps_in_flight), schedule_conservativeness=conservativeness,
         interval=interval,
     )  # fmt: skip
     collector = Collector()

@@ -151,7 +151,7 @@ def test_log_probabilities(reference: Reference, chunk: int) -> None:
                 seen["input_top"] += got.input_top or []
                 seen["input_ids"] += got.input_token_ids or []
             scheduler.outbox.clear()
-        scheduler.settle()
+        scheduler.sync()
         full = ids + reference.greedy(ids)
         expected = reference.logprobs(full)
         assert [t for _, t in seen["output"]] == reference.greedy(ids)

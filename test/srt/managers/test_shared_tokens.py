@@ -1,6 +1,6 @@
 """Ranks that share out the tokens of their caches (--dcp-size) take the decisions of one process with pages of the same
 size, and give its tokens: the schedule of `test_parallel_schedules`, for every kind of model, with and without graphs
-and guesses."""
+and draft tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONE_KV_HEAD = {"num_key_value_heads": 1}
 AG_RS = {"dcp_comm_backend": "ag_rs"}
 DRAFTED = {"deepseek_v3": ("DCP2", "DCP4", "TP4 x DCP2"), "glm_moe_dsa": ("DCP2",), "qwen3": ("TP4 x DCP2",)}
 """Models with each drafter, and their layouts."""
-GUESSES = {"speculative_num_draft_tokens": 3}
+DRAFT_TOKENS = {"speculative_num_draft_tokens": 3}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
     ranks: RankLayout
     changes: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
-    guesses: bool = False
+    draft_tokens: bool = False
     thorough: bool = True
     tokens_only: bool = False
     """Decisions are other ones than those of one process; perhaps no request goes back to the queue."""
@@ -73,17 +73,17 @@ WITH_STATES, OTHER_DECISIONS = ("states", "delta attention"), ("sinks", "chunks"
 """Models whose pages would be longer; those whose windows have another share of the memory where tokens take less: with
 four ranks 56 window tokens and not 80."""
 LAYOUTS = {"DCP2": DCP2, "DCP4": DCP4, "TP4 x DCP2": TP4_DCP2}
-QUICK = ("latents, DCP2, guesses", "dense, DCP2, guesses")
+QUICK = ("latents, DCP2, draft tokens", "dense, DCP2, draft tokens")
 CASES = {
-    f"{kind}, {layout}{', guesses' * guesses}": Case(
+    f"{kind}, {layout}{', draft_tokens' * draft_tokens}": Case(
         *(tiny, ranks, changes, {"page_size": ranks.dcp_size} if kind in WITH_STATES else {}),
-        guesses=guesses,
-        thorough=f"{kind}, {layout}{', guesses' * guesses}" not in QUICK,
+        draft_tokens=draft_tokens,
+        thorough=f"{kind}, {layout}{', draft_tokens' * draft_tokens}" not in QUICK,
         tokens_only=bool({kind, f"{kind}, {layout}"} & {*OTHER_DECISIONS}),
     )
     for kind, (tiny, changes) in KINDS.items()
     for layout, ranks in LAYOUTS.items()
-    for guesses in (False, True)
+    for draft_tokens in (False, True)
 }
 CASES |= {
     "latents, ag_rs": Case("deepseek_v3", TP4_DCP2, flags=AG_RS),
@@ -92,13 +92,13 @@ CASES |= {
     "latents, PP2": Case("deepseek_v3", RankLayout(2, pp_size=2, dcp_size=2), tokens_only=True),
     "latents, pages": Case("deepseek_v3", DCP2, flags={"page_size": 4}),
     "selected latents, ag_rs": Case("deepseek_v32", DCP2, flags=AG_RS),
-    "shared selections, guesses": Case("glm_moe_dsa", DCP2, guesses=True),
+    "shared selections, draft tokens": Case("glm_moe_dsa", DCP2, draft_tokens=True),
     "KV heads, TP4": Case("qwen3", TP4_DCP2),
     "experts, EP2": Case("qwen3_moe", RankLayout(2, 2, dcp_size=2), ONE_KV_HEAD),
-    "tied states, guesses": Case(
-        "qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, {"page_size": 2}, guesses=True
+    "tied states, draft tokens": Case(
+        "qwen3_next", DCP2, {**ONE_KV_HEAD, "tie_word_embeddings": True}, {"page_size": 2}, draft_tokens=True
     ),
-    "windows of KV heads, guesses": Case("qwen3_windows", TP4_DCP2, guesses=True),
+    "windows of KV heads, draft tokens": Case("qwen3_windows", TP4_DCP2, draft_tokens=True),
     "sinks, ag_rs": Case("gpt_oss", DCP2, ONE_KV_HEAD, AG_RS, tokens_only=True),
     "sinks of KV heads": Case("gpt_oss", TP4_DCP2, tokens_only=True),
     "KV heads, drafts": Case("glm4_moe", TP4_DCP2, drafts="NEXTN"),
@@ -106,13 +106,13 @@ CASES |= {
 }
 BY_FLASHINFER = {"decode": ("decode",), "prompts": ("prompts",), "all": ("decode", "prompts")}
 CASES |= {
-    f"latents, {layout}, FlashInfer, {what}{', guesses' * guesses}": Case(
-        "deepseek_v3", LAYOUTS[layout], flags={"page_size": 2 * LAYOUTS[layout].dcp_size} if not guesses else {},
-        guesses=guesses, flashinfer=ops,
+    f"latents, {layout}, FlashInfer, {what}{', draft_tokens' * draft_tokens}": Case(
+        "deepseek_v3", LAYOUTS[layout], flags={"page_size": 2 * LAYOUTS[layout].dcp_size} if not draft_tokens else {},
+        draft_tokens=draft_tokens, flashinfer=ops,
     )
     for layout in ("DCP2", "DCP4")
     for what, ops in BY_FLASHINFER.items()
-    for guesses in (False, True)
+    for draft_tokens in (False, True)
 } | {
     "latents, DCP2, FlashInfer, drafts": Case("deepseek_v3", DCP2, drafts="NEXTN", flashinfer=BY_FLASHINFER["all"])
 }  # fmt: skip
@@ -156,20 +156,20 @@ def test_ranks_that_share_out_tokens_give_the_tokens_of_one_process(name: str, t
         folder = str(tmp_path / "model")
         if case.drafts:
             build, _ = DRAFTERS[case.drafts]
-            drafts = build(case.tiny, Path(folder), tmp_path / "draft") | GUESSES
+            drafts = build(case.tiny, Path(folder), tmp_path / "draft") | DRAFT_TOKENS
         else:
             save_tiny(case.tiny, Path(folder), **case.changes)
     alike = {"page_size": case.ranks.dcp_size, **case.flags, "dcp_comm_backend": "a2a"}
     one = outcome(folder, ONE_RANK, 0, None, **alike)
     assert one.num_retracted > 0 and one.num_cached > 0 and one.finishes["aborted"] == "abort"
-    known = one.tokens if case.guesses else None
+    known = one.tokens if case.draft_tokens else None
     run_ranks(_rank, (case, folder, tmp_path, known, drafts), case.ranks.world_size)
     for i in range(case.rounds):
         every = [json.loads((tmp_path / f"{i}.{rank}.json").read_text()) for rank in range(case.ranks.world_size)]
         for rank, got in enumerate(Outcome(**one_rank) for one_rank in every):
             where = f"rank {rank}, {('no graphs', 'graphs')[i]}"
             assert got == Outcome(**every[0]), where
-            if not case.guesses and not case.drafts and not case.tokens_only:
+            if not case.draft_tokens and not case.drafts and not case.tokens_only:
                 assert got == one, where
             assert got.num_retracted > 0 or case.tokens_only, where
             assert got.num_cached > 0 and got.finishes == one.finishes, where

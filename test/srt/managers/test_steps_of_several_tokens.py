@@ -1,4 +1,4 @@
-"""Steps that verify guesses give every request the tokens of steps of one token, whatever is guessed, aborted,
+"""Steps that verify draft tokens give every request the tokens of steps of one token, whatever is drafted, aborted,
 retracted or cached on the way, and however many steps are in flight."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from srt.managers.fake_runner import (
     request,
     run_to_end,
 )
-from srt.managers.guessing_runner import GuessingRunner
+from srt.managers.drafting_runner import DraftingRunner
 from srt.managers.test_scheduler import prompt, workload
 
 
-def scheduler_with(runner: GuessingRunner, steps_ahead: int = 1, **options: object) -> Scheduler:
+def scheduler_with(runner: DraftingRunner, steps_in_flight: int = 1, **options: object) -> Scheduler:
     scheduler = make_scheduler(runner, **options)
-    scheduler.steps_ahead = steps_ahead
+    scheduler.steps_in_flight = steps_in_flight
     return scheduler
 
 
@@ -38,12 +38,12 @@ def assert_cached_entries_are_right(scheduler: Scheduler) -> None:
         np.testing.assert_array_equal(scheduler.runner.kv[node.value], node.key)
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+@pytest.mark.parametrize("steps_in_flight", [0, 1, 3])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("error_rate", [0.0, 0.4, 1.0])
-def test_the_tokens_are_those_of_single_steps(error_rate: float, page: int, steps_ahead: int) -> None:
-    runner = GuessingRunner(2048, page, 256, 8, 64, tokens_per_step=4, error_rate=error_rate, tokens_ahead=3)
-    scheduler = scheduler_with(runner, steps_ahead)
+def test_the_tokens_are_those_of_single_steps(error_rate: float, page: int, steps_in_flight: int) -> None:
+    runner = DraftingRunner(2048, page, 256, 8, 64, tokens_per_step=4, error_rate=error_rate, lookahead_slots=3)
+    scheduler = scheduler_with(runner, steps_in_flight)
     collector = Collector()
     for i in range(20):
         add(scheduler, request(f"r{i}", prompt(5 + 7 * i, i), 3 + 3 * i, stream=i % 2 == 0))
@@ -54,13 +54,13 @@ def test_the_tokens_are_those_of_single_steps(error_rate: float, page: int, step
     assert_cached_entries_are_right(scheduler)
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
-def test_right_guesses_take_fewer_steps(steps_ahead: int) -> None:
-    """40 tokens: one from the prompt, 39 in steps of four; wrong guesses bring one a step. The last steps have no place
-    for guesses: those under way might fill it."""
-    for error_rate, num_steps, num_guessing in ((0.0, 10, 10), (1.0, 39, 38 - steps_ahead)):
-        runner = GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=4, error_rate=error_rate)
-        scheduler = scheduler_with(runner, steps_ahead)
+@pytest.mark.parametrize("steps_in_flight", [0, 1, 2])
+def test_right_draft_tokens_take_fewer_steps(steps_in_flight: int) -> None:
+    """40 tokens: one from the prompt, 39 in steps of four; wrong draft tokens bring one a step. The last steps have no
+    place for draft tokens: those under way might fill it."""
+    for error_rate, num_steps, num_guessing in ((0.0, 10, 10), (1.0, 39, 38 - steps_in_flight)):
+        runner = DraftingRunner(512, 1, 256, 4, 64, tokens_per_step=4, error_rate=error_rate)
+        scheduler = scheduler_with(runner, steps_in_flight)
         add(scheduler, request("a", prompt(5), 40, ignore_eos=True))
         req = scheduler.reqs["a"]
         run_to_end(scheduler, Collector())
@@ -69,7 +69,7 @@ def test_right_guesses_take_fewer_steps(steps_ahead: int) -> None:
 
 
 def test_a_message_tells_how_many_steps_verified() -> None:
-    scheduler = scheduler_with(GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=4))
+    scheduler = scheduler_with(DraftingRunner(512, 1, 256, 4, 64, tokens_per_step=4))
     add(scheduler, request("a", prompt(5), 40, ignore_eos=True))
     metas = []
     while not scheduler.idle:
@@ -79,9 +79,10 @@ def test_a_message_tells_how_many_steps_verified() -> None:
     assert metas[-1].completion_tokens == 40 and metas[-1].drafts.steps == 10
 
 
-def test_slots_of_rejected_guesses_are_used_next() -> None:
-    """A request holds cache slots for its tokens and for what is in flight, not for every guess that fell away."""
-    runner = GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=4, error_rate=1.0)
+def test_slots_of_rejected_draft_tokens_are_used_next() -> None:
+    """A request holds cache slots for its tokens and for what is in flight, not for every draft token that fell
+    away."""
+    runner = DraftingRunner(512, 1, 256, 4, 64, tokens_per_step=4, error_rate=1.0)
     scheduler = scheduler_with(runner)
     add(scheduler, request("a", prompt(5), 100, ignore_eos=True))
     req = scheduler.reqs["a"]
@@ -97,7 +98,7 @@ def test_slots_of_rejected_guesses_are_used_next() -> None:
 def test_a_stop_token_among_accepted_ones_ends_there() -> None:
     prompts = [prompt(9, i) for i in range(90)]
     ids = next(ids for ids in prompts if 4 < len(expected_output(ids, 30)) < 25)
-    runner = GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=8)
+    runner = DraftingRunner(512, 1, 256, 4, 64, tokens_per_step=8)
     scheduler, collector = scheduler_with(runner), Collector()
     add(scheduler, request("a", ids, 30))
     run_to_end(scheduler, collector)
@@ -106,8 +107,8 @@ def test_a_stop_token_among_accepted_ones_ends_there() -> None:
     assert_cached_entries_are_right(scheduler)
 
 
-def test_hidden_states_take_no_guesses() -> None:
-    runner = GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=4)
+def test_hidden_states_take_no_draft_tokens() -> None:
+    runner = DraftingRunner(512, 1, 256, 4, 64, tokens_per_step=4)
     runner.plan.description = SimpleNamespace(hidden_size=8)
     scheduler, collector = scheduler_with(runner), Collector()
     with_states = request("a", prompt(5), 20, ignore_eos=True)
@@ -132,9 +133,9 @@ def test_hidden_states_take_no_guesses() -> None:
     assert widths[slots["a"]] == {1} and 4 in widths[slots["b"]]
 
 
-def test_logits_that_are_not_numbers_behind_accepted_guesses() -> None:
+def test_logits_that_are_not_numbers_behind_accepted_draft_tokens() -> None:
     ids = prompt(10)
-    runner = GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=4)
+    runner = DraftingRunner(512, 1, 256, 4, 64, tokens_per_step=4)
     runner.not_numbers = lambda tokens: len(tokens) == len(ids) + 7
     scheduler, collector = scheduler_with(runner), Collector()
     add(scheduler, request("a", ids, 20, ignore_eos=True))
@@ -152,23 +153,23 @@ def test_logits_that_are_not_numbers_behind_accepted_guesses() -> None:
     chunk=st.sampled_from([-1, 16, 48]),
     max_reqs=st.integers(1, 6),
     radix=st.booleans(),
-    steps_ahead=st.integers(0, 3),
+    steps_in_flight=st.integers(0, 3),
     tokens_per_step=st.integers(1, 6),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
     conservativeness=st.sampled_from([0.01, 1.0]),
 )
 def test_any_workload(
-    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, radix: bool, steps_ahead: int,
+    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, radix: bool, steps_in_flight: int,
     tokens_per_step: int, error_rate: float, conservativeness: float,
 ) -> None:  # fmt: skip
     if tokens_per_step == 1:
         tokens_per_step = 2
-    runner = GuessingRunner(
+    runner = DraftingRunner(
         pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk,
-        tokens_per_step=tokens_per_step, error_rate=error_rate, tokens_ahead=tokens_per_step - 1,
+        tokens_per_step=tokens_per_step, error_rate=error_rate, lookahead_slots=tokens_per_step - 1,
     )  # fmt: skip
     scheduler = scheduler_with(
-        runner, steps_ahead, disable_radix_cache=not radix, schedule_conservativeness=conservativeness
+        runner, steps_in_flight, disable_radix_cache=not radix, schedule_conservativeness=conservativeness
     )
     collector = Collector()
     wanted: dict[str, tuple[list[int], int, bool]] = {}

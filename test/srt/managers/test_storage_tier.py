@@ -51,7 +51,7 @@ from srt.managers.test_host_tier import (
     Server,
     loads_by_layers_sometimes,
 )
-from srt.managers.test_random_schedules import FEW_PROMPTS, GARBAGE, GUESSES, PAGES, short_pauses
+from srt.managers.test_random_schedules import FEW_PROMPTS, GARBAGE, DRAFT_TOKENS, PAGES, short_pauses
 from srt.models.harness import random_tokens, save_tiny
 
 STORAGE = {
@@ -117,8 +117,8 @@ class StorageWorld(HostWorld):
     copies: str | None = None
     """The policy of copies to main memory; None: that of the options."""
 
-    def runner(self, page: int, guesses: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
-        args, runner = super().runner(page, guesses, ranks)
+    def runner(self, page: int, draft_tokens: str, ranks: RankLayout = ONE_RANK) -> tuple[ServerArgs, ModelRunner]:
+        args, runner = super().runner(page, draft_tokens, ranks)
         if not isinstance(runner.storage, TroubledEngine):
             storage = create_storage(args, runner, self.rank)
             assert storage is not None
@@ -129,9 +129,9 @@ class StorageWorld(HostWorld):
 class StorageSchedule(HostSchedule):
     """A random run that begins with nothing but files, and in which main memory loses prefixes often."""
 
-    def __init__(self, world: StorageWorld, guesses: str, page: int, seed: int) -> None:
-        super().__init__(world, guesses, page, seed)
-        for pool in world.runner(page, guesses, world.ranks)[1].copies.pools:
+    def __init__(self, world: StorageWorld, draft_tokens: str, page: int, seed: int) -> None:
+        super().__init__(world, draft_tokens, page, seed)
+        for pool in world.runner(page, draft_tokens, world.ranks)[1].copies.pools:
             pool.host.fill_(99)
         if world.copies is not None:
             self.scheduler.host_tier.use_policy(world.copies)
@@ -156,15 +156,15 @@ class StorageSchedule(HostSchedule):
         assert not self.storage.busy
 
 
-def schedules(world: StorageWorld, guesses: str, page: int, seeds: range) -> Counter[str]:
+def schedules(world: StorageWorld, draft_tokens: str, page: int, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     world.prepare()
     with loads_by_layers_sometimes():
         for seed in seeds:
-            schedule = StorageSchedule(world, guesses, page, seed)
+            schedule = StorageSchedule(world, draft_tokens, page, seed)
             schedule.run()
             seen += schedule.seen
-    storage = world.runner(page, guesses, world.ranks)[1].storage
+    storage = world.runner(page, draft_tokens, world.ranks)[1].storage
     assert isinstance(storage, TroubledEngine)
     return seen + storage.store.troubles
 
@@ -204,15 +204,15 @@ EXTRA = {"hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}'}
 
 
 @pytest.mark.parametrize(
-    ("name", "guesses", "page", "policy"),
+    ("name", "draft tokens", "page", "policy"),
     [("mistral_windows", "none", 4, "wait_complete"), ("qwen3_5", "half-right", 4, "timeout")],
 )
-def test_random_schedules(name: str, guesses: str, page: int, policy: str, tmp_path: Path) -> None:
+def test_random_schedules(name: str, draft_tokens: str, page: int, policy: str, tmp_path: Path) -> None:
     options = {**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy}
     world = StorageWorld(name, tmp_path, options=options, num_prompts=FEW_PROMPTS)
     seen: Counter[str] = Counter()
     for seed in range(24):  # threads decide what is read
-        seen += schedules(world, guesses, page, range(seed, seed + 1))
+        seen += schedules(world, draft_tokens, page, range(seed, seed + 1))
         if seen["read"] and seen["written"] and seen["unfulfilled"]:
             return
     raise AssertionError(seen)
@@ -229,16 +229,16 @@ def test_many_random_schedules(kind: str, policy: str, tmp_path: Path) -> None:
     options = {**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy, **options}
     world = StorageWorld(name, tmp_path, options=options, whole=1 if 1 in pages else pages[0])
     for page in pages:
-        for guesses in GUESSES:
+        for draft_tokens in DRAFT_TOKENS:
             seen: Counter[str] = Counter()
             for number, copies in enumerate(COPIED):
                 world.copies = copies
-                seen += schedules(world, guesses, page, range(7 * number, 7 * number + 7))
-            assert seen["written"] and (seen["read"] or policy == "best_effort"), (page, guesses, seen)
+                seen += schedules(world, draft_tokens, page, range(7 * number, 7 * number + 7))
+            assert seen["written"] and (seen["read"] or policy == "best_effort"), (page, draft_tokens, seen)
 
 
 def _rank(
-    rank: int, kind: str, folder: Path, ranks: RankLayout, guesses: str, page: int, num_schedules: int, policy: str
+    rank: int, kind: str, folder: Path, ranks: RankLayout, draft_tokens: str, page: int, num_schedules: int, policy: str
 ) -> None:
     """What it is alone is known before the ranks meet. policy: when prefixes are copied to main memory."""
     name, options, _ = EVERY_CACHE[kind]
@@ -249,7 +249,7 @@ def _rank(
         world.grow_tree()
         for ids in world.prompts:
             world.alone(ids)
-        seen = schedules(world, guesses, page, range(num_schedules))
+        seen = schedules(world, draft_tokens, page, range(num_schedules))
         assert seen["written"] and seen["read"] + seen["unfulfilled"], seen
         parallel_state.shutdown()
 

@@ -88,7 +88,7 @@ class Bench:
             )
         )
 
-    async def settled(self) -> None:
+    async def sync(self) -> None:
         """Until everything sent so far has been handled."""
         reply = asyncio.ensure_future(self.manager.control("ping"))
         message = await self.received()
@@ -148,7 +148,7 @@ def test_a_slow_reader_gets_merged_outputs() -> None:
             for i in range(5):
                 logprobs = OutputLogprobs(output=[(-1.0, i)], input=[(None, 1)] if i == 0 else None)
                 bench.send("r", str(i), [i], LENGTH if i == 4 else None, logprobs)
-            await bench.settled()
+            await bench.sync()
             outputs = [output async for output in stream]
         (whole,) = outputs
         assert (whole.text, whole.new_ids, whole.finish) == ("01234", [0, 1, 2, 3, 4], LENGTH)
@@ -225,7 +225,7 @@ def test_a_refusal_raises_with_its_status(collect: bool) -> None:
         assert caught.value.status_code == 503
         assert await bench.received() == AbortReq(["r_1"])
         bench.send("r_1", finish=ABORTED)
-        await bench.settled()
+        await bench.sync()
 
     play(test)
 
@@ -240,7 +240,7 @@ def test_one_failing_prompt_ends_the_batch() -> None:
             await stream.collect()
         assert await bench.received() == AbortReq(["b"])
         bench.send("b", finish=ABORTED)
-        await bench.settled()
+        await bench.sync()
 
     play(test)
 
@@ -255,7 +255,7 @@ def test_closing_aborts_and_keeps_the_id_taken() -> None:
             await bench.manager.submit(call())
         bench.send("r", "late", [1])
         bench.send("r", finish=ABORTED)
-        await bench.settled()
+        await bench.sync()
         again = await bench.manager.submit(call())
         await bench.request()
         bench.send("r", "new", [1], LENGTH)
@@ -271,7 +271,7 @@ def test_a_cancelled_reader_aborts() -> None:
         work.cancel()
         assert await bench.received() == AbortReq(["r"])
         bench.send("r", finish=ABORTED)
-        await bench.settled()
+        await bench.sync()
 
     play(test)
 
@@ -318,7 +318,7 @@ def test_abort_of_a_batch_by_its_one_id() -> None:
         for _ in range(4):
             await bench.request()
         bench.send("r_0", "a", [1], LENGTH)
-        await bench.settled()
+        await bench.sync()
         assert bench.manager.abort("r")
         assert await bench.received() == AbortReq(["r_1", "r_2"])
         for rid in ("r_1", "r_2"):
@@ -388,7 +388,7 @@ def test_aborts_wait_for_room_in_a_full_channel(monkeypatch: pytest.MonkeyPatch)
         assert await bench.received() == AbortReq(["a", "c"])
         for rid in "ac":
             bench.send(rid, finish=ABORTED)
-        await bench.settled()
+        await bench.sync()
         assert await bench.nothing_received()
 
     play(test)
@@ -443,7 +443,7 @@ def test_information_from_the_scheduler() -> None:
         before = bench.manager.last_receive_time
         bench.outbox.send(SchedulerReady({"plan": 1}))
         bench.outbox.send(SchedulerStats(num_running_reqs=3, token_usage=0.5))
-        await bench.settled()
+        await bench.sync()
         assert bench.manager.scheduler_info == {"plan": 1}
         assert bench.manager.replicas[0].stats.num_running_reqs == 3
         assert bench.manager.last_receive_time > before
@@ -531,7 +531,7 @@ def test_a_failed_send_leaves_nothing_registered(
             assert (await bench.request()).rid == "a"
             assert await bench.received() == AbortReq(["a"])
             bench.send("a", finish=ABORTED)
-            await bench.settled()
+            await bench.sync()
         monkeypatch.setattr(bench.manager.replicas[0].outbox, "try_send", send)
         again = await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
         for rid in "ab":
@@ -570,7 +570,7 @@ def test_a_caller_cancelled_while_sending_leaves_nothing_registered(monkeypatch:
         assert (await bench.request()).rid == "a"
         assert await bench.received() == AbortReq(["a"])
         bench.send("a", finish=ABORTED)
-        await bench.settled()
+        await bench.sync()
 
     play(test)
 
@@ -611,7 +611,7 @@ def test_metrics() -> None:
         bench.send("r", "bcd", [2, 3, 4], LENGTH)
         await stream.collect()
         bench.outbox.send(SchedulerStats(num_running_reqs=3, token_usage=0.5))
-        await bench.settled()
+        await bench.sync()
         families = text_string_to_metric_families(metrics.render().decode())
         samples = [sample for family in families for sample in family.samples]
         labels = {"model_name": "tiny", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}

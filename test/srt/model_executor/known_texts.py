@@ -30,12 +30,12 @@ class KnownTexts:
     next_tokens_read = 0
     caches = ()
 
-    def __init__(self, num_tokens: int, spoil_every: int = 0, tokens_ahead: int = 0) -> None:
+    def __init__(self, num_tokens: int, spoil_every: int = 0, lookahead_slots: int = 0) -> None:
         """spoil_every: each so manieth guess is wrong; 0: none."""
-        self.num_tokens, self.spoil_every, self.tokens_ahead = num_tokens, spoil_every, tokens_ahead
+        self.num_tokens, self.spoil_every, self.lookahead_slots = num_tokens, spoil_every, lookahead_slots
 
     def prepared(self, plan: Plan, outputs: Outputs) -> KnownTexts:
-        """Requests with these prompts are guessed to get these outputs."""
+        """Requests with these prompts are drafted to get these outputs."""
         self.outputs, self.vocab_size = outputs, plan.model.vocab_size
         self.texts = torch.zeros(
             (plan.max_running_requests + 1, plan.context_len + self.num_tokens), dtype=torch.int64, device=plan.device
@@ -51,8 +51,8 @@ class KnownTexts:
             known %= self.vocab_size
         self.texts[slot, : len(known)] = known.to(self.texts.device)
 
-    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
-        ahead = torch.arange(1, num_guesses + 1, device=step.slots.device)
+    def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
+        ahead = torch.arange(1, num_speculative_tokens + 1, device=step.slots.device)
         return self.texts[step.slots[:, None], step.lens[:, None] + ahead]
 
 
@@ -60,7 +60,7 @@ def verifying_runner(
     args: ServerArgs, drafter: KnownTexts, outputs: Outputs, rank: int = 0, rendezvous: str | None = None
 ) -> ModelRunner:
     plan = create_plan(args, rank, rendezvous)
-    growing = MOST_STEPS_AHEAD * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.tokens_ahead
+    growing = MOST_STEPS_AHEAD * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.lookahead_slots
     # What the flags say of drafts that they know, and windows for it.
     windows = tuple(replace(size, tokens=plan.max_total_num_tokens) for size in plan.windows)
     plan = replace(plan, growing=growing, windows=windows)

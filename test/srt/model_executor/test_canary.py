@@ -60,7 +60,7 @@ class EagerInPlaceOfGraphs:
         names = ("decode_slots", "decode_lens", "sampled_slots")
         arrays = {**dict.fromkeys(names, sent), "last_rows": torch.arange(len(sent))}
         batch = SimpleNamespace(positions=torch.zeros_like(sent), state_records=None)
-        return SimpleNamespace(batch=batch, arrays=arrays, hidden=logits, logits=logits, settle=None)
+        return SimpleNamespace(batch=batch, arrays=arrays, hidden=logits, logits=logits, accept=None)
 
 
 def capture_mixed(runner: ModelRunner, log: list[str], defect: str) -> None:

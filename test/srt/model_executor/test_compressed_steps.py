@@ -1,6 +1,6 @@
-"""Steps of several tokens through DeepSeek-V4, Qwen3.8-Flash-Next and GLM-5.3-Flash: guesses that are rejected at each
-depth leave pending tokens, entries, states and the tails of n-grams as if they had never come, and the prefix tree's
-checkpoints continue them."""
+"""Steps of several tokens through DeepSeek-V4, Qwen3.8-Flash-Next and GLM-5.3-Flash: draft tokens that are rejected at
+each depth leave pending tokens, entries, states and the tails of n-grams as if they had never come, and the prefix
+tree's checkpoints continue them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> list[list[int]]:
-    """To the prompts, without guesses."""
+    """To the prompts, without draft tokens."""
     return run(plain(server_args(folder)), prompts())
 
 
@@ -76,7 +76,7 @@ def plain(args: ServerArgs) -> Scheduler:
 @pytest.mark.parametrize(
     ("spoil_every", "graphs"), [(1, False), (2, False), (3, False), (4, False), (3, True), (0, False)]
 )
-def test_guesses_are_taken_back(spoil_every: int, graphs: bool, folder: Path, answers: list[list[int]]) -> None:
+def test_draft_tokens_are_taken_back(spoil_every: int, graphs: bool, folder: Path, answers: list[list[int]]) -> None:
     args, want = server_args(folder), answers
     outputs = {tuple(ids): tokens for ids, tokens in zip(prompts(), want, strict=True)}
     scheduler = verifying_scheduler(args, KnownTexts(4, spoil_every), outputs)

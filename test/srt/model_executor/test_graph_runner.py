@@ -246,7 +246,7 @@ SIZES_OF_PLAN = Sizes(1, 128, 64, (), 1, RankLayout())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "kimi_linear"])
-def test_times_of_steps_with_guesses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_steps_with_draft_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are of both graphs, what keeps the states of accepted tokens included, of request slots that differ in their
     tokens; and they leave the tables of requests as they were. The rows that are kept take what is planned."""
     save_tiny(name, tmp_path)
@@ -277,8 +277,10 @@ def test_times_of_steps_with_guesses(name: str, tmp_path: Path, monkeypatch: pyt
             before = [state.clone() for state in states]
             runner.state.next_tokens.copy_(tokens)
             graphs.graphs[shape].replay()
-            assert all(torch.equal(*pair) for pair in zip(before, states, strict=True)), "guesses may be taken back"
-            graphs._settle[shape](graphs._tokens[:0])
+            assert all(torch.equal(*pair) for pair in zip(before, states, strict=True)), (
+                "draft tokens may be taken back"
+            )
+            graphs._accept[shape](graphs._tokens[:0])
             changed = [(old != new).flatten(1).any(1) for old, new in zip(before, states, strict=True)]
             assert all(rows.nonzero().flatten().tolist() == [*range(1, shape.num_decodes + 1)] for rows in changed)
             timed[shape.num_decodes, shape.width] = graphs.outputs[shape].batch.input_ids.tolist()

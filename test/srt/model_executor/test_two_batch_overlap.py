@@ -103,7 +103,7 @@ def test_groups_are_cut_together_and_one_without_a_cut_is_in_the_first_half() ->
     assert first.steps[1] is decoding and rows(first.steps[0]) + rows(second.steps[0]) == rows(step_of(2, [200]))
 
 
-def test_groups_of_which_none_can_be_cut_or_one_verifies_guesses_compute_whole_steps() -> None:
+def test_groups_of_which_none_can_be_cut_or_one_verifies_draft_tokens_compute_whole_steps() -> None:
     decoding, verifying = step_of(3, []), step_of(1, [])
     decoding.prompts = verifying.prompts = None
     verifying.widths, verifying.width = np.full(1, 2, np.int32), 2

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 in a scheduler: guesses that are rejected at each depth, checkpoints, ranks and stages, with and
+"""DeepSeek-V4.1 in a scheduler: draft tokens that are rejected at each depth, checkpoints, ranks and stages, with and
 without the draft of its checkpoint."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for case in [(1, False), (2, False), (3, False), (4, False), (3, True), (0, False)]
     ],
 )
-def test_guesses_are_taken_back(spoil_every: int, graphs: bool, folder: Path) -> None:
+def test_draft_tokens_are_taken_back(spoil_every: int, graphs: bool, folder: Path) -> None:
     args = server_args(folder)
     want = run(plain(args), prompts())
     outputs = {tuple(ids): tokens for ids, tokens in zip(prompts(), want, strict=True)}

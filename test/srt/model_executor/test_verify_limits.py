@@ -1,5 +1,5 @@
 """What limits a request's samples by its earlier tokens (penalties, grammars, budgets of thoughts) is exact for every
-row of guesses: the tokens are those of the plain run, and guesses are verified all the same."""
+row of draft tokens: the tokens are those of the plain run, and draft tokens are verified all the same."""
 
 from __future__ import annotations
 

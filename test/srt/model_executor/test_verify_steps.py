@@ -1,8 +1,8 @@
-"""Steps of several tokens through a model: with the model's own earlier outputs as guesses, and with spoilt ones, the
-tokens are those of the plain run, greedy and sampled, in graphs and without.
+"""Steps of several tokens through a model: with the model's own earlier outputs as draft tokens, and with spoilt ones,
+the tokens are those of the plain run, greedy and sampled, in graphs and without.
 
-`make test` has each option and each model once, and every kind of guesses with a gated delta net; `make thorough` has
-all combinations."""
+`make test` has each option and each model once, and every kind of draft tokens with a gated delta net; `make thorough`
+has all combinations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
-from sglang.srt.layers import native_guesses
+from sglang.srt.layers import native_draft_rows
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -44,7 +44,7 @@ def test_accept() -> None:
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 9, 3, 4], [-1, 2, 3, 4], [1, 2, 3, 4]])
     drafts = torch.tensor([[1, 2, 3], [1, 5, 3], [1, 2, 3], [0, 2, 3], [1, 2, 3]])
     widths = torch.tensor([4, 4, 4, 4, 2], dtype=torch.int32)
-    assert native_guesses.accepted(tokens, drafts, widths).tolist() == [4, 2, 2, 1, 2]
+    assert native_draft_rows.accepted(tokens, drafts, widths).tolist() == [4, 2, 2, 1, 2]
 
 
 def server_args(folder: Path, **options: Any) -> ServerArgs:
@@ -118,7 +118,7 @@ def test_arrays_of_steps_have_the_types_of_graphs(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
 def test_steps_that_are_computed_to_compile_leave_no_trace(name: str, tmp_path: Path) -> None:
-    """Of requests that decode, plainly and with guesses to verify, more than the largest graph has."""
+    """Of requests that decode, plainly and with draft tokens to verify, more than the largest graph has."""
     save_tiny(name, tmp_path)
     args = server_args(tmp_path, max_running_requests=8)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), GREEDY)
@@ -144,7 +144,7 @@ PARAMS = {"greedy": GREEDY, "sampled": SAMPLED}
         {("qwen3", "greedy"), ("qwen3_moe", "sampled"), ("mistral_windows", "sampled")},
     ),
 )
-def test_right_guesses_are_all_accepted(name: str, kind: str, tmp_path: Path) -> None:
+def test_right_draft_tokens_are_all_accepted(name: str, kind: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     params = PARAMS[kind]
     args = server_args(tmp_path)
@@ -171,7 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         {("greedy", "usual"), ("sampled", "pages"), ("sampled", "chunks"), ("greedy", "no overlap")},
     ),
 )
-def test_spoilt_guesses_change_nothing(kind: str, option: str, tmp_path: Path) -> None:
+def test_spoilt_draft_tokens_change_nothing(kind: str, option: str, tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     params, args = PARAMS[kind], server_args(tmp_path, **OPTIONS[option])
     extra = {"r2": {"presence_penalty": 1.5}, "r4": {"min_new_tokens": 9, "logit_bias": {"5": 2.0}}}
@@ -189,7 +189,7 @@ RECURRENT = ("qwen3_next", "qwen3_5", "nemotron_h", "kimi_linear")
 @pytest.mark.parametrize(
     ("name", "spoil_every"),
     [
-        # Of half-right guesses some are taken and some taken back: the others have these in every run.
+        # Of half-right draft tokens some are taken and some taken back: the others have these in every run.
         pytest.param(name, every, id=f"{name}-{kind}", marks=[] if quick else pytest.mark.thorough)
         for name in RECURRENT
         for kind, every in SPOILT.items()
@@ -229,7 +229,7 @@ class Widths:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "nemotron_h"])
-def test_every_step_may_bring_another_number_of_guesses(name: str, tmp_path: Path) -> None:
+def test_every_step_may_bring_another_number_of_draft_tokens(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     args = server_args(tmp_path)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
@@ -246,7 +246,7 @@ def test_every_step_may_bring_another_number_of_guesses(name: str, tmp_path: Pat
         assert {width for width, _ in counts} == {1, 2, 3, 4}
 
 
-def test_retracted_requests_are_guessed_on(tmp_path: Path) -> None:
+def test_retracted_requests_are_drafted_on(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     args = server_args(tmp_path, max_total_tokens=330, schedule_conservativeness=0.01)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), GREEDY)
@@ -279,8 +279,8 @@ def test_log_probabilities_of_several_tokens(tmp_path: Path) -> None:
                     seen[name] += getattr(message.logprobs[0], name) or []
             scheduler.outbox.clear()
         results.append(seen)
-    plain, *guessed = results
-    for seen in guessed:
+    plain, *drafted = results
+    for seen in drafted:
         for name in ("output", "output_top", "output_token_ids"):
             ours, theirs = (torch.tensor(r[name]).reshape(-1, 2) for r in (seen, plain))
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
@@ -303,12 +303,14 @@ def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3", "glm_moe_dsa", "minimax_m3"])
-def test_the_canary_verifies_guesses(name: str, tmp_path: Path) -> None:
+def test_the_canary_verifies_draft_tokens(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     check_runner(verifying_scheduler(server_args(tmp_path), KnownTexts(4), {}).runner)
 
 
-def test_the_canary_finds_guesses_that_are_verified_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_canary_finds_draft_tokens_that_are_verified_wrongly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_tiny("qwen3", tmp_path)
     runner = verifying_scheduler(server_args(tmp_path), KnownTexts(4), {}).runner
     verify_batch = DeviceState._verify_batch
@@ -319,7 +321,7 @@ def test_the_canary_finds_guesses_that_are_verified_wrongly(tmp_path: Path, monk
         return batch
 
     monkeypatch.setattr(DeviceState, "_verify_batch", of_other_tokens)
-    with pytest.raises(UserError, match="a step that verifies guesses gives other logits"):
+    with pytest.raises(UserError, match="a step that verifies draft tokens gives other logits"):
         check_runner(runner)
 
 

@@ -1,4 +1,4 @@
-"""Runs a target with its draft without a server: steps of the target's rows, and chains of guesses behind them."""
+"""Runs a target with its draft without a server: steps of the target's rows, and chains of draft tokens behind them."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ class DraftRunner(TinyRunner):
         return dict(zip(new, state[last].split(1), strict=True))
 
     @torch.inference_mode()
-    def guess(self, slot: int, state: torch.Tensor, following: int, count: int) -> torch.Tensor:
-        """Greedy guesses behind the token that follows the computed ones -> logits [count, V] that they are drawn of.
-        The request's length stays as it was."""
+    def draft_token(self, slot: int, state: torch.Tensor, following: int, count: int) -> torch.Tensor:
+        """Greedy draft tokens behind the token that follows the computed ones -> logits [count, V] that they are drawn
+        of. The request's length stays as it was."""
         length, rows, everyones = self.lens[slot], [], self.shared
         self.shared = None if everyones is None else one_request(everyones, slot)
         if not self.draft.shifted:
@@ -128,34 +128,35 @@ def one_request(shared: SharedSelection, slot: int) -> SharedSelection:
 
 
 Reference = Callable[[list[int], int], torch.Tensor]
-"""(tokens, how many guesses) -> logits [count, V] of greedy guesses; the last token is the one sampled last."""
+"""(tokens, how many draft tokens) -> logits [count, V] of greedy draft tokens; the last token is the one sampled
+last."""
 
 
 def check_proposals(
     runner: DraftRunner, reference: Reference, tokens: list[int], atol: float = 1e-4, states: bool = False
 ) -> None:
     """Prompts in chunks among strangers, rows that are verified and taken back, a prefix that another request computed:
-    the same guesses as the reference's. `states`: the target has some, which nothing here takes back or shares."""
+    the same draft tokens as the reference's. `states`: the target has some, which nothing here takes back or shares."""
     close = functools.partial(torch.testing.assert_close, rtol=0.0, atol=atol)
     n = len(tokens)
     strangers = [tokens[i] for i in range(n - 1, 3, -2)]
     first = runner.step({4: tokens[: n // 3], 2: strangers[:-1]}, {4: tokens[n // 3], 2: strangers[-1]})
-    close(runner.guess(2, first[2], strangers[-1], 3), reference(strangers, 3))
-    close(runner.guess(4, first[4], tokens[n // 3], 3), reference(tokens[: n // 3 + 1], 3))
+    close(runner.draft_token(2, first[2], strangers[-1], 3), reference(strangers, 3))
+    close(runner.draft_token(4, first[4], tokens[n // 3], 3), reference(tokens[: n // 3 + 1], 3))
     second = runner.step({4: tokens[n // 3 : n - 9]}, {4: tokens[n - 9]})
     want = reference(tokens[: n - 8], 4)
     assert want[want.isfinite()].std() > 0.02, "the reference says nothing: its logits are nearly constant"
-    close(runner.guess(4, second[4], tokens[n - 9], 4), want)
+    close(runner.draft_token(4, second[4], tokens[n - 9], 4), want)
     if states:
         third = runner.step({4: tokens[n - 9 : n - 1]}, {4: tokens[n - 1]})
-        close(runner.guess(4, third[4], tokens[n - 1], 4), reference(tokens, 4))
+        close(runner.draft_token(4, third[4], tokens[n - 1], 4), reference(tokens, 4))
         return
     # Guesses are verified and two of them are wrong: their rows are computed anew.
     wrong = [(token + 7) % 200 for token in tokens[n - 7 : n - 5]]
     runner.step({4: [tokens[n - 9], tokens[n - 8], *wrong]}, {}, [tokens[n - 8], tokens[n - 7], 3, 4])
     runner.lens[4] -= 2
     third = runner.step({4: tokens[n - 7 : n - 1]}, {4: tokens[n - 1]})
-    close(runner.guess(4, third[4], tokens[n - 1], 4), reference(tokens, 4))
+    close(runner.draft_token(4, third[4], tokens[n - 1], 4), reference(tokens, 4))
     _check_prefix(runner, reference, tokens, close)
 
 
@@ -168,4 +169,4 @@ def _check_prefix(
     other = [*tokens[: shared + 1], *((token + 3) % 200 for token in tokens[shared + 1 :])]
     runner.lens[7] = shared
     state = runner.step({7: other[shared:-1]}, {7: other[-1]})[7]
-    close(runner.guess(7, state, other[-1], 3), reference(other, 3))
+    close(runner.draft_token(7, state, other[-1], 3), reference(other, 3))

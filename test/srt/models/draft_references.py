@@ -87,7 +87,7 @@ Rows = Callable[[Sequence[int], Tensor], Tensor]
 
 @torch.inference_mode()
 def chain(tokens: list[int], features: Tensor, rows: Rows, logits: Callable[[Tensor], Tensor], count: int) -> Tensor:
-    """Row i of token i + 1 and features i; every guess is a row more, whose features are the state before it."""
+    """Row i of token i + 1 and features i; every draft token is a row more, whose features are the state before it."""
     ids, given = list(tokens[1:]), []
     for _ in range(count):
         state = rows(ids, features)
@@ -113,7 +113,9 @@ class Eagle3:
         eps, aux_hidden_states = self.config["rms_norm_eps"], [streams[layer] for layer in self.aux_layers]
         names = [f"fc_norm.{i}.weight" for i in range(len(aux_hidden_states))]
         if names[0] in self.w:
-            aux_hidden_states = [rms(rows, self.w[name], eps) for rows, name in zip(aux_hidden_states, names, strict=True)]
+            aux_hidden_states = [
+                rms(rows, self.w[name], eps) for rows, name in zip(aux_hidden_states, names, strict=True)
+            ]
         joined = torch.cat(aux_hidden_states, dim=-1)
         joined = rms(joined, self.w["input_norm.weight"], eps) if "input_norm.weight" in self.w else joined
         return joined @ self.w["fc.weight"].T
@@ -226,7 +228,7 @@ def between_convolutions(x: Tensor, w: Weights, at: str, inner: Callable[[Tensor
 
 
 def domino(w: Weights, keys: Mapping[str, Any], target: Target, rows: Tensor, base: Tensor, last: int) -> Tensor:
-    """The logits of guesses that torch's own GRU has read the tokens before."""
+    """The logits of draft tokens that torch's own GRU has read the tokens before."""
     gru = torch.nn.GRU(rows.shape[1], keys["gru_hidden_dim"], bias=False)
     gru.load_state_dict({name: w[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
     tokens, given = [last], []
@@ -240,7 +242,7 @@ def domino(w: Weights, keys: Mapping[str, Any], target: Target, rows: Tensor, ba
 
 
 def selected(w: Weights, keys: Mapping[str, Any], rows: Tensor, base: Tensor, last: int) -> Tensor:
-    """The logits of guesses among the likeliest tokens of each place, by the one before it."""
+    """The logits of draft tokens among the likeliest tokens of each place, by the one before it."""
     at, given = "candidate_selector.", []
     for row, logits in zip(rows, base, strict=True):
         context = w[f"{at}predecessor_codebook"][last] * (w[f"{at}hidden_projection.weight"] @ row)
@@ -253,12 +255,12 @@ def selected(w: Weights, keys: Mapping[str, Any], rows: Tensor, base: Tensor, la
 
 @dataclass
 class DSpark(DFlash):
-    """As DFlash, with a bias of the token before each guess; row i guesses the token behind position i, or row i + 1
-    with `sample_from_anchor` false."""
+    """As DFlash, with a bias of the token before each draft token; row i draft tokens the token behind position i, or
+    row i + 1 with `sample_from_anchor` false."""
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
-        rows = self.guessing(tokens, count)
+        rows = self.drafting_rows(tokens, count)
         given, previous, state = [], tokens[-1], torch.zeros(self.config["markov_rank"])
         for row, base in zip(rows, self.logits(rows), strict=True):
             bias, state = markov_bias(self.w, self.config["markov_head_type"], row, previous, state)
@@ -266,14 +268,14 @@ class DSpark(DFlash):
             previous = int(given[-1].argmax())
         return torch.stack(given)
 
-    def guessing(self, tokens: list[int], count: int) -> Tensor:
-        """The rows [count, H] that make the guesses."""
+    def drafting_rows(self, tokens: list[int], count: int) -> Tensor:
+        """The rows [count, H] that make the draft tokens."""
         first = 0 if self.config.get("sample_from_anchor", True) else 1
         return self.rows(tokens, self.config["block_size"], self.config["mask_token_id"])[first : first + count]
 
     @torch.inference_mode()
-    def confidences(self, tokens: list[int], guesses: list[int]) -> Tensor:
-        return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]])
+    def confidences(self, tokens: list[int], draft_tokens: list[int]) -> Tensor:
+        return confidences(self.w, self.drafting_rows(tokens, len(draft_tokens)), [tokens[-1], *draft_tokens[:-1]])
 
 
 @dataclass
@@ -318,14 +320,14 @@ class Gemma4DSpark(DSpark):
 
 @torch.inference_mode()
 def confidences(w: Weights, rows: Tensor, tokens: Sequence[int], at: str = "") -> Tensor:
-    """How likely each guess [n] stands, of the rows [n, H] that made them and the token before each."""
+    """How likely each draft token [n] stands, of the rows [n, H] that made them and the token before each."""
     latent = w[f"{at}markov_head.markov_w1.weight"][torch.tensor(list(tokens))]
     bias = w.get(f"{at}confidence_head.proj.bias", torch.zeros(1))
     return F.linear(torch.cat((rows, latent), dim=-1), w[f"{at}confidence_head.proj.weight"], bias)[:, 0].sigmoid()
 
 
 def markov_bias(w: Weights, kind: str, row: Tensor, previous: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The bias [V] of the guess behind a token, and the state behind it."""
+    """The bias [V] of the draft token behind a token, and the state behind it."""
     latent = w["markov_head.markov_w1.weight"][previous]
     if kind == "gated":
         gate = F.linear(torch.cat((row, latent)), w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"])

@@ -55,8 +55,8 @@ def save_assistant(folder: Path, **keys: Any) -> MuseGlimmerAssistantModel:
 
 @dataclass
 class Assistant:
-    """The logits of the guesses behind the last token. Without `own_masks` no row of a window sees further back than
-    the window before the block's end; the class lets each row see the window before itself, and a token more."""
+    """The logits of the draft tokens behind the last token. Without `own_masks` no row of a window sees further back
+    than the window before the block's end; the class lets each row see the window before itself, and a token more."""
 
     model: MuseGlimmerAssistantModel
     target: Target

@@ -1,6 +1,6 @@
 """Checkpoints with a draft layer for each depth, as MiMo-V2, Step and Inkling publish them: which are read, and what is
 refused.
-What the layers guess is compared in `speculative/test_draft_chain.py`."""
+What the layers guess is compared in `speculative/test_autoregressive_draft.py`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Tensors = dict[str, torch.Tensor]
 SERVING = Serving("bfloat16", "bfloat16")
 
 
-def planned(folder: Path, guesses: int = 3, **args: Any) -> PlanWithDraft:
+def planned(folder: Path, draft_tokens: int = 3, **args: Any) -> PlanWithDraft:
     plan = plan_for(folder)
-    settings = SpeculativeSettings("EAGLE", guesses + 1, **args)
+    settings = SpeculativeSettings("EAGLE", draft_tokens + 1, **args)
     return PlanWithDraft(plan.model, kv_cache_dtype=plan.kv_cache_dtype, ranks=plan.ranks, settings=settings)
 
 
@@ -44,12 +44,12 @@ def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
 
 
 @pytest.mark.parametrize("name", DEPTH_FORMS)
-@pytest.mark.parametrize("guesses", [1, 3])
-def test_as_many_layers_as_guesses_are_held_and_counted(name: str, guesses: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("draft tokens", [1, 3])
+def test_as_many_layers_as_draft_tokens_are_held_and_counted(name: str, draft_tokens: int, tmp_path: Path) -> None:
     build_depths(name, tmp_path)
-    plan = planned(tmp_path, guesses)
+    plan = planned(tmp_path, draft_tokens)
     draft = filled_draft(plan, load_model(plan))  # type: ignore[arg-type]
-    assert len({cache.layer_id for cache in draft.caches}) == guesses == plan.draft.num_layers
+    assert len({cache.layer_id for cache in draft.caches}) == draft_tokens == plan.draft.num_layers
     held = sum(param.tensor.nbytes for loadable, _ in draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32"), "the plan counts other bytes than the draft allocates"
 
@@ -99,9 +99,11 @@ def test_without_drafts_their_tensors_stay_unread(name: str, tmp_path: Path) -> 
     load_model(plan_for(tmp_path))  # type: ignore[arg-type]
 
 
-def test_more_guesses_than_layers_are_refused(tmp_path: Path) -> None:
+def test_more_draft_tokens_than_layers_are_refused(tmp_path: Path) -> None:
     build_depths("mimo_v2", tmp_path)
-    with pytest.raises(UserError, match="drafts with 3 layers, one for each guess .* 4 .*--speculative-num-steps 3"):
+    with pytest.raises(
+        UserError, match="drafts with 3 layers, one for each draft token .* 4 .*--speculative-num-steps 3"
+    ):
         _ = planned(tmp_path, 4).draft
     change_tensors(tmp_path, lambda t: [t.pop(key) for key in list(t) if key.startswith("model.mtp.layers.2.")])
     with pytest.raises(UserError, match="drafts with 2 layers, .* --speculative-num-steps 2 or fewer"):
@@ -135,7 +137,7 @@ def test_what_configs_say_of_inklings_depths(said: str, tmp_path: Path) -> None:
     assert ["draft_rows" in each for each in caches] == [False, True]
     for each in caches:
         rows = [tensor.shape[0] for name in ("kv_rows", "block_rows") for tensor in each[name].tensors]
-        assert rows == [3 + 2] * 3, "those of two guesses more"
+        assert rows == [3 + 2] * 3, "those of two draft tokens more"
 
 
 def test_another_chain_of_inklings_is_refused(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_draft_as_published(variant: str, target: Path, tmp_path: Path) -> Non
         ),
         (
             written(VARIANTS["selector"] | {"draft_vocab_size": 40}, "dflash2"),
-            "draft_vocab_size 40 with a head that corrects guesses",
+            "draft_vocab_size 40 with a head that corrects draft tokens",
         ),
     ],
 )

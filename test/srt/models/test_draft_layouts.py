@@ -87,11 +87,11 @@ def save_pairs(folder: Path) -> dict[str, tuple[str, Path, Path | None]]:
     }
 
 
-def guesses(runner: DraftRunner) -> Tensor:
+def draft_tokens(runner: DraftRunner) -> Tensor:
     first = runner.step({4: TOKENS[:13], 2: TOKENS[5:9]}, {4: TOKENS[13], 2: 7})
-    rows = [runner.guess(2, first[2], 7, 2)]
+    rows = [runner.draft_token(2, first[2], 7, 2)]
     state = runner.step({4: TOKENS[13:-1]}, {4: TOKENS[-1]})[4]
-    return torch.cat((*rows, runner.guess(4, state, TOKENS[-1], 3)))
+    return torch.cat((*rows, runner.draft_token(4, state, TOKENS[-1], 3)))
 
 
 def _rank(rank: int, ranks: RankLayout, folder: Path, pairs: dict[str, tuple[str, Path, Path | None]]) -> None:
@@ -102,14 +102,14 @@ def _rank(rank: int, ranks: RankLayout, folder: Path, pairs: dict[str, tuple[str
         runner = DraftRunner(plan)
         held = sum(p.tensor.nbytes for loadable, _ in runner.draft.loadables() for p in loadable.params.values())
         assert held == plan.draft.weight_bytes("float32"), f"{name}: the plan counts other bytes than a rank allocates"
-        torch.save(guesses(runner), folder / f"{name}{rank}.pt")
+        torch.save(draft_tokens(runner), folder / f"{name}{rank}.pt")
     parallel_state.shutdown()
 
 
 def test_ranks_agree_with_one_rank(tmp_path: Path) -> None:
     pairs = save_pairs(tmp_path)
     wanted = {
-        name: guesses(DraftRunner(plan_with_draft(target, kind, draft)))
+        name: draft_tokens(DraftRunner(plan_with_draft(target, kind, draft)))
         for name, (kind, target, draft) in pairs.items()
     }
     with_experts = {name: pair for name, pair in pairs.items() if pair[2] is None}
@@ -136,7 +136,7 @@ def stage_plan(plan: PlanWithDraft, number: int, count: int) -> PlanWithDraft:
 def test_what_is_captured_travels_through_the_stages(
     draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last stage has a copy of the embedding, and guesses what one stage guesses."""
+    """The last stage has a copy of the embedding, and draft tokens what one stage draft tokens."""
     if draft == "eagle3":
         save_tiny("qwen3", tmp_path / "target", num_hidden_layers=7)
         head = save(
@@ -166,9 +166,9 @@ def test_what_is_captured_travels_through_the_stages(
             rows = runner.model.compute(batch, rows)
         batch = replace(batch, input_ids=torch.tensor(TOKENS[1:]))
         state = last.draft(batch, last.draft.features(rows, batch.aux_hidden_states))[-1:]
-        states.append(last.guess(4, state, TOKENS[-1], 3))
+        states.append(last.draft_token(4, state, TOKENS[-1], 3))
     wanted = whole.step({4: TOKENS[:-1]}, {4: TOKENS[-1]})[4]
-    torch.testing.assert_close(states[0], whole.guess(4, wanted, TOKENS[-1], 3), rtol=0.0, atol=1e-4)
+    torch.testing.assert_close(states[0], whole.draft_token(4, wanted, TOKENS[-1], 3), rtol=0.0, atol=1e-4)
 
 
 class StageRunner(DraftRunner):

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads, written small as they are published, guess what a plain head of the same weights guesses."""
+"""EAGLE-3 heads, written small as they are published, guess what a plain head of the same weights draft tokens."""
 
 from __future__ import annotations
 

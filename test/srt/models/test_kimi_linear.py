@@ -131,6 +131,8 @@ def test_stages_cut_at_every_layer(tmp_path: Path) -> None:
         for first in range(0, len(tokens), 11):
             intermediate = None
             for stage in stages:
-                intermediate = stage.model.compute(stage.batch_of_prompts({1: tokens[first : first + 11]}), intermediate)
+                intermediate = stage.model.compute(
+                    stage.batch_of_prompts({1: tokens[first : first + 11]}), intermediate
+                )
             parts.append(stages[-1].model.logits(intermediate))
         torch.testing.assert_close(torch.cat(parts), whole, **EXACT)

@@ -153,7 +153,7 @@ def prompt_logprobs(scheduler: Scheduler, msg: TokenizedGenerateReq) -> tuple[li
             assert message.logprobs[0] is not None
             inputs += message.logprobs[0].input or []
         scheduler.outbox.clear()
-    scheduler.settle()
+    scheduler.sync()
     return [value for value, _ in inputs[1:] if value is not None], [token for _, token in inputs]
 
 

@@ -116,7 +116,7 @@ class Mtp:
     layers: Sequence[Any]
     norm: Callable[[str], Any]
     num_known: int = 0
-    """Rows of tokens that are known; those behind them are of guesses."""
+    """Rows of tokens that are known; those behind them are of draft tokens."""
 
     def rows(self, ids: Sequence[int], features: Tensor) -> Tensor:
         fc, embedding_norm, hidden_norm, final = (f"{name}.weight" for name in self.form.names)
@@ -145,17 +145,17 @@ class Mtp:
         return chain(tokens, hidden, self.rows, self.target.logits, count)
 
     def share_selection(self) -> None:
-        """From now on rows of guesses read what the last known row selected, and the tokens behind it."""
+        """From now on rows of draft tokens read what the last known row selected, and the tokens behind it."""
         for layer in self.layers:
             indexer = layer.self_attn.indexer
             indexer.forward = functools.partial(self._selected, indexer.forward)
 
     def _selected(self, select: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         chosen = select(*args, **kwargs)
-        guessed = chosen.shape[1] - self.num_known
+        drafted = chosen.shape[1] - self.num_known
         last = chosen[:, self.num_known - 1 : self.num_known]
-        since = last[..., :1].repeat(1, chosen.shape[1], guessed)
-        for i in range(guessed):
+        since = last[..., :1].repeat(1, chosen.shape[1], drafted)
+        for i in range(drafted):
             chosen[:, self.num_known + i] = last[:, 0]
             since[:, self.num_known + i, : i + 1] = torch.arange(self.num_known, self.num_known + i + 1)
         return torch.cat((chosen, since), dim=-1)

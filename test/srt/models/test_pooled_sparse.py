@@ -106,7 +106,9 @@ def test_stages_cut_at_every_layer(plan: NativePlan) -> None:
         for first in range(0, LENGTH, 11):
             intermediate = None
             for stage in stages:
-                intermediate = stage.model.compute(stage.batch_of_prompts({1: tokens[first : first + 11]}), intermediate)
+                intermediate = stage.model.compute(
+                    stage.batch_of_prompts({1: tokens[first : first + 11]}), intermediate
+                )
             parts.append(stages[-1].model.logits(intermediate))
         torch.testing.assert_close(torch.cat(parts), whole, **EXACT)
         held = [sum(p.tensor.nbytes for p in stage.model.params.values()) for stage in stages]

@@ -1,5 +1,5 @@
-"""The layer for multi-token prediction of Qwen3.8-Flash-Next, in the target's checkpoint as it is published, guesses
-what transformers' layer of the same weights guesses."""
+"""The layer for multi-token prediction of Qwen3.8-Flash-Next, in the target's checkpoint as it is published, draft
+tokens what transformers' layer of the same weights proposes."""
 
 from __future__ import annotations
 

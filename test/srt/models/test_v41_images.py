@@ -119,7 +119,7 @@ def prompt_logprobs(scheduler: Scheduler, small: Small, prompt: Pictured) -> tor
             assert message.logprobs[0] is not None
             values += [value for value, _ in message.logprobs[0].input or [] if value is not None]
         scheduler.outbox.clear()
-    scheduler.settle()
+    scheduler.sync()
     return torch.tensor(values)
 
 

@@ -1,5 +1,5 @@
-"""The DSpark draft that DeepSeek-V4.1's checkpoints bring, written small as it is published, and what it guesses in
-plain fp32 torch."""
+"""The DSpark draft that DeepSeek-V4.1's checkpoints bring, written small as it is published, and what it draft tokens
+in plain fp32 torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class V41DSpark:
     target: V41
 
     @torch.inference_mode()
-    def guessing(self, tokens: Sequence[int], count: int) -> Tensor:
-        """The rows [count, H] that make the guesses."""
+    def drafting_rows(self, tokens: Sequence[int], count: int) -> Tensor:
+        """The rows [count, H] that make the draft tokens."""
         model, c, w, n = self.target, self.target.c, self.target.w, len(tokens) - 1
         eps = c["rms_norm_eps"]
         before, _ = model.streams(tokens[:-1])
@@ -65,7 +65,7 @@ class V41DSpark:
     def __call__(self, tokens: list[int], count: int) -> Tensor:
         w, at = self.target.w, f"mtp.{STAGES - 1}.markov_head."
         given, previous = [], tokens[-1]
-        for row in self.guessing(tokens, count) @ w["head.weight"].T:
+        for row in self.drafting_rows(tokens, count) @ w["head.weight"].T:
             given.append(row + w[f"{at}embed.weight"][previous] @ w[f"{at}head.weight"].T)
             previous = int(given[-1].argmax())
         return torch.stack(given)

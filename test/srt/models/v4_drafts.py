@@ -91,8 +91,8 @@ class V4Mtp(V4Draft):
 
 class V4DSpark(V4Draft):
     @torch.inference_mode()
-    def guessing(self, tokens: list[int], count: int) -> Tensor:
-        """The rows [count, H] that make the guesses."""
+    def drafting_rows(self, tokens: list[int], count: int) -> Tensor:
+        """The rows [count, H] that make the draft tokens."""
         w, eps, n = self.w, self.config.rms_norm_eps, len(tokens) - 1
         streams, _ = self.target.streams(tokens[:-1])
         joined = torch.cat([streams[layer].mean(1) for layer in CAPTURES], dim=-1)
@@ -104,12 +104,14 @@ class V4DSpark(V4Draft):
             h = layer(h, attention_mask=None, past_key_values=keys, **self.positions(n, BLOCK))
         return self.ended(h[0])[:count]
 
-    def confidences(self, tokens: list[int], guesses: list[int]) -> Tensor:
-        return confidences(self.w, self.guessing(tokens, len(guesses)), [tokens[-1], *guesses[:-1]], f"{self.last}.")
+    def confidences(self, tokens: list[int], draft_tokens: list[int]) -> Tensor:
+        return confidences(
+            self.w, self.drafting_rows(tokens, len(draft_tokens)), [tokens[-1], *draft_tokens[:-1]], f"{self.last}."
+        )
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
-        w, rows = self.w, self.guessing(tokens, count)
+        w, rows = self.w, self.drafting_rows(tokens, count)
         named = {f"markov_head.{name}.weight": w[f"{self.last}.markov_head.{name}.weight"] for name in ("markov_w1", "markov_w2")}  # noqa: E501  # fmt: skip
         given, previous = [], tokens[-1]
         for row, base in zip(rows, self.target.logits(rows), strict=True):

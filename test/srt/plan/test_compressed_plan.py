@@ -92,7 +92,7 @@ def test_drafts_that_a_checkpoint_brings(folder: str) -> None:
     assert block is not None and (block["draft"]["layers"], block["draft"]["captures"]) == (3, [40, 41, 42])
     # A row of a block sees 128 tokens before the block.
     assert list(block["window_tokens"]) == ["128", "129"]
-    with pytest.raises(UserError, match="blocks of 5 guesses, of which 7 cannot be asked"):
+    with pytest.raises(UserError, match="blocks of 5 draft tokens, of which 7 cannot be asked"):
         explained(folder, *flags, "--speculative-dspark-block-size", "7")
 
 

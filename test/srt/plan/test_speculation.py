@@ -11,7 +11,7 @@ import pytest
 from sglang.srt import environ
 from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
 from sglang.srt.errors import UserError
-from sglang.srt.plan.speculation import guess_needs, ngram_bytes, speculative_settings
+from sglang.srt.plan.speculation import verify_needs, ngram_bytes, speculative_settings
 from sglang.srt.server_args import ServerArgs
 
 
@@ -83,8 +83,8 @@ def test_depths_of_blocks(
     (tmp_path / "config.json").write_text(json.dumps(BLOCK_CONFIG))
     made = settings(f"--speculative-draft-model-path {tmp_path} --speculative-algorithm {words}")
     assert (made.num_draft_tokens, made.adaptive is not None) == (num_draft_tokens, adaptive)
-    assert made.block_size == 5 and made.tokens_ahead == 5
-    assert made.block_guesses == (5 if made.algorithm == "DSPARK" else 4)
+    assert made.block_size == 5 and made.lookahead_slots == 5
+    assert made.block_draft_tokens == (5 if made.algorithm == "DSPARK" else 4)
     ignored = [message for message in caplog.messages if "has no effect: a " in message]
     assert len(ignored) == (2 if "num-steps" in words else 0)
 
@@ -93,7 +93,7 @@ def test_trees_and_other_counts_are_read_as_chains_with_a_warning(caplog: pytest
     settings("--speculative-algorithm NEXTN --speculative-num-steps 5 --speculative-eagle-topk 4")
     settings("--speculative-algorithm NEXTN --speculative-num-steps 4 --speculative-num-draft-tokens 6")
     tree, count = caplog.messages
-    assert tree.startswith("--speculative-eagle-topk 4: a chain of 5 guesses") and "answers are the same" in tree
+    assert tree.startswith("--speculative-eagle-topk 4: a chain of 5 draft tokens") and "answers are the same" in tree
     assert tree.endswith("see Depth in docs/speculative_decoding.md.")
     assert count.startswith("--speculative-num-draft-tokens 6 is read as 5")
 
@@ -162,7 +162,7 @@ def test_adaptive_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         ({"steps": [1]}, "unknown key 'steps'. The keys are candidate_steps"),
         ({"candidate_steps": [0]}, "above 0"),
         ({"candidate_steps": []}, "above 0"),
-        ({"candidate_steps": ["3"]}, "numbers of guesses"),
+        ({"candidate_steps": ["3"]}, "numbers of draft tokens"),
         ({"candidate_steps": [64]}, "0 to 63"),
         ({"ema_alpha": 0}, "above 0 and at most 1"),
         ({"ema_alpha": True}, "above 0 and at most 1"),
@@ -180,9 +180,9 @@ def test_tables_of_ngram_drafts_are_planned() -> None:
     words = "--model m --speculative-algorithm NGRAM --speculative-ngram-external-corpus-max-tokens 1k"
     args = ServerArgs.from_cli(words.split())
     assert ngram_bytes(args, 7, 100) == 4 * (8 * 100 + 2 * 1000)
-    verified = ["verify_inputs", "settle_guesses"]
-    assert [need.op for need in guess_needs(args, "bfloat16")] == [*verified, "ngram_guesses"]
+    verified = ["verify_inputs", "accept_drafts"]
+    assert [need.op for need in verify_needs(args, "bfloat16")] == [*verified, "ngram_drafts"]
     other = ServerArgs.from_cli("--model m --speculative-algorithm NEXTN".split())
     assert ngram_bytes(other, 7, 100) == 0
-    assert [need.op for need in guess_needs(other, "bfloat16")] == [*verified, "draft_inputs"]
-    assert not guess_needs(ServerArgs.from_cli(["--model", "m"]), "bfloat16")
+    assert [need.op for need in verify_needs(other, "bfloat16")] == [*verified, "draft_inputs"]
+    assert not verify_needs(ServerArgs.from_cli(["--model", "m"]), "bfloat16")

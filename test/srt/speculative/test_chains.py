@@ -1,4 +1,4 @@
-"""Draft models behind a real scheduler: whatever a draft guesses, tokens are those of the plain run, in graphs and
+"""Draft models behind a real scheduler: whatever a draft proposes, tokens are those of the plain run, in graphs and
 without; and a draft that is its own target is nearly always right."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def scheduler_of(args: ServerArgs) -> Scheduler:
     ],
 )
 def test_a_target_that_drafts_for_itself(name: str, params: dict[str, Any], tmp_path: Path) -> None:
-    """Its guesses are drawn with the noise of the target: all are right, but for the last tokens of a request."""
+    """Its draft tokens are drawn with the noise of the target: all are right, but for the last tokens of a request."""
     save_tiny(name, tmp_path)
     plain = run(scheduler_of(server_args(tmp_path, chunked_prefill_size=16)), params)
     args = server_args(
@@ -60,7 +60,7 @@ def test_a_target_that_drafts_for_itself(name: str, params: dict[str, Any], tmp_
         assert all(width == count for width, count in counts) and {width for width, _ in counts} >= {4}
 
 
-def test_a_step_that_samples_nothing_computes_no_rows_of_guesses(
+def test_a_step_that_samples_nothing_computes_no_rows_of_draft_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a prompt's chunk alone: kernels cannot be launched over no rows."""

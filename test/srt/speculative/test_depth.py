@@ -18,7 +18,7 @@ def times(row_ms: float, fixed_ms: float = 10.0, most: int = 8) -> dict[tuple[in
 
 
 def drawn(rng: random.Random, width: int, rate: float) -> int:
-    """Tokens of a request that stand where each guess is right in a share `rate` of cases."""
+    """Tokens of a request that stand where each draft token is right in a share `rate` of cases."""
     count = 1
     while count < width and rng.random() < rate:
         count += 1
@@ -54,7 +54,7 @@ def test_the_choice_is_nearly_the_fastest(load: int, row_ms: float, rate: float)
     assert mean >= 0.97 * speeds[1]  # drafting must not cost more than this
 
 
-def test_no_guesses_under_load_and_many_when_it_is_over() -> None:
+def test_no_draft_tokens_under_load_and_many_when_it_is_over() -> None:
     depth = AdaptiveDepth(AdaptiveSettings(), 4, times(1.0, most=4))
     run(depth, 1, 0.6, 100)
     assert depth.next_width(1) > 1
@@ -62,7 +62,7 @@ def test_no_guesses_under_load_and_many_when_it_is_over() -> None:
     assert depth.next_width(1) > 1
 
 
-def test_probes_find_that_guesses_pay_again() -> None:
+def test_probes_find_that_draft_tokens_pay_again() -> None:
     settings = AdaptiveSettings(probe_interval=20)
     depth = AdaptiveDepth(settings, 4, times(0.3, most=4))
     assert run(depth, 16, 0.02, 200)[-1] == 1
@@ -131,7 +131,7 @@ def test_requests_of_different_widths() -> None:
 
 
 EASY, HARD = 0.95, 0.1
-"""Rates of steps whose guesses are nearly always, and hardly ever right."""
+"""Rates of steps whose draft tokens are nearly always, and hardly ever right."""
 
 
 def said_and_drawn(depth: AdaptiveDepth, said: dict[float, float] | None, steps: int) -> tuple[float, set[int]]:
@@ -151,7 +151,7 @@ def said_and_drawn(depth: AdaptiveDepth, said: dict[float, float] | None, steps:
     return tokens / ms, widths
 
 
-def test_a_drafter_that_knows_its_guesses_cuts_steps_short() -> None:
+def test_a_drafter_that_knows_its_draft_tokens_cuts_steps_short() -> None:
     plain, _ = said_and_drawn(AdaptiveDepth(AdaptiveSettings(), 8, times(1.0)), None, 1600)
     said, widths = said_and_drawn(AdaptiveDepth(AdaptiveSettings(), 8, times(1.0)), {EASY: 0.9, HARD: 0.2}, 1600)
     assert said > 1.1 * plain and max(widths) == 8 and min(widths) <= 2

@@ -138,7 +138,7 @@ def test_two_ranks_give_the_tokens_of_one(kind: str, layout: str, tmp_path: Path
         assert torch.load(tmp_path / f"{layout}{rank}.pt") == [plain, plain], f"rank {rank}"
 
 
-def test_as_many_guesses_as_a_block_has_room_for(tmp_path: Path) -> None:
+def test_as_many_draft_tokens_as_a_block_has_room_for(tmp_path: Path) -> None:
     target = tmp_path / "target"
     save_tiny("qwen3", target)
     args = replace(draft_of(target, tmp_path / "draft"), speculative_num_draft_tokens=BLOCK + 1)
@@ -146,20 +146,20 @@ def test_as_many_guesses_as_a_block_has_room_for(tmp_path: Path) -> None:
         create_plan(args)
     fewer = replace(args, speculative_num_draft_tokens=None, speculative_dflash_block_size=3)
     drafter = create_runner(fewer).drafter
-    assert isinstance(drafter, DraftBlock) and drafter.num_tokens == 3 and drafter.tokens_ahead == BLOCK
+    assert isinstance(drafter, DraftBlock) and drafter.num_tokens == 3 and drafter.lookahead_slots == BLOCK
 
 
-def test_as_many_guesses_as_a_block_has_rows(tmp_path: Path) -> None:
+def test_as_many_draft_tokens_as_a_block_has_rows(tmp_path: Path) -> None:
     target = tmp_path / "target"
     save_tiny("qwen3", target)
     args = draft_of(target, tmp_path / "draft", "DSPARK")
     drafter = create_runner(args).drafter
-    assert isinstance(drafter, DraftBlock) and drafter.num_tokens == BLOCK + 1 and drafter.tokens_ahead == BLOCK
+    assert isinstance(drafter, DraftBlock) and drafter.num_tokens == BLOCK + 1 and drafter.lookahead_slots == BLOCK
     more = replace(args, speculative_dspark_block_size=BLOCK + 1)
-    with pytest.raises(UserError, match=f"blocks of {BLOCK} guesses.*--speculative-dspark-block-size {BLOCK}"):
+    with pytest.raises(UserError, match=f"blocks of {BLOCK} draft tokens.*--speculative-dspark-block-size {BLOCK}"):
         create_plan(more)
     shifted = draft_of(target, tmp_path / "shifted", "DSPARK", sample_from_anchor=False)
-    with pytest.raises(UserError, match=f"blocks of {BLOCK - 1} guesses"):
+    with pytest.raises(UserError, match=f"blocks of {BLOCK - 1} draft tokens"):
         create_plan(replace(shifted, speculative_num_draft_tokens=BLOCK + 1))
 
 
@@ -191,7 +191,7 @@ def _told_rank(rank: int, args: ServerArgs, folder: Path) -> None:
 
 @pytest.mark.thorough
 def test_ranks_follow_a_confidence_head_alike(tmp_path: Path) -> None:
-    """Every rank has the same numbers from the head, to the bit, so that all bring as many guesses to a step."""
+    """Every rank has the same numbers from the head, to the bit, so that all bring as many draft tokens to a step."""
     target = tmp_path / "target"
     save_tiny("qwen3", target)
     args = draft_of(target, tmp_path / "draft", "DSPARK")
@@ -242,10 +242,10 @@ OF_THE_EMBEDDED_MODEL: dict[str, Any] = {
 }
 
 
-def guesses(
+def draft_tokens(
     args: ServerArgs, ask: Callable[[Scheduler, dict[str, Any]], dict[Any, list[int]]] = answers
 ) -> tuple[dict[Any, list[int]], dict[tuple[str, int], list[int]]]:
-    """Returns what `ask` gets, greedily, and the guesses behind each token: by request and number."""
+    """Returns what `ask` gets, greedily, and the draft tokens behind each token: by request and number."""
     scheduler = scheduler_of(replace(args, disable_overlap_schedule=True))
     seen: dict[tuple[str, int], list[int]] = {}
     process = scheduler.process
@@ -262,15 +262,15 @@ def guesses(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"disable_cuda_graph": True}, {"page_size": 16}])
-def test_guesses_on_a_gpu_are_those_of_the_cpu(options: dict[str, Any], tmp_path: Path) -> None:
+def test_draft_tokens_on_a_gpu_are_those_of_the_cpu(options: dict[str, Any], tmp_path: Path) -> None:
     """But for the few that rounding to 16 bits turns; only steps with the same last token are compared."""
     draft = save(tmp_path / "draft", CONFIG | OF_THE_EMBEDDED_MODEL, weights(CONFIG | OF_THE_EMBEDDED_MODEL))
     flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
     on_gpu = {"device": "cuda", "cuda_graph_max_bs": 8, "mem_fraction_static": 0.2, **options}
     plain = answers(scheduler_of(server_args(Path(DEFAULT_MODEL_PATH), **on_gpu)), GREEDY)
-    tokens, of_gpu = guesses(server_args(Path(DEFAULT_MODEL_PATH), **on_gpu, **flags))
+    tokens, of_gpu = draft_tokens(server_args(Path(DEFAULT_MODEL_PATH), **on_gpu, **flags))
     assert tokens == plain
-    _, of_cpu = guesses(server_args(Path(DEFAULT_MODEL_PATH), dtype="float32", **flags))
+    _, of_cpu = draft_tokens(server_args(Path(DEFAULT_MODEL_PATH), dtype="float32", **flags))
     rows = [(row, of_gpu[key]) for key, row in of_cpu.items() if key in of_gpu and row[0] == of_gpu[key][0]]
     same = [a == b for row, other in rows for a, b in zip(row[1:], other[1:], strict=True)]
     assert len(same) > 200 and sum(same) > 0.85 * len(same)

@@ -417,7 +417,11 @@ def test_drafts_change_nothing_of_attention_groups(
         assert result == results[-1] and all(result.logprobs[name] for name in WITH_LOGPROBS)
 
 
-TWO_BATCH_THRESHOLDS: dict[str, Any] = {"tp_size": 2, "enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
+TWO_BATCH_THRESHOLDS: dict[str, Any] = {
+    "tp_size": 2,
+    "enable_two_batch_overlap": True,
+    "two_batch_overlap_min_tokens": 2,
+}
 
 
 @pytest.mark.thorough

@@ -20,7 +20,7 @@ from srt.models.harness import WIDE, save_tiny
 from srt.models.muse_assistant import BLOCK, save_assistant
 from srt.models.test_eagle3_drafts import save
 from srt.models.v4_drafts import save_v4
-from srt.speculative.test_draft_block import OF_THE_EMBEDDED_MODEL, guesses, scheduler_of
+from srt.speculative.test_draft_block import OF_THE_EMBEDDED_MODEL, draft_tokens, scheduler_of
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def no_garbage() -> Iterator[None]:
 
 
 def same_share(of_gpu: dict[tuple[str, int], list[int]], of_cpu: dict[tuple[str, int], list[int]]) -> float:
-    """Returns the share of guesses that agree, of steps with the same last token."""
+    """Returns the share of draft tokens that agree, of steps with the same last token."""
     rows = [(row, of_gpu[key]) for key, row in of_cpu.items() if key in of_gpu and row[0] == of_gpu[key][0]]
     same = [a == b for row, other in rows for a, b in zip(row[1:], other[1:], strict=True)]
     assert len(same) > 100
@@ -46,7 +46,8 @@ def same_share(of_gpu: dict[tuple[str, int], list[int]], of_cpu: dict[tuple[str,
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("kind", dspark_drafts.KINDS)
 def test_markov_heads(kind: str, launch: str, tmp_path: Path) -> None:
-    """The embedded model's answers are the plain run's, and a random draft's guesses the CPU's but for rounding."""
+    """The embedded model's answers are the plain run's, and a random draft's draft tokens the CPU's but for
+    rounding."""
     keys = {key: value for key, value in OF_THE_EMBEDDED_MODEL.items() if key != "dflash_config"}
     config = dspark_drafts.CONFIG | keys | {"target_layer_ids": [1, 4], "markov_rank": 32, "markov_head_type": kind}
     tensors = dspark_drafts.weights(config)
@@ -59,13 +60,13 @@ def test_markov_heads(kind: str, launch: str, tmp_path: Path) -> None:
     for params in (GREEDY, SAMPLED):
         plain = answers(scheduler_of(server_args(model, **on_gpu)), params)
         assert answers(scheduler_of(server_args(model, **on_gpu, **flags)), params) == plain
-    _, of_gpu = guesses(server_args(model, **on_gpu, **flags))
-    _, of_cpu = guesses(server_args(model, dtype="float32", **flags))
+    _, of_gpu = draft_tokens(server_args(model, **on_gpu, **flags))
+    _, of_cpu = draft_tokens(server_args(model, dtype="float32", **flags))
     assert same_share(of_gpu, of_cpu) > 0.75
 
 
 ROUNDING = 0.6
-"""Least share of guesses that 16 bits and a graph leave as they are: random weights have near ties everywhere."""
+"""Least share of draft tokens that 16 bits and a graph leave as they are: random weights have near ties everywhere."""
 
 
 def by_depth(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -90,8 +91,8 @@ def test_drafts_of_families(family: str, launch: str, tmp_path: Path) -> None:
     """As `test_drafts_of_deepseek_v4`, of a layer for each depth, and of Muse-Glimmer's assistant."""
     reference, flags = OF_FAMILIES[family](tmp_path)
     assert error_over_bf16(gpu_scheduler(tmp_path, **flags, **LAUNCHES[launch]), reference.cuda()) < 1.5
-    _, of_gpu = guesses(server_args(tmp_path, **ON_GPU, **flags, **LAUNCHES[launch]), run)
-    _, of_cpu = guesses(server_args(tmp_path, dtype="float32", **flags), run)
+    _, of_gpu = draft_tokens(server_args(tmp_path, **ON_GPU, **flags, **LAUNCHES[launch]), run)
+    _, of_cpu = draft_tokens(server_args(tmp_path, dtype="float32", **flags), run)
     assert same_share(of_gpu, of_cpu) > ROUNDING
 
 
@@ -101,10 +102,10 @@ V4_DRAFTS = {"NEXTN": False, "DSPARK": True}
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("algorithm", V4_DRAFTS)
 def test_drafts_of_deepseek_v4(algorithm: str, launch: str, tmp_path: Path) -> None:
-    """What is generated with drafts is the model's own, by its log probabilities; the guesses are the CPU's."""
+    """What is generated with drafts is the model's own, by its log probabilities; the draft tokens are the CPU's."""
     reference = save_v4(tmp_path, V4_DRAFTS[algorithm], "deepseek_v4_wide").target.model.cuda()
     flags = {"speculative_algorithm": algorithm, "page_size": 64}
     assert error_over_bf16(gpu_scheduler(tmp_path, **flags, **LAUNCHES[launch]), reference) < 1.5
-    _, of_gpu = guesses(server_args(tmp_path, **ON_GPU, **flags, **LAUNCHES[launch]), run)
-    _, of_cpu = guesses(server_args(tmp_path, dtype="float32", **flags), run)
+    _, of_gpu = draft_tokens(server_args(tmp_path, **ON_GPU, **flags, **LAUNCHES[launch]), run)
+    _, of_cpu = draft_tokens(server_args(tmp_path, dtype="float32", **flags), run)
     assert same_share(of_gpu, of_cpu) > ROUNDING

@@ -1,5 +1,5 @@
-"""The embedded model's drafts: guesses stand in a scheduler as often as in plain torch, without cache and batches, and
-the tokens are those of the plain run."""
+"""The embedded model's drafts: draft tokens stand in a scheduler as often as in plain torch, without cache and batches,
+and the tokens are those of the plain run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_model.block_drafts import DFlashDraft
 from tiny_model.draft_heads import Eagle3Head, MtpLayer
 from tiny_model.draft_texts import GREEDY
-from tiny_model.drafts import GUESSES, Draft, Sample, acceptance, load_target
+from tiny_model.drafts import DRAFT_TOKENS, Draft, Sample, acceptance, load_target
 from tiny_model.model import TinyModel
 from tokenizers import Tokenizer
 
@@ -71,11 +71,11 @@ def prompts() -> list[list[int]]:
 
 
 def served(options: dict[str, Any]) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, and how many times guesses of a request were verified."""
+    """The tokens of each prompt, and how many times draft tokens of a request were verified."""
     args = ServerArgs.from_kwargs(
         model_path=DEFAULT_MODEL_PATH, device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=2048,
         max_running_requests=4, chunked_prefill_size=16,
-        **({"speculative_num_steps": GUESSES} | options if options else {}),
+        **({"speculative_num_steps": DRAFT_TOKENS} | options if options else {}),
     )  # fmt: skip
     scheduler, collector = Scheduler(args, create_runner(args), StopChecker(None)), Collector()
     requests = []
@@ -94,7 +94,7 @@ def plain() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_guesses_stand_as_often_as_in_plain_torch(name: str) -> None:
+def test_draft_tokens_stand_as_often_as_in_plain_torch(name: str) -> None:
     tokens, steps = served(FLAGS[name])
     assert tokens == plain()
     texts = [
@@ -103,5 +103,5 @@ def test_guesses_stand_as_often_as_in_plain_torch(name: str) -> None:
     ]
     expected = acceptance(read_draft(name), target(), texts)
     assert expected.length > 1.5
-    # Not to the step: where a request brings no guesses, its next ones begin elsewhere.
+    # Not to the step: where a request brings no draft tokens, its next ones begin elsewhere.
     assert abs(steps - expected.verified) <= 0.15 * expected.verified

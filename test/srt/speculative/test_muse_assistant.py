@@ -1,4 +1,4 @@
-"""Muse-Glimmer's assistant drafts in the scheduler: the logits of its guesses are those of transformers' class."""
+"""Muse-Glimmer's assistant drafts in the scheduler: the logits of its draft tokens are those of transformers' class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from srt.models.draft_references import Target
 from srt.models.harness import random_tokens, save_tiny
 from srt.models.muse_assistant import BLOCK, Assistant, save_assistant
 
-from .test_draft_chain import scheduler_of
+from .test_autoregressive_draft import scheduler_of
 
 PROMPT, NEW_TOKENS = random_tokens(20, seed=4), 24
 
@@ -67,11 +67,11 @@ def test_logits_are_those_of_transformers(own_masks: bool, target: tuple[Path, T
     seen: list[tuple[int, Tensor]] = []
     propose, logits = drafter.propose, drafter.model.logits
 
-    def spy(step: DraftStep, num_guesses: int) -> Tensor:
-        guesses = propose(step, num_guesses)
-        if num_guesses and int(step.slots[0]) and int(step.lens[0]) + BLOCK <= int(step.ends[0]):
+    def spy(step: DraftStep, num_speculative_tokens: int) -> Tensor:
+        draft_tokens = propose(step, num_speculative_tokens)
+        if num_speculative_tokens and int(step.slots[0]) and int(step.lens[0]) + BLOCK <= int(step.ends[0]):
             seen.append((int(step.lens[0]), made[-1]))
-        return guesses
+        return draft_tokens
 
     def kept(state: Tensor) -> Tensor:
         made.append(logits(state).clone())
@@ -131,7 +131,7 @@ def test_other_configs_are_refused(
 @pytest.mark.parametrize("algorithm", ["DSPARK", "EAGLE", "EAGLE3", "STANDALONE"])
 def test_it_is_asked_for_as_dflash(algorithm: str, target: tuple[Path, Target], tmp_path: Path) -> None:
     save_assistant(tmp_path)
-    with pytest.raises(UserError, match="guesses with --speculative-algorithm DFLASH"):
+    with pytest.raises(UserError, match="draft tokens with --speculative-algorithm DFLASH"):
         plan_with_draft(target[0], algorithm, tmp_path)
 
 

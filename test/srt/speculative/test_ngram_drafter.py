@@ -1,5 +1,6 @@
 """N-gram drafts in the scheduler: the plain run's tokens, and a history that holds each request's own text, under
-chunks, prefix hits, retraction, graphs and every kind of model; its guesses are those of a search over that text."""
+chunks, prefix hits, retraction, graphs and every kind of model; its draft tokens are those of a search over that
+text."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.layers.native_ngram import ngram_guesses
+from sglang.srt.layers.native_ngram import ngram_drafts
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -67,15 +68,15 @@ def drafting(args: ServerArgs, num_tokens: int = 4) -> Scheduler:
 
 
 def checked(scheduler: Scheduler, texts: list[list[int]]) -> list[int]:
-    """Compares the history with `texts` behind every proposal to come, and the guesses with those of a history that
-    holds the text alone. -> filled with the number of requests of each."""
+    """Compares the history with `texts` behind every proposal to come, and the draft tokens with those of a history
+    that holds the text alone. -> filled with the number of requests of each."""
     drafter = scheduler.runner.drafter
     assert isinstance(drafter, NgramDrafter)
     propose, sizes = drafter.propose, []
 
-    def check(step: DraftStep, num_guesses: int) -> torch.Tensor:
-        guesses = propose(step, num_guesses)
-        for slot, length, made in zip(step.slots.tolist(), step.lens.tolist(), guesses, strict=True):
+    def check(step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
+        draft_tokens = propose(step, num_speculative_tokens)
+        for slot, length, made in zip(step.slots.tolist(), step.lens.tolist(), draft_tokens, strict=True):
             if not slot:
                 continue
             known = drafter.history[slot, : length + 1].tolist()
@@ -83,10 +84,10 @@ def checked(scheduler: Scheduler, texts: list[list[int]]) -> list[int]:
             alone = torch.zeros((2, drafter.history.shape[1]), dtype=torch.int32)
             alone[1, : length + 1] = torch.tensor(known)
             one, last = torch.tensor([1]), torch.tensor(known[-1:])
-            expected = ngram_guesses(alone, one, torch.tensor([length]), last, 18, num_guesses)
+            expected = ngram_drafts(alone, one, torch.tensor([length]), last, 18, num_speculative_tokens)
             assert torch.equal(made, expected[0])
         sizes.append(len(step.slots))
-        return guesses
+        return draft_tokens
 
     drafter.propose = check  # type: ignore[method-assign]
     return sizes

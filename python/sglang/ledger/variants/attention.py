@@ -71,8 +71,8 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
     "latent_prompt_attention": {"causal": ("CAUSAL", "CARRY_OUT"), "chunk": ("CARRY_IN", "CARRY_OUT")},
 }
-"""The flags that are recorded, those that cost most: guesses, prefixes in parts, a cap and sinks together, in layers
-with a window and in those without."""
+"""The flags that are recorded, those that cost most: draft tokens, prefixes in parts, a cap and sinks together, in
+layers with a window and in those without."""
 
 _BIASED = ("biases", "window_biases")
 """Flags of kernels of their own."""

@@ -18,7 +18,7 @@ from sglang.srt.layers.triton_ops import (
     decode_inputs,
     embedding,
     gemv,
-    guess_rows,
+    draft_rows,
     latent_store,
     ngram,
     norm,
@@ -34,8 +34,8 @@ OPS = (
     "decode_inputs",
     "verify_inputs",
     "draft_inputs",
-    "settle_guesses",
-    "ngram_guesses",
+    "accept_drafts",
+    "ngram_drafts",
     "embedding_rows",
     "rmsnorm",
     "fused_add_rmsnorm",
@@ -99,12 +99,12 @@ SPLITS = 128
 _LOGITS_COUNTS = frozenset({"vocab_size", "mask_stride"})
 FORM_RULES = {
     "decode_inputs.decode_inputs_kernel": FormRule(at_most=frozenset({"WINDOWS"})),
-    "guess_rows.verify_inputs_kernel": FormRule(at_most=frozenset({"TABLES"})),
-    "guess_rows.draft_inputs_kernel": FormRule(at_most=frozenset({"TABLES"})),
-    "guess_rows.settle_guesses_kernel": FormRule(at_most=frozenset({"FORCED"})),
+    "draft_rows.verify_inputs_kernel": FormRule(at_most=frozenset({"TABLES"})),
+    "draft_rows.draft_inputs_kernel": FormRule(at_most=frozenset({"TABLES"})),
+    "draft_rows.accept_drafts_kernel": FormRule(at_most=frozenset({"FORCED"})),
     "ngram.longest_match_kernel": FormRule(free=frozenset({"SPLITS"})),
     "ngram.corpus_match_kernel": FormRule(at_most=frozenset({"LONGEST"})),
-    "ngram.copy_guesses_kernel": FormRule(at_most=frozenset({"SPLITS", "CORPUS"})),
+    "ngram.copy_drafts_kernel": FormRule(at_most=frozenset({"SPLITS", "CORPUS"})),
     "activation.activation_kernel": FormRule(at_most=frozenset({"LIMIT"})),
     "rope_store.qk_norm_rope_store_kernel": FormRule(
         free=frozenset({"Q_HEADS", "KV_HEADS"}),
@@ -180,18 +180,18 @@ def _decode_inputs() -> Iterator[Variant]:
 
 
 def _verify_inputs() -> Iterator[Variant]:
-    yield _guess_rows("verify_inputs", guess_rows.verify_inputs_kernel, {"TABLES": 3})
+    yield _draft_rows("verify_inputs", draft_rows.verify_inputs_kernel, {"TABLES": 3})
 
 
 def _draft_inputs() -> Iterator[Variant]:
-    yield _guess_rows("draft_inputs", guess_rows.draft_inputs_kernel, {"TABLES": 3})
+    yield _draft_rows("draft_inputs", draft_rows.draft_inputs_kernel, {"TABLES": 3})
 
 
-def _settle_guesses() -> Iterator[Variant]:
-    yield _guess_rows("settle_guesses", guess_rows.settle_guesses_kernel, {"FORCED": True})
+def _accept_drafts() -> Iterator[Variant]:
+    yield _draft_rows("accept_drafts", draft_rows.accept_drafts_kernel, {"FORCED": True})
 
 
-def _guess_rows(op: str, kernel: Any, constants: dict[str, Any]) -> Variant:
+def _draft_rows(op: str, kernel: Any, constants: dict[str, Any]) -> Variant:
     indices = ("slots", "tokens", "next_tokens", "input_ids", "rows", "positions", "locs", "draft_slots", "next_ids")
     lengths = ("lens", "widths", "first", "ends", "forced", "counts", "new_lens", "prefix_lens", "seq_lens")
     sizes = ("num_tokens", "num_reqs", "width", "num_rows", "context_len", "num_next", "loc_stride")
@@ -199,19 +199,19 @@ def _guess_rows(op: str, kernel: Any, constants: dict[str, Any]) -> Variant:
     types |= dict.fromkeys((*lengths, "req_to_token", "start_loc"), "*i32")
     taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     strides = tuple({"loc_stride"} & taken.keys())
-    return describe(op, "all", kernel, taken, constants, guess_rows.LAUNCH, strides)
+    return describe(op, "all", kernel, taken, constants, draft_rows.LAUNCH, strides)
 
 
-def _ngram_guesses() -> Iterator[Variant]:
-    types = dict.fromkeys(("slots", "tokens", "places", "guesses", "corpus_places"), "*i64")
+def _ngram_drafts() -> Iterator[Variant]:
+    types = dict.fromkeys(("slots", "tokens", "places", "draft tokens", "corpus_places"), "*i64")
     types |= dict.fromkeys(("history", "lens", "corpus", "order", "size"), "*i32")
-    types |= dict.fromkeys(("context_len", "longest", "num_guesses", "corpus_size"), "i32")
+    types |= dict.fromkeys(("context_len", "longest", "num_speculative_tokens", "corpus_size"), "i32")
     splits = {"SPLITS": ngram.MOST_SPLITS}
-    yield describe("ngram_guesses", "match", ngram.longest_match_kernel, types, splits, ngram.LAUNCH)
+    yield describe("ngram_drafts", "match", ngram.longest_match_kernel, types, splits, ngram.LAUNCH)
     longest = {"LONGEST": ngram.MOST_COMPARED}
-    yield describe("ngram_guesses", "corpus", ngram.corpus_match_kernel, types, longest, ngram.ONE_WARP)
+    yield describe("ngram_drafts", "corpus", ngram.corpus_match_kernel, types, longest, ngram.ONE_WARP)
     constants = splits | {"GUESSES": ngram.GUESSES, "CORPUS": True}
-    yield describe("ngram_guesses", "copy", ngram.copy_guesses_kernel, types, constants, ngram.ONE_WARP)
+    yield describe("ngram_drafts", "copy", ngram.copy_drafts_kernel, types, constants, ngram.ONE_WARP)
 
 
 def _embedding_rows() -> Iterator[Variant]:
@@ -465,8 +465,8 @@ _VARIANTS = {
     "decode_inputs": _decode_inputs,
     "verify_inputs": _verify_inputs,
     "draft_inputs": _draft_inputs,
-    "settle_guesses": _settle_guesses,
-    "ngram_guesses": _ngram_guesses,
+    "accept_drafts": _accept_drafts,
+    "ngram_drafts": _ngram_drafts,
     "embedding_rows": _embedding_rows,
     "rmsnorm": lambda: _norms("rmsnorm"),
     "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),

@@ -23,7 +23,7 @@ ENGRAM_DIM, ENGRAM_HIDDEN, ENGRAM_LONGEST = 256, 5120, 4
 STREAMS, HIDDEN, RANK = 4, 2560, 320
 LONGEST, ROW_DIM, TAPS = 3, 160, 4
 USUAL_GUESSES = 3
-"""Guesses of a step where no flag says how many."""
+"""Draft tokens of a step where no flag says how many."""
 BLOCK_TOKENS = 4
 """Sizes of Qwen3.8-Flash-Next."""
 

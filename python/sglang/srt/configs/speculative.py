@@ -15,7 +15,7 @@ NGRAM, STANDALONE, EAGLE, EAGLE3, DFLASH, DSPARK = ALGORITHMS
 NEXTN = "NEXTN"
 """Another name of EAGLE."""
 BLOCK_ALGORITHMS = frozenset({DFLASH, DSPARK})
-"""Algorithms whose drafts guess a block of tokens in one pass."""
+"""Algorithms whose drafts propose a block of tokens in one pass."""
 DRAFT_MODEL_NEEDED = frozenset({STANDALONE, EAGLE3, DFLASH})
 """Algorithms whose drafts always come from a checkpoint of their own."""
 
@@ -35,8 +35,8 @@ _DEEPER = frozenset({"LlamaForCausalLM", "Grok1ForCausalLM"})
 
 
 def default_num_steps(algorithm: str, architecture: str) -> int:
-    """Returns the number of guesses a step where no flag says how many: upstream's (3, 1, 4), and (5, 4, 8) for Llama
-    and Grok, of whose tree the chain of the same depth is computed."""
+    """Returns the number of draft tokens a step where no flag says how many: upstream's (3, 1, 4), and (5, 4, 8) for
+    Llama and Grok, of whose tree the chain of the same depth is computed."""
     if algorithm == NGRAM:
         return NGRAM_DRAFT_TOKENS - 1
     return 5 if architecture in _DEEPER else 3
@@ -44,7 +44,7 @@ def default_num_steps(algorithm: str, architecture: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NgramSettings:
-    """Settings for looking up guesses in earlier tokens."""
+    """Settings for looking up draft tokens in earlier tokens."""
 
     longest_suffix: int = LONGEST_SUFFIX
     """Most last tokens that are compared with earlier tokens."""
@@ -54,10 +54,10 @@ class NgramSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSettings:
-    """Settings by which the number of guesses follows the load and their acceptance."""
+    """Settings by which the number of draft tokens follows the load and their acceptance."""
 
     candidate_steps: tuple[int, ...] | None = None
-    """Numbers of guesses that may be chosen; 0 always may. None: all up to the largest."""
+    """Numbers of draft tokens that may be chosen; 0 always may. None: all up to the largest."""
     ema_alpha: float = 0.05
     """Share by which older observations count less after an interval."""
     update_interval: int = 5
@@ -65,7 +65,7 @@ class AdaptiveSettings:
     hysteresis: float = 0.03
     """Share by which another width must be faster to be taken."""
     probe_interval: int = 256
-    """Number of steps without guesses after which a few steps with guesses test whether these pay again."""
+    """Number of steps without draft tokens after which a few steps with draft tokens test whether these pay again."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> AdaptiveSettings:
@@ -108,26 +108,26 @@ class SpeculativeSettings:
     block_size: int = 0
     """Rows of a block that DFLASH or DSPARK computes at once, the last sampled token's included; 0: of other
     drafters."""
-    block_guesses: int = 0
-    """Guesses that these rows make: all of them, or all but the first."""
+    block_draft_tokens: int = 0
+    """Draft tokens that these rows make: all of them, or all but the first."""
 
     @property
     def num_steps(self) -> int:
-        """Number of guesses a step."""
+        """Number of draft tokens a step."""
         return self.num_draft_tokens - 1
 
     @property
-    def tokens_ahead(self) -> int:
+    def lookahead_slots(self) -> int:
         """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own."""
         if self.algorithm == NGRAM:
             return 0
-        chain = self.num_draft_tokens - (1 if self.algorithm == STANDALONE else 2)  # the last guess has no row
+        chain = self.num_draft_tokens - (1 if self.algorithm == STANDALONE else 2)  # the last draft token has no row
         return self.block_size or chain
 
-    def tokens_growing(self, steps_ahead: int) -> int:
+    def tokens_growing(self, steps_in_flight: int) -> int:
         """Returns the most positions of a request that decodes, behind those that are certain, which have a cache slot
-        while `steps_ahead` steps are under way and another is launched."""
-        return steps_ahead * (self.num_draft_tokens - 1) + self.num_draft_tokens + self.tokens_ahead
+        while `steps_in_flight` steps are under way and another is launched."""
+        return steps_in_flight * (self.num_draft_tokens - 1) + self.num_draft_tokens + self.lookahead_slots
 
 
 def _fraction(value: Any, name: str) -> float:
@@ -155,9 +155,9 @@ def _steps(value: Any, name: str) -> tuple[int, ...]:
     numbers = [number for part in lists for number in (part if isinstance(part, list) else [part])]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MOST_DRAFT_TOKENS:
-            raise UserError(f"{name} must list numbers of guesses, 0 to {MOST_DRAFT_TOKENS - 1}; got {number!r}.")
+            raise UserError(f"{name} must list numbers of draft tokens, 0 to {MOST_DRAFT_TOKENS - 1}; got {number!r}.")
     if not any(numbers):
-        raise UserError(f"{name} must list a number of guesses above 0; got {value!r}.")
+        raise UserError(f"{name} must list a number of draft tokens above 0; got {value!r}.")
     return tuple(sorted({number for number in numbers if number}))
 
 

@@ -111,7 +111,7 @@ COMBINED: dict[str, Callable[[Any, Any], Any]] = {
 # --- what is left of a schema that no value of some type satisfies ----------------------------------------------------
 
 
-def settled(schema: Schema) -> Schema | None:
+def simplified(schema: Schema) -> Schema | None:
     """The same without types of which no value is valid and keywords of other types. None: nothing is valid."""
     schema = _shortened(schema)
     impossible = set(_impossible(schema))

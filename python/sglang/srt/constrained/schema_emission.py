@@ -11,7 +11,7 @@ from sglang.srt.constrained.plain_schemas import (
     Schema,
     SizedPattern,
     Unwritable,
-    settled,
+    simplified,
     type_names,
 )
 from sglang.srt.constrained.schema_keywords import ANNOTATIONS, names_all
@@ -29,7 +29,7 @@ def emitted(leaf: Schema) -> list[Schema]:
         return [{name: value for name, value in leaf.items() if name != "type"}]
     if "fraction" in kinds and "integer" not in kinds:
         rest = [kind for kind in kinds if kind != "fraction"]
-        others = settled({**leaf, "type": rest}) if rest else None
+        others = simplified({**leaf, "type": rest}) if rest else None
         return [*_fractions(leaf), *(emitted(others) if others is not None else [])]
     sized = isinstance(leaf.get("pattern"), SizedPattern)
     said = ("type", "minLength", "maxLength") if sized else ("type",)
@@ -49,7 +49,7 @@ def _fractions(leaf: Schema) -> list[Schema]:
     ranges: list[Schema] = []
     for below in range(math.floor(low), math.ceil(high)):
         between = {"type": list(NUMBER), "exclusiveMinimum": below, "exclusiveMaximum": below + 1}
-        bounds = settled({**between, **_tighter(between, numbers)})
+        bounds = simplified({**between, **_tighter(between, numbers)})
         if bounds is not None:
             ranges.append({**bounds, "type": "number"})
     return ranges

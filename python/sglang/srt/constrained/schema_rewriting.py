@@ -25,7 +25,7 @@ from sglang.srt.constrained.plain_schemas import (
     atoms,
     identity,
     kinds_of,
-    settled,
+    simplified,
 )
 from sglang.srt.constrained.schema_emission import emitted, with_named_patterns, without_absent
 from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, exclusive, with_parts
@@ -203,10 +203,10 @@ class Rewriter:
                     raise Unwritable(f'two of "{name}"')
             both |= self._joined_properties(first, second) | self._joined_entries(first, second)
             if "enum" not in both:
-                return settled(both)
+                return simplified(both)
             values = [value for value in both["enum"] if self._allows(both, value)]
             notes = {name: value for name, value in both.items() if name in _NOTES}
-            return settled({**notes, "type": both["type"], "enum": values})
+            return simplified({**notes, "type": both["type"], "enum": values})
 
     def _joined_properties(self, first: Schema, second: Schema) -> Schema:
         if not all(_WITH_PROPERTIES & schema.keys() for schema in (first, second)):
@@ -257,7 +257,7 @@ class Rewriter:
                     results += self._product(self.complements(value), self.complements(schema.get("else", True)))
                 elif keyword not in _PASSED_OVER:
                     results += schema_complements.other(keyword, value)
-            return [leaf for part in results if (leaf := settled(part)) is not None]
+            return [leaf for part in results if (leaf := simplified(part)) is not None]
 
     def _wrong_property(self, properties: Schema) -> list[Schema]:
         results = []
@@ -380,7 +380,7 @@ class Rewriter:
             entries = [_entry(leaf, i) for i in range(max(place + 1, len(leaf.get("prefixItems", ()))))]
             entries[place] = self._both(entries[place], contained)
             least = max(place + 1, leaf.get("minItems", 0))
-            form = settled({**leaf, "prefixItems": entries, "items": leaf.get("items", True), "minItems": least})
+            form = simplified({**leaf, "prefixItems": entries, "items": leaf.get("items", True), "minItems": least})
             if form is not None:
                 yield form
 

@@ -131,7 +131,10 @@ class PingPong:
         raises; the other ends at its next collective."""
         self._begin()
         self._ended = [False, False]
-        self._go = (threading.Lock(), threading.Lock())  # held until its microbatch may go on: less work than semaphores
+        self._go = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # held until its microbatch may go on: less work than semaphores
         for go in self._go:
             go.acquire()
         self._failure: BaseException | None = None

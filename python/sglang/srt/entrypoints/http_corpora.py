@@ -43,7 +43,7 @@ def _corpora(request: Request) -> ExternalCorpora:
 
 @router.post("/add_external_corpus", openapi_extra=body_schema(AddCorpusBody))
 async def add_external_corpus(request: Request) -> Response:
-    """Guesses are looked up in these texts, too, until they are removed. Answers stay the same."""
+    """Draft tokens are looked up in these texts, too, until they are removed. Answers stay the same."""
     corpora = _corpora(request)
     body = await read_body(request, AddCorpusBody)
     if body.file_path is not None:

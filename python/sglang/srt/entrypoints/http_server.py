@@ -227,7 +227,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def settle(error: BaseException | None) -> None:
+        def resolve(error: BaseException | None) -> None:
             if not done.done():
                 done.set_result(None) if error is None else done.set_exception(error)
 
@@ -241,7 +241,7 @@ class _Server:
             else:
                 outcome = None
             with contextlib.suppress(RuntimeError):  # the loop has ended: a signal came first
-                loop.call_soon_threadsafe(settle, outcome)
+                loop.call_soon_threadsafe(resolve, outcome)
 
         # A daemon thread: a signal must be able to end the program while this waits.
         threading.Thread(target=work, name="engine-start", daemon=True).start()

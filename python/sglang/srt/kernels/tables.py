@@ -76,10 +76,10 @@ def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, .
     )
 
 
-def _guess_rows(op: str) -> tuple[KernelSpec, ...]:
+def _draft_rows(op: str) -> tuple[KernelSpec, ...]:
     return (
-        KernelSpec("triton", f"{_TRITON}.guess_rows:{op}", CP_ASYNC, "triton"),
-        KernelSpec("torch_native", f"sglang.srt.layers.native_guesses:{op}"),
+        KernelSpec("triton", f"{_TRITON}.draft_rows:{op}", CP_ASYNC, "triton"),
+        KernelSpec("torch_native", f"sglang.srt.layers.native_draft_rows:{op}"),
     )
 
 
@@ -247,10 +247,10 @@ ROUTERS = ("softmax", "sigmoid", "sqrtsoftplus", "hash")
 
 TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_inputs": _elementwise("decode_inputs", "decode_inputs"),
-    **{op: _guess_rows(op) for op in ("verify_inputs", "draft_inputs", "settle_guesses")},
-    "ngram_guesses": (
-        KernelSpec("triton", f"{_TRITON}.ngram:ngram_guesses", CP_ASYNC, "triton"),
-        KernelSpec("torch_native", "sglang.srt.layers.native_ngram:ngram_guesses"),
+    **{op: _draft_rows(op) for op in ("verify_inputs", "draft_inputs", "accept_drafts")},
+    "ngram_drafts": (
+        KernelSpec("triton", f"{_TRITON}.ngram:ngram_drafts", CP_ASYNC, "triton"),
+        KernelSpec("torch_native", "sglang.srt.layers.native_ngram:ngram_drafts"),
     ),
     "embedding_rows": _elementwise("embedding_rows", "embedding"),
     "rmsnorm": _elementwise("rmsnorm", "norm"),

@@ -1,7 +1,7 @@
 """The device's view of one step: which tokens it computes, for which requests, and where they lie in the caches.
 
 A step has up to two kinds of rows. Requests that decode bring one token each and come first; behind them come requests
-with a run of new tokens over a cached prefix: prompts, chunks of prompts, or guesses to verify.
+with a run of new tokens over a cached prefix: prompts, chunks of prompts, or draft tokens to verify.
 
     tokens    0 .. D-1                D .. T-1
     rows      decode: DecodeRows      extend: ExtendRows, ragged by start_loc

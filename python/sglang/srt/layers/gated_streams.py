@@ -35,7 +35,7 @@ class GatedStream:
         self.out: torch.Tensor | None = None
         self.placement: torch.Tensor | None = None
 
-    def settled(self) -> torch.Tensor:
+    def summed(self) -> torch.Tensor:
         """Returns the streams with the last block's output in them."""
         if self.out is not None:
             assert self.placement is not None
@@ -87,7 +87,7 @@ class WholeJoin:
         """The block takes 16 bits and sums over the ranks itself."""
 
     def before(self, stream: GatedStream) -> Rows:
-        return stream.settled()
+        return stream.summed()
 
     def after(self, stream: GatedStream, out: torch.Tensor) -> None:
         stream.streams += out
@@ -121,7 +121,7 @@ class GatedResidual:
         return stream.streams.flatten(1).clone()
 
     def to_intermediate(self, stream: GatedStream) -> torch.Tensor:
-        return stream.settled().flatten(1)
+        return stream.summed().flatten(1)
 
     def resume(self, received: torch.Tensor) -> GatedStream:
         return GatedStream(received.unflatten(1, (self.spec.streams, -1)).clone())

@@ -1,4 +1,4 @@
-"""Guesses of what follows, looked up where the last tokens stood before, in plain torch: the CPU's way, and the
+"""Draft tokens of what follows, looked up where the last tokens stood before, in plain torch: the CPU's way, and the
 reference of `triton_ops.ngram`."""
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ Corpus = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 positions of the tokens, sorted by the text that ends there, read backwards. -1 stands between texts."""
 
 
-def ngram_guesses(
+def ngram_drafts(
     history: torch.Tensor,
     slots: torch.Tensor,
     lens: torch.Tensor,
     tokens: torch.Tensor,
     longest: int,
-    num_guesses: int,
+    num_speculative_tokens: int,
     corpus: Corpus | None = None,
 ) -> torch.Tensor:
     """history [rows, context_len] int32; slots, tokens [R] int64; lens [R] int32: the positions of `tokens`, which are
-    entered in the history with the guesses -> [R, num_guesses] int64.
+    entered in the history with the draft tokens -> [R, num_speculative_tokens] int64.
 
     At most `longest` of the last tokens of a request are looked up in what stands before them, and in the corpus. The
     place where the longest part of them stood counts, the latest of several, and in the corpus only if it is longer
-    there. What followed there is guessed; behind the request's last token its guesses go on with themselves. The last
-    token again where none stood before.
+    there. What followed there is drafted; behind the request's last token its draft tokens go on with themselves. The
+    last token again where none stood before.
     """
     if not len(slots):
-        return tokens.new_empty((0, num_guesses))
+        return tokens.new_empty((0, num_speculative_tokens))
     lens = lens.to(torch.int64).clamp(max=history.shape[1] - 1)
     # Sizes that are on the device are not asked for: the op may run in a graph.
     width = history.shape[1] if history.is_cuda else int(lens.max()) + 1
@@ -37,22 +37,22 @@ def ngram_guesses(
     sequences = torch.where(index == lens[:, None], tokens[:, None], sequences)
     last = _last_tokens(sequences, lens, longest)
     counts, places = _longest_match(sequences, last, lens)
-    ahead = torch.arange(num_guesses, device=slots.device)
+    ahead = torch.arange(num_speculative_tokens, device=slots.device)
     source = places[:, None] + 1 + ahead % (lens - places).clamp(min=1)[:, None]
-    guesses = torch.where(counts[:, None] > 0, sequences.gather(1, source.clamp(max=width - 1)), tokens[:, None])
+    draft_tokens = torch.where(counts[:, None] > 0, sequences.gather(1, source.clamp(max=width - 1)), tokens[:, None])
     if corpus is not None and (corpus[2].is_cuda or int(corpus[2])):
         texts = corpus[0]
         their_counts, their_places = _corpus_match(texts, corpus[1], corpus[2], last)
         source = their_places[:, None] + 1 + ahead
         following = texts[source.clamp(max=len(texts) - 1)].to(torch.int64)
         theirs = torch.where(source < len(texts), following, 0).clamp(min=0)
-        guesses = torch.where((their_counts > counts)[:, None], theirs, guesses)
-    written = torch.cat((tokens[:, None], guesses), 1).to(torch.int32)
-    position = lens[:, None] + torch.arange(num_guesses + 1, device=slots.device)
+        draft_tokens = torch.where((their_counts > counts)[:, None], theirs, draft_tokens)
+    written = torch.cat((tokens[:, None], draft_tokens), 1).to(torch.int32)
+    position = lens[:, None] + torch.arange(num_speculative_tokens + 1, device=slots.device)
     # What is behind the context goes to the padding slot.
     inside = position < history.shape[1]
     history[torch.where(inside, slots[:, None], 0), torch.where(inside, position, 0)] = written
-    return guesses
+    return draft_tokens
 
 
 def _last_tokens(sequences: torch.Tensor, lens: torch.Tensor, longest: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.attention.selection import EntryRows, Selection
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
-    from sglang.srt.layers.native_guesses import DraftInputs, SettledGuesses, VerifyInputs
+    from sglang.srt.layers.native_draft_rows import DraftInputs, AcceptedDrafts, VerifyInputs
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
     from sglang.srt.layers.quantization.quantized_rows import Rows
     from sglang.srt.plan.plan import Plan
@@ -62,7 +62,7 @@ class DraftInputsOp(Protocol):
     ) -> DraftInputs: ...
 
 
-class SettleGuessesOp(Protocol):
+class AcceptDraftsOp(Protocol):
     def __call__(
         self,
         tokens: torch.Tensor,
@@ -71,10 +71,10 @@ class SettleGuessesOp(Protocol):
         next_tokens: torch.Tensor,
         lens: torch.Tensor,
         forced: torch.Tensor | None = None,
-    ) -> SettledGuesses: ...
+    ) -> AcceptedDrafts: ...
 
 
-class NgramGuessesOp(Protocol):
+class NgramDraftsOp(Protocol):
     def __call__(
         self,
         history: torch.Tensor,
@@ -82,7 +82,7 @@ class NgramGuessesOp(Protocol):
         lens: torch.Tensor,
         tokens: torch.Tensor,
         longest: int,
-        num_guesses: int,
+        num_speculative_tokens: int,
         corpus: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor: ...
 
@@ -476,8 +476,8 @@ OPS: Mapping[str, type] = {
     "decode_inputs": DecodeInputsOp,
     "verify_inputs": VerifyInputsOp,
     "draft_inputs": DraftInputsOp,
-    "settle_guesses": SettleGuessesOp,
-    "ngram_guesses": NgramGuessesOp,
+    "accept_drafts": AcceptDraftsOp,
+    "ngram_drafts": NgramDraftsOp,
     "embedding_rows": EmbeddingRowsOp,
     "rmsnorm": RMSNormOp,
     "fused_add_rmsnorm": AddRMSNormOp,

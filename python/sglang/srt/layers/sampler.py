@@ -21,7 +21,7 @@ import torch
 
 from sglang.srt.sampling.logprobs import LogprobRequest, sampled_logprobs
 from sglang.srt.sampling.noise import gumbel_noise
-from sglang.srt.sampling.penalties import apply_penalties, count_guesses
+from sglang.srt.sampling.penalties import apply_penalties, count_draft_tokens
 from sglang.srt.sampling.sampling_params import NO_TOKEN, TOP_K_ALL, SamplingParams
 from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
 
@@ -53,16 +53,16 @@ class Sampler:
         logprobs: LogprobRequest | None = None,
         next_token: torch.Tensor | None = None,
         on_host: bool = False,
-        guesses: torch.Tensor | None = None,
+        draft_tokens: torch.Tensor | None = None,
         counts: bool = True,
     ) -> SamplerOutput:
         """logits [B, V] fp32, overwritten; positions [B] (int32 or int64): sequence length before the new token;
-        guesses [D, k - 1] int64 where the rows are k of each of D requests: row j follows the first j guesses, which
-        count for its penalties, and what is drawn is not counted (`PenaltyState.add_tokens` by who knows what stands);
-        vocab_mask [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v. With `next_token` [num_slots]
-        int64, the tokens are also written to the rows of the batch's request slots. on_host: nothing behind this reads
-        the tokens on the device, so that a kernel may write them where the host reads them, without a copy. counts:
-        what is drawn counts for the penalties of later tokens, unless there are guesses.
+        draft tokens [D, k - 1] int64 where the rows are k of each of D requests: row j follows the first j draft
+        tokens, which count for its penalties, and what is drawn is not counted (`PenaltyState.add_tokens` by who knows
+        what stands); vocab_mask [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v. With `next_token`
+        [num_slots] int64, the tokens are also written to the rows of the batch's request slots. on_host: nothing behind
+        this reads the tokens on the device, so that a kernel may write them where the host reads them, without a copy.
+        counts: what is drawn counts for the penalties of later tokens, unless there are draft tokens.
         """
         logits = logits.contiguous()
         raw = logits
@@ -73,12 +73,12 @@ class Sampler:
             _add_sparse(logits, batch.sparse.packed, positions)
         if self.use_triton:
             on_host = on_host and batch.penalties is None and logprobs is None
-            tokens = _sample_triton(logits, batch, positions, vocab_mask, next_token, on_host, guesses)
+            tokens = _sample_triton(logits, batch, positions, vocab_mask, next_token, on_host, draft_tokens)
         else:
-            tokens = _sample_torch(logits, batch, positions, vocab_mask, guesses)
+            tokens = _sample_torch(logits, batch, positions, vocab_mask, draft_tokens)
             if next_token is not None:
                 next_token[batch.slots] = tokens.clamp(min=0)
-        if counts and guesses is None:
+        if counts and draft_tokens is None:
             batch.count(tokens)
         packed = None
         if logprobs is not None:
@@ -88,9 +88,9 @@ class Sampler:
     def draw(
         self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Guesses of what `__call__` would draw from logits [R, V] fp32 for request slots [R] at positions [R]: with
-        the temperature, filters and noise of each request, without its penalties, biases and grammar -> [R] int64. What
-        it launches does not depend on the requests, so that a graph can hold it."""
+        """Draft tokens of what `__call__` would draw from logits [R, V] fp32 for request slots [R] at positions [R]:
+        with the temperature, filters and noise of each request, without its penalties, biases and grammar -> [R] int64.
+        What it launches does not depend on the requests, so that a graph can hold it."""
         assert slots.is_contiguous() and positions.is_contiguous(), "kernels read them without strides"
         everything = SamplingBatch(
             slots, table.table, all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, max_top_k=TOP_K_ALL,
@@ -104,7 +104,8 @@ class Sampler:
 
     def warm_up(self, table: SamplingTable, next_token: torch.Tensor | None) -> None:
         """Compiles what requests will need later, on the padding slot of `table`, which is left as it was. next_token
-        [num_slots] int64: the table that draws write to; None: they write to none, as where steps bring guesses."""
+        [num_slots] int64: the table that draws write to; None: they write to none, as where steps bring draft
+        tokens."""
         slots = np.zeros(1, dtype=np.int64)
         device, vocab_size = table.device, table.vocab_size
         slots_dev, positions = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64)
@@ -180,29 +181,31 @@ PENALTIES = (Column.REPETITION, Column.FREQUENCY, Column.PRESENCE)
 
 
 @dataclass(frozen=True, slots=True)
-class PenalizedGuesses:
-    """Logits of tokens that rows of guesses follow, with the penalties of one occurrence more."""
+class PenalizedDrafts:
+    """Logits of tokens that rows of draft tokens follow, with the penalties of one occurrence more."""
 
     index: torch.Tensor  # [B, k - 1] int64, tokens
     logits: torch.Tensor  # [B, k - 1] fp32
 
     def write(self, logits: torch.Tensor) -> None:
-        """logits [B, V] have the penalties of all tokens before the guesses; what is forbidden there stays so."""
+        """logits [B, V] have the penalties of all tokens before the draft tokens; what is forbidden there stays so."""
         allowed = logits.gather(1, self.index) > -torch.inf
         logits.scatter_(1, self.index, torch.where(allowed, self.logits, -torch.inf))
 
 
-def penalized_guesses(logits: torch.Tensor, batch: SamplingBatch, guesses: torch.Tensor) -> PenalizedGuesses:
-    """Computes the penalized logits of the guesses [D, k - 1], for the rows of `Sampler.__call__` with guesses, whose
-    logits have no penalties yet."""
+def penalized_drafts(logits: torch.Tensor, batch: SamplingBatch, draft_tokens: torch.Tensor) -> PenalizedDrafts:
+    """Computes the penalized logits of the draft tokens [D, k - 1], for the rows of `Sampler.__call__` with draft
+    tokens, whose logits have no penalties yet."""
     assert batch.penalties is not None
-    rows, width = batch.rows(), guesses.shape[1] + 1
-    index = guesses.repeat_interleave(width, dim=0)
+    rows, width = batch.rows(), draft_tokens.shape[1] + 1
+    index = draft_tokens.repeat_interleave(width, dim=0)
     state = batch.penalties.state[rows[:, Column.PENALTY_ROW, None].long(), index]
-    state = torch.where(rows[:, Column.PENALTY_ROW, None] > 0, state + count_guesses(guesses).flatten(0, 1), 0)
+    state = torch.where(
+        rows[:, Column.PENALTY_ROW, None] > 0, state + count_draft_tokens(draft_tokens).flatten(0, 1), 0
+    )
     values = logits.gather(1, index)
     apply_penalties(values, state, *(rows.view(torch.float32)[:, column] for column in PENALTIES))
-    return PenalizedGuesses(index, values)
+    return PenalizedDrafts(index, values)
 
 
 def _sample_torch(
@@ -210,18 +213,18 @@ def _sample_torch(
     batch: SamplingBatch,
     positions: torch.Tensor,
     vocab_mask: torch.Tensor | None,
-    guesses: torch.Tensor | None = None,
+    draft_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if batch.all_greedy and batch.penalties is None and vocab_mask is None:
         return _largest(logits)
     rows = batch.rows()
     floats = rows.view(torch.float32)
     if batch.penalties is not None:
-        guessed = None if guesses is None else penalized_guesses(logits, batch, guesses)
+        drafted = None if draft_tokens is None else penalized_drafts(logits, batch, draft_tokens)
         state = batch.penalties.state[rows[:, Column.PENALTY_ROW].long()]
         apply_penalties(logits, state, *(floats[:, column] for column in PENALTIES))
-        if guessed is not None:
-            guessed.write(logits)
+        if drafted is not None:
+            drafted.write(logits)
     if vocab_mask is not None:
         apply_vocab_mask(logits, vocab_mask)
     if batch.all_greedy:
@@ -247,16 +250,16 @@ def _sample_triton(
     vocab_mask: torch.Tensor | None,
     next_token: torch.Tensor | None = None,
     on_host: bool = False,
-    guesses: torch.Tensor | None = None,
+    draft_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from sglang.srt.layers.triton_ops import sampling as ops
 
     if batch.penalties is not None or vocab_mask is not None:
         state = None if batch.penalties is None else batch.penalties.state
-        guessed = None if guesses is None or state is None else penalized_guesses(logits, batch, guesses)
+        drafted = None if draft_tokens is None or state is None else penalized_drafts(logits, batch, draft_tokens)
         ops.adjust_logits(logits, batch.table, batch.slots, state, vocab_mask)
-        if guessed is not None:
-            guessed.write(logits)
+        if drafted is not None:
+            drafted.write(logits)
     thresholds = None
     if not batch.all_greedy and batch.any_filter:
         thresholds = ops.filter_thresholds(logits, batch.table, batch.slots)

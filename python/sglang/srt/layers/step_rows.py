@@ -40,7 +40,7 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class VerifyRows:
     """Requests that bring the same number of tokens each, which are to be verified. Rows from a request's own number on
     are padding."""
 
@@ -63,7 +63,7 @@ class ExtendRows:
     """None while a CUDA graph is captured, and where the device alone knows: the lengths on the host are bounds."""
     images: ImageRuns | None = None
     """None: all tokens see what lies before them alone."""
-    guesses: Guesses | None = None
+    draft_tokens: VerifyRows | None = None
 
     def __len__(self) -> int:
         return len(self.req_pool_indices)

@@ -73,9 +73,9 @@ class EngineHandle:
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Block until every process is ready. On failure all are shut down and UserError or EngineError is raised."""
         with self._changed:
-            settled = self._changed.wait_for(lambda: self._first_failure or self._all_ready, timeout_s)
+            is_done = self._changed.wait_for(lambda: self._first_failure or self._all_ready, timeout_s)
         failure = self._first_failure
-        if not settled:
+        if not is_done:
             failure = EngineError(f"the engine did not start within {timeout_s:g} seconds")
         if failure is not None:
             self.shutdown(limit_s=0.0)

@@ -230,7 +230,7 @@ class Arrival:
         for window, slots in self.used:
             window.disuse(slots)
         if self.row and self.tier.checkpoints is not None:
-            self.tier.checkpoints.settle(self.row, None)
+            self.tier.checkpoints.assign(self.row, None)
         self.tier.tree.unlock(self.node)
 
     def _adopt_beginning(self, length: int) -> None:
@@ -257,7 +257,7 @@ class Arrival:
         assert nodes[-1].depth == len(self.keys), "a locked prefix is gone"
         self.windows = tree.share_windows(nodes, self.windows)
         if self.row and self.tier.checkpoints is not None:
-            self.tier.checkpoints.settle(self.row, nodes[-1])
+            self.tier.checkpoints.assign(self.row, nodes[-1])
             self.row = 0
 
 

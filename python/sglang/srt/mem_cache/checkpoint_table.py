@@ -126,7 +126,7 @@ class CheckpointTable:
             self._sources.pop(row, None)  # what was still to be copied there belonged to a node that gave way
         return row
 
-    def settle(self, row: int, node: Node | None) -> None:
+    def assign(self, row: int, node: Node | None) -> None:
         """The copy to a reserved row has ended; it holds the state at the end of the node, or with None nothing."""
         self._reserved.remove(row)
         if node is None or node.checkpoint:

@@ -336,7 +336,7 @@ class HostTier:
         """Waits until these have ended on every rank. A collective."""
         while any(copy in self._copies for copy in copies):
             self.wait()
-            self.settle()
+            self.end_copies()
 
     def wrong_nodes(self) -> set[Node]:
         """Returns the nodes of the GPU's tree that a failed load was to fill, and those computed behind them."""
@@ -445,7 +445,7 @@ class HostTier:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=True)
             while unended := [copy for copy in begun if copy in self._copies]:
                 time.sleep(POLL_S)
-                self._settle(unended)
+                self._finish(unended)
             nodes = later
 
     def _written_back(self, path: CachedPrefix, saved: CachedPrefix, keys: Keys, namespace: str | None) -> Copy | None:
@@ -464,13 +464,13 @@ class HostTier:
         if until and node.depth:
             self.host.tree.keep(node, until)
 
-    def settle(self) -> None:
+    def end_copies(self) -> None:
         """Ends the copies that have ended on every rank. A collective while there are any."""
         if self.storage is not None:
-            self.storage.settle()
-        self._settle([copy for copy in self._copies if copy.handle is not None])
+            self.storage.finish()
+        self._finish([copy for copy in self._copies if copy.handle is not None])
 
-    def _settle(self, started: Sequence[Copy]) -> None:
+    def _finish(self, started: Sequence[Copy]) -> None:
         if not started:
             return
         states = self._agree([copy.handle.state for copy in started if copy.handle is not None])
@@ -520,7 +520,7 @@ class HostTier:
             copy.transfer.end(False)
         while any(loads or copy.req is None for copy in self._copies):
             self.wait()
-            self.settle()
+            self.end_copies()
 
     def wait(self) -> None:
         """Sleeps a moment while it is busy."""

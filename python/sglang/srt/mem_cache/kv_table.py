@@ -77,7 +77,7 @@ class KVTable:
         self.sizes = sizes
         self.page_size = sizes.page_size
         # What follows the last token of a match may differ. Where states end a match there is no earlier end; a draft
-        # then reads some entries of other tokens, which may cost it a guess.
+        # then reads some entries of other tokens, which may cost it a draft token.
         self._next_tokens_read = 0 if sizes.has_states else next_tokens_read
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.allocator = TokenAllocator(sizes.tokens, sizes.page_size)

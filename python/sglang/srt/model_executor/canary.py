@@ -2,11 +2,11 @@
 without.
 
 Short prompts are computed whole and without graphs, which is the reference. They are computed in every other kind of
-step, each without graphs and, where such steps have graphs, in one: whole, as two microbatches where some steps run so, with
-the last token decoded, with the last tokens verified as guesses, and with one request decoding beside the prompts of
-the others. Prompts with images, whose features are random numbers, are computed without graphs and in those of prompts.
-Logits of the last tokens must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong
-is named: the graph, or the first block whose output differs, with its ops and what computes them.
+step, each without graphs and, where such steps have graphs, in one: whole, as two microbatches where some steps run so,
+with the last token decoded, with the last tokens verified as draft tokens, and with one request decoding beside the
+prompts of the others. Prompts with images, whose features are random numbers, are computed without graphs and in those
+of prompts. Logits of the last tokens must agree, and be numbers. An all-reduce of whole numbers must give their sum.
+What is wrong is named: the graph, or the first block whose output differs, with its ops and what computes them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Canary:
         yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
         if steps.length < 2:
             return
-        if steps.guesses:
+        if steps.draft_tokens:
             yield from self._verified(reference)
         else:
             yield from self._decoded(reference)
@@ -131,8 +131,8 @@ class _Canary:
         steps, rows = self.steps, self.steps.rows_of_verified()
         with self.runner.without_graphs():
             self._compute_all_but(steps.width)
-            yield self._compared("a step that verifies guesses", self._logits(steps.verified())[rows], reference)
-        yield from self._in_graph("the graph that verifies guesses", steps.verified, reference, steps.width, rows)
+            yield self._compared("a step that verifies draft tokens", self._logits(steps.verified())[rows], reference)
+        yield from self._in_graph("the graph that verifies draft tokens", steps.verified, reference, steps.width, rows)
 
     def _mixed(self, reference: torch.Tensor) -> Iterator[float]:
         what, reference = "prompts beside a request that decodes", reference[self.steps.mixed_order]

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import ALONE, Group
-from sglang.srt.layers import native_guesses, native_ops
+from sglang.srt.layers import native_draft_rows, native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.input_rows import EmbeddingRows
-from sglang.srt.layers.native_guesses import DraftInputs
-from sglang.srt.layers.ops import DecodeInputsOp, DraftInputsOp, SettleGuessesOp, VerifyInputsOp
+from sglang.srt.layers.native_draft_rows import DraftInputs
+from sglang.srt.layers.ops import DecodeInputsOp, DraftInputsOp, AcceptDraftsOp, VerifyInputsOp
 from sglang.srt.layers.rotary_embedding import SectionPositions
-from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses, ImageRuns, TokenSlots, requests_of_tokens
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, VerifyRows, ImageRuns, TokenSlots, requests_of_tokens
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.media_features import MediaFeatures
@@ -27,7 +27,7 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays, send
 
-INPUT_OPS = ("decode_inputs", "verify_inputs", "draft_inputs", "settle_guesses")
+INPUT_OPS = ("decode_inputs", "verify_inputs", "draft_inputs", "accept_drafts")
 """Ops of the tables that are fields of DeviceState."""
 
 
@@ -58,11 +58,11 @@ class DeviceState:
     sizes: PoolSizes
     device: torch.device | str
     tokens_per_step: int = 1
-    """k, tokens that a request that is decoded brings to a step at most: the last one sampled, and guesses."""
+    """k, tokens that a request that is decoded brings to a step at most: the last one sampled, and draft tokens."""
     decode_inputs: DecodeInputsOp = native_ops.decode_inputs
-    verify_inputs: VerifyInputsOp = native_guesses.verify_inputs
-    draft_inputs: DraftInputsOp = native_guesses.draft_inputs
-    settle_guesses: SettleGuessesOp = native_guesses.settle_guesses
+    verify_inputs: VerifyInputsOp = native_draft_rows.verify_inputs
+    draft_inputs: DraftInputsOp = native_draft_rows.draft_inputs
+    accept_drafts: AcceptDraftsOp = native_draft_rows.accept_drafts
     position_deltas: torch.Tensor | None = None
     """[max_reqs + 1] int64, by how much the positions that turn heads differ from the index of a request's tokens,
     behind its images. None: no image makes them differ."""
@@ -75,10 +75,10 @@ class DeviceState:
     """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
     lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
     next_tokens: torch.Tensor = field(init=False)
-    """[max_reqs + 1, k] int64, the tokens that each request computes next: the last one sampled, then guesses."""
+    """[max_reqs + 1, k] int64, the tokens that each request computes next: the last one sampled, then draft tokens."""
     lens: torch.Tensor = field(init=False)
-    """[max_reqs + 1] int32, tokens of each request that are computed. Only kept where steps bring guesses: otherwise
-    every step brings one token, and the host knows."""
+    """[max_reqs + 1] int32, tokens of each request that are computed. Only kept where steps bring draft tokens:
+    otherwise every step brings one token, and the host knows."""
 
     def __post_init__(self) -> None:
         rows = self.sizes.max_requests + 1
@@ -88,8 +88,9 @@ class DeviceState:
         self.lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
 
     @property
-    def guesses(self) -> bool:
-        """Returns whether steps bring guesses, so that only the device knows the lengths of requests that decode."""
+    def draft_tokens(self) -> bool:
+        """Returns whether steps bring draft tokens, so that only the device knows the lengths of requests that
+        decode."""
         return self.tokens_per_step > 1
 
     def keep_position_deltas(self) -> None:
@@ -117,8 +118,9 @@ class DeviceState:
             pools.copy_states(sent["state_sources"], sent["state_targets"])
 
     def count_prompts(self, arrays: DeviceArrays, num_decodes: int) -> None:
-        """Updates the lengths behind a step with prompts, where steps bring guesses: prompts are computed up to their
-        `seq_lens`, and requests that decode grow by a token. Rows of padding are of request slot 0, whose length stays
+        """Updates the lengths behind a step with prompts, where steps bring draft tokens: prompts are computed up to
+        their `seq_lens`, and requests that decode grow by a token. Rows of padding are of request slot 0, whose length
+        stays
         0."""
         decodes = arrays["decode_slots"][:num_decodes]
         self.lens[decodes] += 1
@@ -152,7 +154,8 @@ class DeviceState:
         return batch
 
     def _mrope_positions(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """positions [T] of tokens of the request slots `rows` [T] -> `ForwardBatch.mrope_positions` behind all images."""
+        """positions [T] of tokens of the request slots `rows` [T] -> `ForwardBatch.mrope_positions` behind all
+        images."""
         return None if self.position_deltas is None else positions + self.position_deltas[rows]
 
     def _add_media(self, batch: ForwardBatch, arrays: DeviceArrays, media: MediaTokens, num_decodes: int) -> None:
@@ -192,10 +195,10 @@ class DeviceState:
         return (*token_slots, TokenSlots(table, own_slots(slots, self.context)))
 
     def _decode_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
-        """Enters the new slots in the table. Where steps bring guesses they are there, and the lengths are those of the
-        device."""
+        """Enters the new slots in the table. Where steps bring draft tokens they are there, and the lengths are those
+        of the device."""
         slots = arrays["decode_slots"][: shape.num_decodes]
-        if self.guesses:
+        if self.draft_tokens:
             input_ids, positions = self.next_tokens[slots, 0], self.lens[slots].to(torch.int64)
             return self._single_rows(input_ids, slots, positions, None if step is None else step.seq_lens)
         seq_lens, out_cache_loc = (arrays[name][: shape.num_decodes] for name in ("decode_lens", "decode_loc"))
@@ -207,7 +210,9 @@ class DeviceState:
         rows = DecodeRows(slots, seq_lens, token_slots)
         if step is not None:
             rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist()
-        return ForwardBatch(input_ids, positions, token_slots, decode=rows, mrope_positions=self._mrope_positions(positions, slots))
+        return ForwardBatch(
+            input_ids, positions, token_slots, decode=rows, mrope_positions=self._mrope_positions(positions, slots)
+        )
 
     def _single_rows(
         self,
@@ -264,7 +269,9 @@ class DeviceState:
             exact = self.attention.decode_plans_on_host
             decode.seq_lens_cpu = decode.seq_lens.tolist() if exact else [self.sizes.context_len] * len(slots)
         positions = lens.to(torch.int64).clamp(max=self.sizes.context_len - 1)
-        batch = ForwardBatch(ids, positions, token_slots, decode=decode, mrope_positions=self._mrope_positions(positions, slots))
+        batch = ForwardBatch(
+            ids, positions, token_slots, decode=decode, mrope_positions=self._mrope_positions(positions, slots)
+        )
         batch.metadata = self.attention.metadata(batch, in_graph)
         return batch
 
@@ -299,7 +306,8 @@ class DeviceState:
             prefix_lens=(rows.prefix_lens - back).clamp(min=0),
             token_slots=token_slots,
             images=None,
-            guesses=rows.guesses and replace(rows.guesses, ends=(rows.guesses.ends - back).clamp(min=1)),
+            draft_tokens=rows.draft_tokens
+            and replace(rows.draft_tokens, ends=(rows.draft_tokens.ends - back).clamp(min=1)),
         )
         if not in_graph and self.attention.extend_plans_on_host:
             lagging.prefix_lens_cpu, lagging.seq_lens_cpu = lagging.prefix_lens.tolist(), lagging.seq_lens.tolist()
@@ -314,7 +322,7 @@ class DeviceState:
         if decodes is not None:
             is_decode = arrays["is_decode"][: shape.num_decodes] if step is None else None
             input_ids = _with_decodes(decodes.input_ids, input_ids, is_decode)
-            if self.guesses:
+            if self.draft_tokens:
                 positions = _with_decodes(decodes.positions, positions, is_decode)
                 out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
         decode_rows = None if decodes is None else decodes.decode
@@ -352,13 +360,18 @@ class DeviceState:
             token_slots,
             [width] * len(slots),
             [1] * len(slots),
-            guesses=Guesses(width, inputs.ends),
+            draft_tokens=VerifyRows(width, inputs.ends),
         )
         if step is not None and self.attention.extend_plans_on_host:
             extend.prefix_lens_cpu, extend.seq_lens_cpu = extend.prefix_lens.tolist(), extend.seq_lens.tolist()
         mrope_positions = self._mrope_positions(inputs.positions, inputs.rows)
         return ForwardBatch(
-            inputs.input_ids, inputs.positions, token_slots, extend=extend, state_records=[], mrope_positions=mrope_positions
+            inputs.input_ids,
+            inputs.positions,
+            token_slots,
+            extend=extend,
+            state_records=[],
+            mrope_positions=mrope_positions,
         )
 
 

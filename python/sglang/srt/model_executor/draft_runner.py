@@ -1,4 +1,4 @@
-"""Work behind the sampling of a step: decides which of its tokens stand, and makes the guesses that the next step
+"""Work behind the sampling of a step: decides which of its tokens stand, and makes the draft tokens that the next step
 verifies."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
-from sglang.srt.model_executor.step import ModelOutput, Settled
+from sglang.srt.model_executor.step import ModelOutput, AcceptResult
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter, DraftStep, simulated_counts
 
@@ -26,28 +26,30 @@ class DraftRunner:
 
     @property
     def says_confidence(self) -> bool:
-        """Returns whether the drafter says how likely each of its guesses stands."""
+        """Returns whether the drafter says how likely each of its draft tokens stands."""
         return getattr(getattr(self.drafter, "model", None), "confidence", None) is not None
 
-    def settle(self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool = False) -> Settled:
+    def accept(
+        self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool = False
+    ) -> AcceptResult:
         """tokens: sampled for the R rows of logits, or of a step without prompts [D * width], int64. Padding behind
         them belongs to request slot 0. States that the step left as they were go on by the tokens that stand."""
         if shape.has_prompts:
             step, counts = self._prompts(shape, output, tokens, in_graph)
             # A chunk of a prompt samples nothing, and kernels cannot be launched over no rows.
-            num_guesses = self.drafter.num_tokens - 1 if len(tokens) else 0
+            num_speculative_tokens = self.drafter.num_tokens - 1 if len(tokens) else 0
         else:
             step, counts = self._decodes(shape, output, tokens, in_graph)
-            num_guesses = shape.width - 1
+            num_speculative_tokens = shape.width - 1
             for record in output.batch.state_records or ():
                 record.commit(counts)
         state = self.state
-        guesses = self.drafter.propose(step, num_guesses)
-        missing = state.tokens_per_step - 1 - guesses.shape[1]
-        guesses = F.pad(guesses, (0, missing)) if missing else guesses
-        state.next_tokens[step.slots] = torch.cat((step.tokens[:, None], guesses), dim=1)
+        draft_tokens = self.drafter.propose(step, num_speculative_tokens)
+        missing = state.tokens_per_step - 1 - draft_tokens.shape[1]
+        draft_tokens = F.pad(draft_tokens, (0, missing)) if missing else draft_tokens
+        state.next_tokens[step.slots] = torch.cat((step.tokens[:, None], draft_tokens), dim=1)
         state.next_tokens[:1].zero_()
-        return Settled(counts, guesses, step.confidence)
+        return AcceptResult(counts, draft_tokens, step.confidence)
 
     def _decodes(
         self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool
@@ -59,18 +61,18 @@ class DraftRunner:
         if self._simulated_length:
             forced = simulated_counts(self._simulated_length, state.lens[slots], widths)
         rows = tokens.view(shape.num_decodes, shape.width)
-        settled = state.settle_guesses(rows, slots, widths, state.next_tokens, state.lens, forced)
+        accepted = state.accept_drafts(rows, slots, widths, state.next_tokens, state.lens, forced)
         step = self._step(
             output,
-            next_ids=settled.next_ids,
-            last_rows=settled.last_rows,
+            next_ids=accepted.next_ids,
+            last_rows=accepted.last_rows,
             slots=slots,
-            lens=settled.lens,
-            tokens=settled.tokens,
+            lens=accepted.lens,
+            tokens=accepted.tokens,
             ends=arrays["ends"][: shape.num_decodes],
             in_graph=in_graph,
         )
-        return step, settled.counts
+        return step, accepted.counts
 
     def _prompts(
         self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool

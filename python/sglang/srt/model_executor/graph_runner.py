@@ -5,13 +5,14 @@ and the model. A replay needs one small copy of the step's arrays, what attentio
 Three kinds of steps have graphs, each with arrays of its own at fixed addresses:
 
     decode      one token of each request; the graph also writes the new cache slots into the tables
-    verify      2 to k tokens of each request, where steps bring guesses
+    verify      2 to k tokens of each request, where steps bring draft tokens
     prompts     a short prompt computes faster than the host can launch a model's kernels one by one; with and without
                 requests that decode in the same step, and with and without images (`graph_media`). Images that see
                 themselves both ways attend once more, each as a request of its own, and have no graph, nor have prompts
                 behind a prefix so long that several programs share it
 
-With a drafter each of them has a second graph, which follows the sampling: what stands of the step, and new guesses.
+With a drafter each of them has a second graph, which follows the sampling: what stands of the step, and new draft
+tokens.
 
 A step runs in the next larger graph. Rows that are missing are padding: decoding requests that own request slot 0 and
 cache slot 0, and tokens at the end that belong to one more prompt of that slot. In a graph with prompts the decoding
@@ -37,7 +38,7 @@ from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
 from sglang.srt.model_executor.graph_media import GraphMedia
-from sglang.srt.model_executor.step import GroupSteps, ModelOutput, Settled, StepInput, step_arrays
+from sglang.srt.model_executor.step import GroupSteps, ModelOutput, AcceptResult, StepInput, step_arrays
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
@@ -68,16 +69,16 @@ class GraphSizes:
 def graph_sizes(plan: Plan, state: DeviceState, widths: tuple[int, ...]) -> GraphSizes:
     """Returns the sizes of the graphs that the attention of this model can be in. widths: tokens of each request in
     steps without prompts that may have graphs."""
-    attention, guesses = state.attention, state.guesses
+    attention, draft_tokens = state.attention, state.draft_tokens
     if not plan.cuda_graph_bs or not attention.decode_in_graphs:
         return GraphSizes()
     prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
     mixed = mixed_decode_sizes(plan.cuda_graph_bs)
-    if guesses and attention.decode_plans_on_host:
+    if draft_tokens and attention.decode_plans_on_host:
         mixed = (0,)  # the lengths of requests that decode are known to the device alone
     verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
-    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not guesses else ()
-    widths = tuple(width for width in widths if width > 1 or not (guesses and attention.decode_plans_on_host))
+    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not draft_tokens else ()
+    widths = tuple(width for width in widths if width > 1 or not (draft_tokens and attention.decode_plans_on_host))
     return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
 
@@ -113,16 +114,16 @@ class GraphRunner:
         self.outputs: dict[StepShape, ModelOutput] = {}
         """Output of each graph; held, so that no other graph uses the memory."""
         self._tokens = torch.zeros(max(self._num_sampled(s) for s in shapes), dtype=torch.int64, device=state.device)
-        """Sampled tokens, the input of what settles a step; `_settled` holds what that gives."""
-        self._settled: dict[StepShape, Settled] = {}
-        self._settle: dict[StepShape, Callable[[torch.Tensor], Settled]] = {}
+        """Sampled tokens, the input of what settles a step; `_accepted` holds what that gives."""
+        self._accepted: dict[StepShape, AcceptResult] = {}
+        self._accept: dict[StepShape, Callable[[torch.Tensor], AcceptResult]] = {}
         state.attention.prepare_graphs(tuple(sorted({s.num_decodes for s in shapes if s.num_decodes})))
         pool: Any = None
         for shape in shapes:
             self._capture(shape, pool)
             pool = pool or self.graphs[shape].pool()
             if drafts is not None:
-                self._settle[shape] = self._settle_of(drafts, shape, drafts_in_graphs, pool)
+                self._accept[shape] = self._accept_of(drafts, shape, drafts_in_graphs, pool)
 
     # --- shapes and arrays --------------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class GraphRunner:
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
         fields |= self._exchange_fields(largest * self.sizes.widths[-1])
-        if self.state.guesses:
+        if self.state.draft_tokens:
             return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)
         fields["decode_lens"] = Field((largest,), np.int32, 1)
@@ -220,7 +221,9 @@ class GraphRunner:
         tokens, prompts = (self.sizes.prompt_tokens[-1],), (MAX_PROMPTS + 1,)
         largest = self.sizes.mixed_decodes[-1]
         decodes, sampled = (largest,), (largest + MAX_PROMPTS,)
-        fields = {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.guesses else {}
+        fields = (
+            {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.draft_tokens else {}
+        )
         return {
             **fields,
             **self.media.fields(),
@@ -284,23 +287,23 @@ class GraphRunner:
             return shape.num_tokens
         return min(shape.num_decodes + MAX_PROMPTS, self.state.sizes.max_requests)
 
-    def _settle_of(
+    def _accept_of(
         self, drafts: DraftRunner, shape: StepShape, in_graph: bool, pool: Any
-    ) -> Callable[[torch.Tensor], Settled]:
+    ) -> Callable[[torch.Tensor], AcceptResult]:
         """Returns what settles a step of the shape, given the tokens sampled for its own rows."""
         tokens = self._tokens[: self._num_sampled(shape)]
 
         def compute() -> None:
-            self._settled[shape] = drafts.settle(shape, self.outputs[shape], tokens, in_graph)
+            self._accepted[shape] = drafts.accept(shape, self.outputs[shape], tokens, in_graph)
 
         launch = capture(compute, pool, self.graphs[shape].replay).replay if in_graph else compute
 
-        def settle(sampled: torch.Tensor) -> Settled:
+        def accept(sampled: torch.Tensor) -> AcceptResult:
             tokens[: len(sampled)] = sampled
             launch()
-            return self._settled[shape]
+            return self._accepted[shape]
 
-        return settle
+        return accept
 
     def _refresh(self, rows: DecodeRows | None, seq_lens: np.ndarray) -> None:
         """The one place where what attention plans on the host follows a step, before every replay of any graph.
@@ -316,7 +319,7 @@ class GraphRunner:
         self._load(output.arrays, shape, step)
         self._refresh(output.batch.decode, step.seq_lens[: step.num_decodes])
         self.stage.replay(self.graphs[shape], shape.num_tokens, output.hidden)
-        return replace(self.outputs[shape], settle=self._settle.get(shape))
+        return replace(self.outputs[shape], accept=self._accept.get(shape))
 
     @torch.inference_mode()
     def step_times(self) -> dict[tuple[int, int], float]:
@@ -349,7 +352,7 @@ class GraphRunner:
             "decode_slots": np.where(slots <= self.state.sizes.max_requests, slots, 0),
             "num_tokens": np.array([shape.num_tokens], np.int32),
         }
-        if self.state.guesses:
+        if self.state.draft_tokens:
             values["widths"] = np.full(len(slots), shape.width, np.int32)
             values["ends"] = np.full(len(slots), self.state.sizes.context_len, np.int32)
         else:
@@ -377,8 +380,8 @@ class GraphRunner:
                 self.state.next_tokens.copy_(tokens)
                 self.state.lens.zero_()
             self.graphs[shape].replay()
-            if shape in self._settle:
-                self._settle[shape](self._tokens[:0])
+            if shape in self._accept:
+                self._accept[shape](self._tokens[:0])
 
         replay()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

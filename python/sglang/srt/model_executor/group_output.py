@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, Settled, StepInput, StepResult
+from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, AcceptResult, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.utils.device_arrays import event_on, to_device, to_host
@@ -34,22 +34,24 @@ class OwnRows:
 @dataclass(frozen=True, slots=True)
 class EveryonesTokens:
     """What the ranks sampled, of every group, in host memory once the step is over. `tokens` [A, R, k], `counts`
-    [A, R, 1] int32 and `guesses` [A, R, k - 1 or twice as many] as in `StepResult`: behind the guesses is how likely
-    they stand, where the drafter says so."""
+    [A, R, 1] int32 and `draft_tokens` [A, R, k - 1 or twice as many] as in `StepResult`: behind the draft tokens is how
+    likely they stand, where the drafter says so."""
 
     tokens: torch.Tensor
     counts: torch.Tensor | None = None
-    guesses: torch.Tensor | None = None
+    draft_tokens: torch.Tensor | None = None
 
-    def file(self, result: StepResult, group: int, step: StepInput, num_guesses: int) -> None:
+    def file(self, result: StepResult, group: int, step: StepInput, num_speculative_tokens: int) -> None:
         """Enters what a group's step brought in its result, whose `next_token_ids` has as many rows."""
         count = len(result.next_token_ids)
         result.next_token_ids = self.tokens[group, :count, : step.width]
-        if self.counts is None or self.guesses is None:
+        if self.counts is None or self.draft_tokens is None:
             return
-        guesses, sure = self.guesses[group, :count].split((num_guesses, self.guesses.shape[2] - num_guesses), dim=1)
+        draft_tokens, sure = self.draft_tokens[group, :count].split(
+            (num_speculative_tokens, self.draft_tokens.shape[2] - num_speculative_tokens), dim=1
+        )
         result.counts = self.counts[group, :count, 0] if step.widths is not None else None
-        result.guesses = guesses if step.reads_guesses else None
+        result.draft_tokens = draft_tokens if step.reads_draft_tokens else None
         result.confidence = sure.view(torch.float32) if sure.shape[1] else None
 
 
@@ -77,23 +79,27 @@ class GroupOutput:
         return self._results(forward, steps, EveryonesTokens(to_host(tokens[..., None])), packed)
 
     def gather_verified(
-        self, forward: LaunchedForward, out: SamplerOutput, settled: Settled | None, says_confidence: bool
+        self, forward: LaunchedForward, out: SamplerOutput, accepted: AcceptResult | None, says_confidence: bool
     ) -> list[StepResult]:
-        """Returns the results of all groups where steps bring guesses: each group has sampled and settled its own rows
-        (`out`; None is settled of a group without work). says_confidence: the drafter does."""
+        """Returns the results of all groups where steps bring draft tokens: each group has sampled and settled its own
+        rows (`out`; None is settled of a group without work). says_confidence: the drafter does."""
         steps, group, dp = forward.step.groups, self.groups.dp.rank, self.groups.dp
         assert steps is not None
         count, most = steps.num_requests[group], max(*steps.num_requests, 1)
         tokens = out.next_token_ids.view(count, steps.steps[group].width)
         columns = [F.pad(tokens, (0, steps.width - tokens.shape[1])).int()]
-        guesses = self.state.tokens_per_step - 1
-        if settled is None:
-            columns.append(tokens.new_zeros((0, 1 + guesses * (1 + says_confidence)), dtype=torch.int32))
+        draft_tokens = self.state.tokens_per_step - 1
+        if accepted is None:
+            columns.append(tokens.new_zeros((0, 1 + draft_tokens * (1 + says_confidence)), dtype=torch.int32))
         else:
-            columns += [settled.counts[:, None], settled.guesses.int()]
+            columns += [accepted.counts[:, None], accepted.draft_tokens.int()]
             if says_confidence:
-                sure = settled.confidence
-                sure = settled.guesses.new_zeros((count, guesses), dtype=torch.float32) if sure is None else sure
+                sure = accepted.confidence
+                sure = (
+                    accepted.draft_tokens.new_zeros((count, draft_tokens), dtype=torch.float32)
+                    if sure is None
+                    else sure
+                )
                 columns.append(sure.float().view(torch.int32))
         gathered = dp.all_gather(_padded(torch.cat(columns, dim=1), most), dim=0).view(dp.size, most, -1)
         self._send(gathered, steps)

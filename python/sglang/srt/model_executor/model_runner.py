@@ -71,7 +71,7 @@ class ModelRunner:
         create_encoder: CreateEncoder | None = None,
     ) -> None:
         """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. With a drafter all
-        stages of a pipeline get one, of which the last one asks for guesses. widths: tokens of each request in the
+        stages of a pipeline get one, of which the last one asks for draft tokens. widths: tokens of each request in the
         steps without prompts that have graphs; as many as there may be if none are named. create_encoder: of images and
         videos; None: the server reads text only."""
         self.plan = plan
@@ -97,7 +97,7 @@ class ModelRunner:
         self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
-        sampler.warm_up(self.sampling_table, None if self.state.guesses else self.state.next_tokens[:, 0])
+        sampler.warm_up(self.sampling_table, None if self.state.draft_tokens else self.state.next_tokens[:, 0])
         self.widths = tuple(sorted(widths)) or (width,)
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
@@ -126,9 +126,9 @@ class ModelRunner:
         return self.state.tokens_per_step
 
     @property
-    def tokens_ahead(self) -> int:
+    def lookahead_slots(self) -> int:
         """Positions behind the last token of a request in which the drafter keeps keys and values."""
-        return 0 if self.drafter is None else self.drafter.tokens_ahead
+        return 0 if self.drafter is None else self.drafter.lookahead_slots
 
     @property
     def next_tokens_read(self) -> int:
@@ -136,8 +136,8 @@ class ModelRunner:
         return 0 if self.drafter is None else self.drafter.next_tokens_read
 
     def step_times(self) -> dict[tuple[int, int], float]:
-        """(requests, tokens of each) -> milliseconds of a step with its guesses, as far as such steps are graphs; alike
-        on all ranks. Nothing where stages compute one behind the other."""
+        """(requests, tokens of each) -> milliseconds of a step with its draft tokens, as far as such steps are graphs;
+        alike on all ranks. Nothing where stages compute one behind the other."""
         if self.graphs is None or self.plan.ranks.pp_size > 1:
             return {}
         times = self.graphs.step_times()
@@ -172,8 +172,8 @@ class ModelRunner:
 
     @contextmanager
     def with_overlap_from(self, least: int | None) -> Iterator[None]:
-        """Inside the block steps with prompts of so many tokens run as two microbatches, where the plan lets any; None: no
-        step does."""
+        """Inside the block steps with prompts of so many tokens run as two microbatches, where the plan lets any; None:
+        no step does."""
         with nullcontext() if self.two_batch_overlap is None else self.two_batch_overlap.from_tokens(least):
             yield
 
@@ -186,7 +186,7 @@ class ModelRunner:
     def run_padding(self, num: int, prefix: int = 0) -> None:
         """Computes a prompt of so many tokens, behind `prefix` cached ones, on the padding slots, kernel by kernel."""
         with self.without_graphs():
-            self.run(padding_prompt(num, prefix, self.state.guesses)).wait()
+            self.run(padding_prompt(num, prefix, self.state.draft_tokens)).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def _compile_prompts(self) -> None:
@@ -208,7 +208,7 @@ class ModelRunner:
             return
         with self.without_graphs():
             for num in {most, most - 1 + most % 2}:
-                for width in self.widths if self.state.guesses else (0,):
+                for width in self.widths if self.state.draft_tokens else (0,):
                     self.run(padding_decodes(num, width)).wait()
         self.state.lens[0] = 0
 
@@ -241,7 +241,9 @@ class ModelRunner:
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(arrays, shape_of(step), step, attends=two_batch_overlap is None or self.drafter is not None)
+        batch = self.state.batch(
+            arrays, shape_of(step), step, attends=two_batch_overlap is None or self.drafter is not None
+        )
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = RowExchange.of_step(self.groups, step.groups.num_tokens, self.device)

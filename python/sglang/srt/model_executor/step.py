@@ -34,7 +34,9 @@ class MediaRuns:
 class MediaTokens:
     """Images among the N prompt tokens of a step."""
 
-    positions: np.ndarray | None  # [sections, N] int64, as `ForwardBatch.mrope_positions`; None: positions have no sections
+    positions: (
+        np.ndarray | None
+    )  # [sections, N] int64, as `ForwardBatch.mrope_positions`; None: positions have no sections
     tokens: np.ndarray  # [M] int64, of the N tokens: those whose inputs are features
     sources: list[tuple[MediaItem, np.ndarray]]  # items, and which of their rows [m] int64, together M
     runs: MediaRuns | None = None  # of the M tokens, in their order; None: images attend as text does
@@ -50,7 +52,7 @@ class PromptTokens:
     sample_rows: np.ndarray  # [R] int64, the requests (of all B of the step) whose next token is wanted, in order
     prompt_logprobs: LogprobRequest | None = None
     next_ids: np.ndarray | None = None
-    """[P] int64, the token behind each run, 0 where the step samples it. Only where steps bring guesses."""
+    """[P] int64, the token behind each run, 0 where the step samples it. Only where steps bring draft tokens."""
     media: MediaTokens | None = None
     """None: no prompt has a token at or before its last placeholder in this step."""
 
@@ -60,11 +62,11 @@ class StepInput:
     """The rows of one step: B requests with T new tokens, those that decode first.
 
         request           new tokens                         their ids
-        0 .. D - 1        1, or with `widths` up to `width`  on the device: the last one sampled, then guesses
+        0 .. D - 1        1, or with `widths` up to `width`  on the device: the last one sampled, then draft tokens
         D .. B - 1        prompts.extend_lens[i - D]         on the host: prompts.input_ids
 
-    Where steps bring guesses, lengths of decoding requests are upper bounds: the device knows better. Their new cache
-    slots come with `table_update` then, and `out_cache_loc` has zeros for them, or without prompts nothing."""
+    Where steps bring draft tokens, lengths of decoding requests are upper bounds: the device knows better. Their new
+    cache slots come with `table_update` then, and `out_cache_loc` has zeros for them, or without prompts nothing."""
 
     slots: np.ndarray  # [B] int64, request slots
     seq_lens: np.ndarray  # [B] int32, lengths including the new tokens
@@ -73,13 +75,14 @@ class StepInput:
     table_update: TableUpdate | None = None
     widths: np.ndarray | None = None
     """[B] int32, 1 to `width`: tokens that each request brings to verify, the last sampled one included. Only without
-    prompts, and only where steps bring guesses."""
+    prompts, and only where steps bring draft tokens."""
     width: int = 1
-    """Rows of each request that decodes; without prompts also one more than the guesses that are made behind it."""
+    """Rows of each request that decodes; without prompts also one more than the draft tokens that are made behind
+    it."""
     reserved_lens: np.ndarray | None = None
-    """[B] int32, positions of each request that have a cache slot. Only where steps bring guesses."""
-    reads_guesses: bool = False
-    """True if the host wants to know the guesses that are made behind the step."""
+    """[B] int32, positions of each request that have a cache slot. Only where steps bring draft tokens."""
+    reads_draft_tokens: bool = False
+    """True if the host wants to know the draft tokens that are made behind the step."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
     groups: GroupSteps | None = None
     """The steps of all attention groups, of which this is one; None: all have this one, or there are none."""
@@ -178,7 +181,7 @@ class GroupSteps:
 
     @property
     def verify_beside_prompts(self) -> bool:
-        """True if a group verifies guesses while another computes prompts."""
+        """True if a group verifies draft tokens while another computes prompts."""
         verify = any(step.widths is not None and not idle for step, idle in zip(self.steps, self.idle, strict=True))
         return verify and self.has_prompts
 
@@ -216,20 +219,20 @@ class GroupSteps:
 
 def padding_decodes(num: int, width: int) -> StepInput:
     """Returns a step in which the padding slot decodes `num` times. width: rows of each request of a step that verifies
-    guesses; 0: it does not."""
+    draft tokens; 0: it does not."""
     step = StepInput(np.zeros(num, np.int64), np.ones(num, np.int32), np.zeros(num, np.int32))
     if width:
         step.widths, step.width, step.reserved_lens = np.ones(num, np.int32), width, np.zeros(num, np.int32)
     return step
 
 
-def padding_prompt(num: int, prefix: int, guesses: bool) -> StepInput:
-    """Returns a prompt of `num` tokens behind `prefix` cached ones on the padding slot. guesses: whether steps of this
-    server bring any."""
+def padding_prompt(num: int, prefix: int, draft_tokens: bool) -> StepInput:
+    """Returns a prompt of `num` tokens behind `prefix` cached ones on the padding slot. draft tokens: whether steps of
+    this server bring any."""
     lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
     prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero, next_ids=zero)
     step = StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)
-    step.reserved_lens = np.zeros(1, np.int32) if guesses else None
+    step.reserved_lens = np.zeros(1, np.int32) if draft_tokens else None
     return step
 
 
@@ -244,9 +247,9 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
     """Returns the arrays that the device needs of a step of T tokens: those of D decoding requests first, then P
     prompts one after the other.
 
-    Of the decoding requests decode_slots, decode_lens [D], and decode_loc [D] or, where they bring guesses, widths [D].
-    Where steps bring guesses also ends [R], positions of the sampled requests that have a cache slot, and next_ids [T],
-    the tokens behind those of prompts, 0 where the step samples them.
+    Of the decoding requests decode_slots, decode_lens [D], and decode_loc [D] or, where they bring draft tokens, widths
+    [D]. Where steps bring draft tokens also ends [R], positions of the sampled requests that have a cache slot, and
+    next_ids [T], the tokens behind those of prompts, 0 where the step samples them.
     With prompts also input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots,
     seq_lens, prefix_lens [P] and start_loc [P + 1], the first token of each, and T; last_rows (the last token of each
     of R sampled requests) and sampled_slots [R]. With images also media_tokens and feature_rows [M], and sections
@@ -309,17 +312,17 @@ class ModelOutput:
     hidden: torch.Tensor | None
     """[T, H] final hidden states. Graphs of steps without prompts keep them only where somebody reads them."""
     logits: torch.Tensor  # as `CausalLM.step_logits` has them, of the rows that may be sampled
-    settle: Callable[[torch.Tensor], Settled] | None = None
-    """Settles the sampled tokens as `DraftRunner.settle` does, where that is in a graph, too."""
+    accept: Callable[[torch.Tensor], AcceptResult] | None = None
+    """Settles the sampled tokens as `DraftRunner.accept` does, where that is in a graph, too."""
 
 
 @dataclass(slots=True)
-class Settled:
+class AcceptResult:
     """Outcome of a sampled step, for each of its R sampled requests."""
 
     counts: torch.Tensor  # [R] int32: of the tokens that were sampled for it the first so many stand
-    guesses: torch.Tensor  # [R, k - 1] int64; those that were not made are 0
-    confidence: torch.Tensor | None = None  # [R, k - 1] fp32: how likely each guess stands if those before it do
+    draft_tokens: torch.Tensor  # [R, k - 1] int64; those that were not made are 0
+    confidence: torch.Tensor | None = None  # [R, k - 1] fp32: how likely each draft token stands if those before it do
 
 
 @dataclass(slots=True)
@@ -347,7 +350,7 @@ class StepResult:
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
     hidden: torch.Tensor | None = None  # [N, H] fp32, host memory
-    guesses: torch.Tensor | None = None  # [R, k - 1] int64, host memory: what the next step verifies
+    draft_tokens: torch.Tensor | None = None  # [R, k - 1] int64, host memory: what the next step verifies
     confidence: torch.Tensor | None = None  # [R, k - 1] fp32, host memory, as in Settled
 
     def wait(self) -> None:

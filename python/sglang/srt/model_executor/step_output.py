@@ -14,7 +14,7 @@ from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.group_output import GroupOutput
-from sglang.srt.model_executor.step import LaunchedForward, ModelOutput, Settled, StepInput, StepResult
+from sglang.srt.model_executor.step import LaunchedForward, ModelOutput, AcceptResult, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
 from sglang.srt.utils.device_arrays import DeviceArrays, event_on, to_device, to_host
@@ -51,7 +51,7 @@ class StepOutput:
             positions = output.batch.positions[: len(slots)] + 1
             return LaunchedForward(step, logits, slots, host_slots, positions, output, hidden=hidden)
         assert output.hidden is not None
-        if self.state.guesses:
+        if self.state.draft_tokens:
             self.state.count_prompts(arrays, step.num_decodes)
         logits = output.logits[: len(step.prompts.sample_rows)]
         slots, last_rows = (arrays[name][: len(logits)] for name in ("sampled_slots", "last_rows"))
@@ -75,7 +75,7 @@ class StepOutput:
             slots, host_slots = self._rows(step, arrays["decode_slots"][: len(step.slots)], arrays)
             positions = output.batch.positions[:count] + 1
             return LaunchedForward(step, logits, slots[:count], host_slots[:count], positions, output)
-        if self.state.guesses:
+        if self.state.draft_tokens:
             self.state.count_prompts(arrays, step.num_decodes)
         slots, last_rows = (arrays[name][:count] for name in ("sampled_slots", "last_rows"))
         positions = output.batch.positions[last_rows] + 1
@@ -110,12 +110,12 @@ class StepOutput:
         step = forward.step
         out = self._sampled(forward, vocab_mask)
         tokens = out.next_token_ids
-        settled = None
+        accepted = None
         if self.drafts is not None:
-            settled = self._settle(forward, tokens)
+            accepted = self._accept(forward, tokens)
             tokens = tokens.view(-1, step.width)
             if self.pp_tokens.size > 1 and len(tokens):
-                columns = (tokens.int(), settled.counts[:, None], settled.guesses.int())
+                columns = (tokens.int(), accepted.counts[:, None], accepted.draft_tokens.int())
                 self.pp_tokens.from_last(torch.cat(columns, dim=1))
         elif len(tokens):
             self.pp_tokens.from_last(tokens)
@@ -126,16 +126,16 @@ class StepOutput:
         result = StepResult(
             to_host(tokens.view(-1, step.width)), None, None, logprobs, forward.prompt_logprobs, forward.hidden
         )
-        if settled is not None:
-            result.counts = to_host(settled.counts) if step.widths is not None else None
-            result.guesses = to_host(settled.guesses) if step.reads_guesses else None
-            result.confidence = None if settled.confidence is None else to_host(settled.confidence)
+        if accepted is not None:
+            result.counts = to_host(accepted.counts) if step.widths is not None else None
+            result.draft_tokens = to_host(accepted.draft_tokens) if step.reads_draft_tokens else None
+            result.confidence = None if accepted.confidence is None else to_host(accepted.confidence)
         result.ready = event_on(self.state.device)
         return result
 
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> list[StepResult]:
-        """Returns the results of all attention groups. With guesses each samples and drafts by itself: the ranks of a
-        group share the vocabulary and the draft. vocab_mask: of this group's rows."""
+        """Returns the results of all attention groups. With draft tokens each samples and drafts by itself: the ranks
+        of a group share the vocabulary and the draft. vocab_mask: of this group's rows."""
         of_groups, steps = self.of_groups, forward.step.groups
         assert of_groups is not None and steps is not None
         if self.drafts is None:
@@ -147,22 +147,22 @@ class StepOutput:
             return of_groups.gather_verified(forward, none, None, says_confidence)
         asked = replace(forward, step=of_groups.own_request(forward.step))
         out = self._sampled(asked, vocab_mask)
-        settled = self._settle(forward, out.next_token_ids)
-        return of_groups.gather_verified(forward, out, settled, says_confidence)
+        accepted = self._accept(forward, out.next_token_ids)
+        return of_groups.gather_verified(forward, out, accepted, says_confidence)
 
-    def _settle(self, forward: LaunchedForward, tokens: torch.Tensor) -> Settled:
+    def _accept(self, forward: LaunchedForward, tokens: torch.Tensor) -> AcceptResult:
         step, output = forward.step, forward.output
         assert self.drafts is not None
-        if output.settle is not None:
-            settled = output.settle(tokens)
+        if output.accept is not None:
+            accepted = output.accept(tokens)
         else:
-            settled = self.drafts.settle(shape_of(step), output, tokens)
+            accepted = self.drafts.accept(shape_of(step), output, tokens)
         count = len(step.sampled_slots)
-        confidence = None if settled.confidence is None else settled.confidence[:count]
-        settled = Settled(settled.counts[:count], settled.guesses[:count], confidence)
+        confidence = None if accepted.confidence is None else accepted.confidence[:count]
+        accepted = AcceptResult(accepted.counts[:count], accepted.draft_tokens[:count], confidence)
         if step.width > 1 and self.table.has_penalties(step.slots):
-            self._count_accepted(forward, tokens.view(count, -1), settled.counts)
-        return settled
+            self._count_accepted(forward, tokens.view(count, -1), accepted.counts)
+        return accepted
 
     def _count_accepted(self, forward: LaunchedForward, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """tokens [D, width]: for the penalties of later steps."""
@@ -176,24 +176,24 @@ class StepOutput:
         assert head is not None, "the last stage has it"
         sampling = self.table.view(forward.host_slots, forward.slots)
         step = forward.step
-        next_token = None if self.state.guesses else self.state.next_tokens[:, 0]
+        next_token = None if self.state.draft_tokens else self.state.next_tokens[:, 0]
         plain = sampling.only_largest and vocab_mask is None and step.logprobs is None
         if plain and head.is_shard(forward.logits):
             tokens = head.first_largest(forward.logits)
             if next_token is not None:
                 next_token[forward.slots] = tokens.clamp(min=0)
             return SamplerOutput(tokens, None)
-        guesses = None
+        draft_tokens = None
         if step.width > 1:
             slots = forward.output.arrays["decode_slots"][: len(step.slots)]
-            guesses = self.state.next_tokens[slots, 1 : step.width]
+            draft_tokens = self.state.next_tokens[slots, 1 : step.width]
         if head.is_shard(forward.logits):
             share = head.whole_share(forward.logits, step.width)
-            return self._sampled_by_rows(forward, share, sampling, vocab_mask, guesses, next_token)
+            return self._sampled_by_rows(forward, share, sampling, vocab_mask, draft_tokens, next_token)
         mask = None if vocab_mask is None else to_device(vocab_mask, self.state.device)
         on_host = next_token is not None and self.pp_tokens.size == 1
         return self.sampler(
-            forward.logits, sampling, forward.positions, mask, step.logprobs, next_token, on_host, guesses
+            forward.logits, sampling, forward.positions, mask, step.logprobs, next_token, on_host, draft_tokens
         )
 
     def _sampled_by_rows(
@@ -202,7 +202,7 @@ class StepOutput:
         share: RowShare,
         sampling: SamplingBatch,
         vocab_mask: np.ndarray | None,
-        guesses: torch.Tensor | None,
+        draft_tokens: torch.Tensor | None,
         next_token: torch.Tensor | None,
     ) -> SamplerOutput:
         """Each rank samples some rows, and all get the tokens and log probabilities: what is drawn in a row depends on
@@ -211,14 +211,14 @@ class StepOutput:
         tokens, packed = forward.slots.new_empty(0), None
         if rows.start < rows.stop:
             mask = None if vocab_mask is None else to_device(vocab_mask[rows], self.state.device)
-            drafted = None if guesses is None else guesses[rows.start // width : rows.stop // width]
+            drafted = None if draft_tokens is None else draft_tokens[rows.start // width : rows.stop // width]
             positions = forward.positions[rows]
             part = sampling.part(rows)
             of_rows = None if asked is None else asked.part(range(rows.start, rows.stop))
-            out = self.sampler(share.logits, part, positions, mask, of_rows, guesses=drafted, counts=False)
+            out = self.sampler(share.logits, part, positions, mask, of_rows, draft_tokens=drafted, counts=False)
             tokens, packed = out.next_token_ids, out.logprobs
         tokens = share.gather(tokens)
-        if guesses is None:
+        if draft_tokens is None:
             sampling.count(tokens)
         if next_token is not None:
             next_token[forward.slots] = tokens.clamp(min=0)

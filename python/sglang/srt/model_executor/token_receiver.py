@@ -51,9 +51,9 @@ class _Expected:
 
 
 class TokenReceiver:
-    """Receives for each of R sampled requests of each of A groups the sampled token, [A, R] int64; or with guesses, as
-    [A, R, columns] int32, the `width` sampled tokens of a step, how many of them stand, and the k - 1 guesses behind
-    it. R is that of the group that has most."""
+    """Receives for each of R sampled requests of each of A groups the sampled token, [A, R] int64; or with draft
+    tokens, as [A, R, columns] int32, the `width` sampled tokens of a step, how many of them stand, and the k - 1 draft
+    tokens behind it. R is that of the group that has most."""
 
     def __init__(self, groups: Groups, state: DeviceState) -> None:
         self.groups, self.state = groups, state
@@ -90,18 +90,18 @@ class TokenReceiver:
         late = self._expected.popleft()
         counts, state = late.everyones.num_requests, self.state
         if any(counts):
-            num_guesses = state.tokens_per_step - 1
-            columns = [late.everyones.width, 1, num_guesses] if state.guesses else [1]
-            dtype = torch.int32 if state.guesses else torch.int64
+            num_speculative_tokens = state.tokens_per_step - 1
+            columns = [late.everyones.width, 1, num_speculative_tokens] if state.draft_tokens else [1]
+            dtype = torch.int32 if state.draft_tokens else torch.int64
             rows = torch.empty((len(counts), max(counts), sum(columns)), dtype=dtype, device=state.device)
             self.groups.pp_tokens.from_last(rows)
             if count := counts[self.groups.dp.rank]:
-                (self._take_guesses if state.guesses else self._take_tokens)(
+                (self._take_draft_tokens if state.draft_tokens else self._take_tokens)(
                     late, rows[self.groups.dp.rank, :count].split(columns, dim=1)
                 )
             everyones = EveryonesTokens(*to_host(rows).split(columns, dim=2))
             for group, (step, result) in enumerate(zip(late.everyones.steps, late.results, strict=True)):
-                everyones.file(result, group, step, num_guesses)
+                everyones.file(result, group, step, num_speculative_tokens)
         for result in late.results:
             result.ready = event_on(state.device)
 
@@ -109,12 +109,12 @@ class TokenReceiver:
         slots = to_device(late.step.sampled_slots, self.state.device)
         self.state.next_tokens[slots, 0] = received[0][:, 0].clamp(min=0)
 
-    def _take_guesses(self, late: _Expected, received: Sequence[torch.Tensor]) -> None:
+    def _take_draft_tokens(self, late: _Expected, received: Sequence[torch.Tensor]) -> None:
         state = self.state
-        tokens, counts, guesses = received
+        tokens, counts, draft_tokens = received
         slots = to_device(late.step.sampled_slots, state.device)
         last = tokens.gather(1, counts.long() - 1).clamp(min=0)
-        state.next_tokens[slots] = torch.cat((last, guesses), dim=1).long()
+        state.next_tokens[slots] = torch.cat((last, draft_tokens), dim=1).long()
         if late.step.prompts is None:
             state.lens[slots] += counts[:, 0]
         for record in late.state_records:

@@ -18,7 +18,7 @@ from sglang.srt.layers.parameter import FLOATS, Init, Param, Part
 from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.models.depth_draft import DepthDraft
+from sglang.srt.models.mtp_by_layer import DepthDraft
 from sglang.srt.models.draft_model import DraftModel, build_draft
 from sglang.srt.models.draft_parts import Loadable
 from sglang.srt.models.vision.create_encoder import create_encoder

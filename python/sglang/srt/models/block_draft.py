@@ -1,4 +1,4 @@
-"""Block drafts: they guess several tokens behind a request in one pass."""
+"""Block drafts: they propose several tokens behind a request in one pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.layers.block_convolution import ConvolvedBlock
 from sglang.srt.layers.residual import MIXER
-from sglang.srt.models.guess_heads import GuessHead, build_confidence, build_guess_head
+from sglang.srt.models.block_heads import BlockHead, build_confidence, build_block_head
 from sglang.srt.plan.drafts.description import Block
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class BlockDraft:
         self.hidden_norm = parts.norm("hidden_norm")
         self.layers = [parts.layer(i, partial(self._convolved, i)) for i in range(len(parts.model.layers))]
         self.ending = parts.ending()
-        self.head: GuessHead | None = build_guess_head(parts, form)
+        self.head: BlockHead | None = build_block_head(parts, form)
         self.confidence = build_confidence(parts, form, self.head)
 
     def _convolved(self, i: int, name: str, block: Any) -> Any:

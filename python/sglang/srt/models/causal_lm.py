@@ -317,7 +317,9 @@ class CausalLM:
             self.pp.send_to_next(hidden)
         return hidden
 
-    def forward_microbatches(self, batch: ForwardBatch, microbatches: tuple[ForwardBatch, ForwardBatch], ping_pong: PingPong) -> torch.Tensor:
+    def forward_microbatches(
+        self, batch: ForwardBatch, microbatches: tuple[ForwardBatch, ForwardBatch], ping_pong: PingPong
+    ) -> torch.Tensor:
         """Returns what a call gives for `batch`, whose tokens are those of the microbatches one behind the other: computed
         in turns, the sums of one microbatch on their way while the other computes. What the second microbatch has beyond them is
         padding, where an attention group has no work in it."""

@@ -1,4 +1,4 @@
-"""Draft models: they compute a chain of guesses behind every step of their target.
+"""Draft models: they compute a chain of draft tokens behind every step of their target.
 
 A draft has layers of its own, whose caches lie in the target's pages. What it shares with the target (the embedding,
 mostly the output head) it takes from there. Its rows are those of a step of the target, or one row a request:
@@ -25,11 +25,11 @@ from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.residual import FFN, SumStream
 from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
-from sglang.srt.models.depth_draft import DepthDraft
+from sglang.srt.models.mtp_by_layer import DepthDraft
 from sglang.srt.models.draft_parts import DraftParts, Loadable
-from sglang.srt.models.frozen_draft import FrozenDraft
+from sglang.srt.models.assistant_draft import AssistantDraft
 from sglang.srt.models.stream_draft import StreamDraft
-from sglang.srt.plan.drafts.description import Block, ByDepth, ByStream, Concatenated, Frozen, Projected, Streamed
+from sglang.srt.plan.drafts.description import Block, MTPByLayer, ByStream, Concatenated, Assistant, Projected, Streamed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -85,7 +85,9 @@ class Eagle3Draft:
     def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.fc is None:
             return hidden.clone()  # the stream is written over
-        rows = [norm(row, None)[0] for norm, row in zip(self.aux_norms, aux_hidden_states, strict=False)] or aux_hidden_states
+        rows = [
+            norm(row, None)[0] for norm, row in zip(self.aux_norms, aux_hidden_states, strict=False)
+        ] or aux_hidden_states
         joined = torch.cat(list(rows), dim=-1)
         return self.fc(joined if self.input_norm is None else self.input_norm(joined, None)[0])
 
@@ -242,12 +244,12 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel | DepthDraft:
         return ProjectedDraft(DraftParts(plan, target), form)
     if isinstance(form, ByStream):
         return ByStreamDraft(DraftParts(plan, target), form)
-    if isinstance(form, ByDepth):
+    if isinstance(form, MTPByLayer):
         return DepthDraft(DraftParts(plan, target), form)
     if isinstance(form, Streamed):
         return StreamDraft(DraftParts(plan, target), form)
     if isinstance(form, Block):
         return BlockDraft(DraftParts(plan, target), form)
-    if isinstance(form, Frozen):
-        return FrozenDraft(DraftParts(plan, target), form)
+    if isinstance(form, Assistant):
+        return AssistantDraft(DraftParts(plan, target), form)
     return StandaloneDraft(plan, target)

@@ -53,7 +53,7 @@ class StreamDraft:
         stream = GatedStream(projected + self.fc_embedding(embedded)[:, None])
         for layer in self.layers:
             layer(stream, batch)
-        return stream.settled().flatten(1)
+        return stream.summed().flatten(1)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         return self.parts.head(self.end.before(GatedStream(self._streams(state))))

@@ -118,7 +118,7 @@ def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:
     """Returns the bytes of partial results, in fp32, of sequences that several programs share (`DecodeWorkspace`), for
-    each shape of attention; and of those of guesses, of which each is as many heads more."""
+    each shape of attention; and of those of draft tokens, of which each is as many heads more."""
     if choice.need.op != "decode_attention" or choice.tile is None:
         return 0
     at_once = sizes.num_sms * choice.tile.get("ctas_per_sm", 1) * choice.tile.get("waves", 1)

@@ -83,8 +83,8 @@ class Sizes:
 
     @property
     def token_rows(self) -> int:
-        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: guesses, and those
-        of graphs with prompts."""
+        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: draft tokens, and
+        those of graphs with prompts."""
         verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.growing
         return max(verified, *self.prefill_graph_tokens, 1)
 
@@ -182,7 +182,7 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
 
 def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     """Returns the bytes of what layers with recurrent states or convolutions keep of the tokens of a step that
-    verifies guesses, until it is known which of them stand."""
+    verifies draft tokens, until it is known which of them stand."""
     if sizes.verified_tokens == 1:
         return 0
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, (GatedDelta, KimiDelta, Mamba2))]
@@ -271,7 +271,7 @@ def feature_row_bytes(model: ModelDescription, dtype: str, num_tokens: int) -> i
 
 def draft_graph_bytes(layers: int, num_tokens: int, sizes: Sizes) -> int:
     """Returns the bytes of the launch records of a draft's layers behind every step: once for its rows and once for
-    each guess but the first."""
+    each draft token but the first."""
     graphs = len(sizes.graph_batch_sizes) + len(_mixed_graphs(sizes))
     return graphs * num_tokens * (layers + 1) * _GRAPH_PER_LAYER
 

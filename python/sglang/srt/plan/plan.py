@@ -47,7 +47,7 @@ from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import guess_needs, tokens_growing, verified_tokens
+from sglang.srt.plan.speculation import verify_needs, tokens_growing, verified_tokens
 from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
@@ -363,7 +363,9 @@ def make_plan(
             stage.model.hidden_size,
             sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
         ),
-        two_batch_overlap=two_batch_rule(args, None if links is None else links.of_library, trial.description, trial.chosen.by_key()),
+        two_batch_overlap=two_batch_rule(
+            args, None if links is None else links.of_library, trial.description, trial.chosen.by_key()
+        ),
         decode_interval=interval_rule(args, trial.description),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
@@ -494,7 +496,7 @@ class ModelPlanner:
     def _trial(self, args: ServerArgs) -> Trial:
         model, serving = self.describe(args)
         of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
-        wanted = (*needs_with_draft(of_rank, draft, serving), *guess_needs(args, serving.dtype))
+        wanted = (*needs_with_draft(of_rank, draft, serving), *verify_needs(args, serving.dtype))
         needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()

@@ -31,7 +31,8 @@ class WindowSize:
 class PoolSizes:
     """The sizes of a rank's caches. Tokens are whole pages, without the padding page. `windows`: as in `row_tables`,
     after the first. `checkpoints`: rows of states beside those of requests. `growing`: the most positions of a request
-    that decodes, behind those that are certain, which have a cache slot; more than one where steps verify guesses."""
+    that decodes, behind those that are certain, which have a cache slot; more than one where steps verify draft
+    tokens."""
 
     tokens: int
     page_size: int

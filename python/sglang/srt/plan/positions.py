@@ -14,7 +14,7 @@ from sglang.srt.plan.pool_sizes import CacheCost, plan_pools
 FEWEST = 1 << 18
 """Shorter contexts have all of their positions: more than steps of the warm-up reach, in 128 MiB at most as a rule."""
 SPARE = 1024
-"""Positions beyond the pool's tokens: a draft's guess may be looked up behind the last token of a request."""
+"""Positions beyond the pool's tokens: a draft's draft token may be looked up behind the last token of a request."""
 
 
 def num_positions(context_len: int, step_tokens: int, pool_tokens: Callable[[], int]) -> int:

@@ -34,12 +34,12 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
         return None
     algorithm = EAGLE if args.speculative_algorithm == NEXTN else args.speculative_algorithm
     block = trained_block(args)
-    usual = (block.guesses or default_num_steps(algorithm, architecture)) + 1
+    usual = (block.draft_tokens or default_num_steps(algorithm, architecture)) + 1
     return SpeculativeSettings(
         algorithm=algorithm,
         num_draft_tokens=_block_tokens(args, usual) if block.rows else _num_draft_tokens(args, usual),
         block_size=block.rows,
-        block_guesses=block.guesses,
+        block_draft_tokens=block.draft_tokens,
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
         draft_load_format=args.speculative_draft_load_format or args.load_format,
@@ -55,7 +55,7 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
 def tokens_growing(args: ServerArgs, architecture: str) -> int:
     """Returns `PoolSizes.growing`."""
     settings = speculative_settings(args, architecture)
-    return 1 if settings is None else settings.tokens_growing(args.steps_ahead)
+    return 1 if settings is None else settings.tokens_growing(args.steps_in_flight)
 
 
 def verified_tokens(args: ServerArgs, architecture: str) -> int:
@@ -65,16 +65,16 @@ def verified_tokens(args: ServerArgs, architecture: str) -> int:
 
 
 def _block_tokens(args: ServerArgs, usual: int) -> int:
-    """Returns k where a draft guesses a block in one pass, so that neither passes nor branches are counted."""
+    """Returns k where a draft proposes a block in one pass, so that neither passes nor branches are counted."""
     for name, value in (("num-steps", args.speculative_num_steps), ("eagle-topk", args.speculative_eagle_topk)):
         if value is not None:
             warn_once(
-                f"--speculative-{name} {value} has no effect: a {args.speculative_algorithm} draft guesses a block in"
+                f"--speculative-{name} {value} has no effect: a {args.speculative_algorithm} draft draft tokens a block in"
                 " one pass. --speculative-num-draft-tokens says how many tokens a step verifies."
             )
-    guesses = args.speculative_dspark_block_size
+    draft_tokens = args.speculative_dspark_block_size
     asked = args.speculative_num_draft_tokens or args.speculative_dflash_block_size
-    return asked or (guesses + 1 if guesses else usual)
+    return asked or (draft_tokens + 1 if draft_tokens else usual)
 
 
 def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
@@ -88,7 +88,7 @@ def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
     if branches > 1:
         steps = steps or usual - 1
         warn_once(
-            f"--speculative-eagle-topk {branches}: a chain of {steps} guesses is verified instead of a tree;"
+            f"--speculative-eagle-topk {branches}: a chain of {steps} draft tokens is verified instead of a tree;"
             f" the answers are the same. {TREES_COUNTED}"
         )
         return steps + 1 if tokens is None else min(steps + 1, tokens)
@@ -121,12 +121,12 @@ def _adaptive(args: ServerArgs) -> AdaptiveSettings | None:
     return AdaptiveSettings.from_json(values, source)
 
 
-def guess_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
-    """Returns the needs of steps that verify guesses, and of what makes these but for the layers of a draft."""
+def verify_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
+    """Returns the needs of steps that verify draft tokens, and of what makes these but for the layers of a draft."""
     if args.speculative_algorithm is None:
         return ()
-    source = "ngram_guesses" if args.speculative_algorithm == NGRAM else "draft_inputs"
-    return tuple(Need(op, q_dtype=dtype) for op in ("verify_inputs", "settle_guesses", source))
+    source = "ngram_drafts" if args.speculative_algorithm == NGRAM else "draft_inputs"
+    return tuple(Need(op, q_dtype=dtype) for op in ("verify_inputs", "accept_drafts", source))
 
 
 def ngram_bytes(args: ServerArgs, max_requests: int, context_len: int) -> int:

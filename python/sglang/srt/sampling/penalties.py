@@ -88,14 +88,14 @@ class PenaltyState:
         self.state.view(-1).scatter_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
 
-def count_guesses(guesses: torch.Tensor) -> torch.Tensor:
-    """Counts how often each guess [D, k - 1] is among the first j guesses of its request, for the rows j of k:
-    [D, k, k - 1] int32.
+def count_draft_tokens(draft_tokens: torch.Tensor) -> torch.Tensor:
+    """Counts how often each draft token [D, k - 1] is among the first j draft tokens of its request, for the rows j of
+    k: [D, k, k - 1] int32.
 
-    >>> count_guesses(torch.tensor([[7, 9, 7]]))[0].tolist()
+    >>> count_draft_tokens(torch.tensor([[7, 9, 7]]))[0].tolist()
     [[0, 0, 0], [1, 0, 1], [1, 1, 1], [2, 1, 2]]
     """
-    equal = (guesses[:, :, None] == guesses[:, None, :]).int()  # [D, earlier, guess]
+    equal = (draft_tokens[:, :, None] == draft_tokens[:, None, :]).int()  # [D, earlier, guess]
     none = torch.zeros_like(equal[:, :1])
     return torch.cat((none, equal.cumsum(dim=1, dtype=torch.int32)), dim=1)
 

@@ -1,12 +1,13 @@
-"""Chooses how many guesses a step verifies: the number that gives most tokens a second, which may be none.
+"""Chooses how many draft tokens a step verifies: the number that gives most tokens a second, which may be none.
 
-A step of R requests with w tokens of each takes `step_ms[R, w]`, measured on this server. The guess at place i, behind
-right ones, is right in a share a_i of cases, estimated from what was verified. So the step is expected to give
+A step of R requests with w tokens of each takes `step_ms[R, w]`, measured on this server. The draft token at place i,
+behind right ones, is right in a share a_i of cases, estimated from what was verified. So the step is expected to give
 
     R (1 + a_1 + a_1 a_2 + ... + a_1 ... a_(w-1)) tokens in step_ms[R, w].
 
-A drafter may say how likely each of its last guesses stands. Then a_1 ... a_i of the next step is the estimate times
-what the drafter says of these guesses over what it says on average: what it says of all guesses changes nothing.
+A drafter may say how likely each of its last draft tokens stands. Then a_1 ... a_i of the next step is the estimate
+times what the drafter says of these draft tokens over what it says on average: what it says of all draft tokens changes
+nothing.
 
 Plain arithmetic on the host: ranks with the same times and the same results take the same decisions.
 """
@@ -24,12 +25,12 @@ StepTimes = Mapping[tuple[int, int], float]
 """Measured times: (requests, tokens of each) -> milliseconds."""
 
 FIRST_RATE = 0.7
-"""Share of first guesses expected to be right before any was verified."""
+"""Share of first draft tokens expected to be right before any was verified."""
 PRIOR_WEIGHT = 4.0
-"""Number of guesses that an expectation counts as: the one for a place is the rate of the place before it."""
+"""Number of draft tokens that an expectation counts as: the one for a place is the rate of the place before it."""
 PROBE_STEPS = 4
 CONFIDENCE_SHARE = 0.02
-"""Share of the last step in the average of what a drafter says of its guesses."""
+"""Share of the last step in the average of what a drafter says of its draft tokens."""
 
 
 def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
@@ -43,7 +44,7 @@ def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
 
 
 class Confidences:
-    """What a drafter says of its guesses: of the last step, beside the average of steps before."""
+    """What a drafter says of its draft tokens: of the last step, beside the average of steps before."""
 
     def __init__(self, num_places: int) -> None:
         self._usual = [0.0] * num_places
@@ -51,7 +52,7 @@ class Confidences:
         self._steps = 0
 
     def observe(self, likely: Sequence[Sequence[float]]) -> None:
-        """Takes how likely the guesses of each request stand, each if those before it do.
+        """Takes how likely the draft tokens of each request stand, each if those before it do.
 
         >>> said = Confidences(2)
         >>> said.observe([[0.5, 0.5], [1.0, 1.0]])
@@ -70,7 +71,7 @@ class Confidences:
         self._usual = [(1 - share) * usual + share * now for usual, now in zip(self._usual, self._latest, strict=True)]
 
     def factors(self) -> list[float]:
-        """Returns, for each place, how much likelier than usual the guesses up to it stand."""
+        """Returns, for each place, how much likelier than usual the draft tokens up to it stand."""
         pairs = zip(self._latest, self._usual, strict=True)
         return [now / usual if usual > 0 else 1.0 for now, usual in pairs]
 
@@ -85,10 +86,10 @@ class AcceptanceRates:
 
     def observe(self, width: int, count: int) -> None:
         """Counts the result of a request that brought `width` tokens, of which `count` stand: the first, and each one
-        behind a right guess.
+        behind a right draft token.
 
         >>> rates = AcceptanceRates(3)
-        >>> rates.observe(width=4, count=2)  # the first guess was right, the second was not, the third is unknown
+        >>> rates.observe(width=4, count=2)  # the first draft token was right, the second was not, the third is unknown
         >>> rates.counts()
         [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
         """
@@ -114,18 +115,19 @@ class AcceptanceRates:
 
     def expected_tokens(self, widths: Sequence[int], factors: Sequence[float]) -> dict[int, float]:
         """Returns the expected tokens of a request in a step, for each width. factors: of the likelihood that all
-        guesses up to a place stand; 1 where there is none."""
+        draft tokens up to a place stand; 1 where there is none."""
         reached, likely, total, by_width = 1.0, 1.0, 1.0, [1.0]
         for rate, factor in zip_longest(self.rates(), factors, fillvalue=1.0):
             reached *= rate
-            likely = min(likely, reached * factor)  # no later guess is likelier than one before it
+            likely = min(likely, reached * factor)  # no later draft token is likelier than one before it
             total += likely
             by_width.append(total)
         return {width: by_width[width - 1] for width in widths}
 
 
 class AdaptiveDepth:
-    """Chooses the width of each step: tokens that a request brings, the last sampled one included; 1: no guesses."""
+    """Chooses the width of each step: tokens that a request brings, the last sampled one included; 1: no draft
+    tokens."""
 
     def __init__(self, settings: AdaptiveSettings, num_draft_tokens: int, step_ms: StepTimes) -> None:
         """step_ms: times for several numbers of requests, the same on every rank; empty: nothing was measured, and
@@ -142,24 +144,24 @@ class AdaptiveDepth:
         self._acceptance = AcceptanceRates(num_draft_tokens - 1)
         self._confidences = Confidences(num_draft_tokens - 1)
         self._factors: list[float] = []
-        """What the drafter said of its last guesses; empty: nothing, since the last choice."""
+        """What the drafter said of its last draft tokens; empty: nothing, since the last choice."""
         self.confidence_cuts = 0
-        """Number of choices of fewer guesses than without what the drafter said."""
+        """Number of choices of fewer draft tokens than without what the drafter said."""
         self._width = 0
         """Last choice; 0: there is none."""
         self._load = 0
         self._steps = 0
         """Number of steps since the last choice."""
         self._verified = 0
-        """Number of steps of this interval that brought guesses."""
+        """Number of steps of this interval that brought draft tokens."""
         self._without = 0
-        """Number of steps since there were guesses."""
+        """Number of steps since there were draft tokens."""
         self._probe = 0
         """Number of steps of a probe that are left."""
 
     @property
     def rates(self) -> list[float]:
-        """Returns the estimated share of right guesses at each place behind right ones."""
+        """Returns the estimated share of right draft tokens at each place behind right ones."""
         return self._acceptance.rates()
 
     def observe(self, widths: Sequence[int], counts: Sequence[int]) -> None:
@@ -174,7 +176,7 @@ class AdaptiveDepth:
             self._verified = 0
 
     def expect(self, likely: Sequence[Sequence[float]]) -> None:
-        """Takes how likely the guesses behind a step stand, for each request: the next choice counts on it."""
+        """Takes how likely the draft tokens behind a step stand, for each request: the next choice counts on it."""
         self._confidences.observe(likely)
         self._factors = self._confidences.factors()
 
@@ -193,8 +195,8 @@ class AdaptiveDepth:
         return self._probed(num_requests)
 
     def _probed(self, num_requests: int) -> int:
-        """Returns the choice, or now and then some guesses where the choice is to have none: acceptance changes with
-        texts."""
+        """Returns the choice, or now and then some draft tokens where the choice is to have none: acceptance changes
+        with texts."""
         if self._width > 1:
             self._without = self._probe = 0
             return self._width

@@ -1,12 +1,12 @@
-"""Interface of drafters, which guess the tokens that a step verifies, and of what they may read for it.
+"""Interface of drafters, which propose the tokens that a step verifies, and of what they may read for it.
 
-A step that verifies brings the last sampled token of each request and up to k - 1 guesses of what follows. It samples
-at every position with the noise of (seed, position), exactly as steps of one token would. A guess is accepted if it is
-the token that was sampled before it, so the request gets the tokens that it would get without guesses, several at a
-time. Reference for keyed noise instead of rejection sampling: any draw from the same distribution is right, and the one
-that the plain run makes is the only one that keeps outputs reproducible.
+A step that verifies brings the last sampled token of each request and up to k - 1 draft tokens of what follows. It
+samples at every position with the noise of (seed, position), exactly as steps of one token would. A draft token is
+accepted if it is the token that was sampled before it, so the request gets the tokens that it would get without draft
+tokens, several at a time. Reference for keyed noise instead of rejection sampling: any draw from the same distribution
+is right, and the one that the plain run makes is the only one that keeps outputs reproducible.
 
-Only the device knows how many guesses were accepted when the next step is launched. It keeps the lengths; the host
+Only the device knows how many draft tokens were accepted when the next step is launched. It keeps the lengths; the host
 plans with upper bounds until the result arrives.
 """
 
@@ -84,17 +84,17 @@ class DraftStep:
     build_queries: BuildQueries
     build_lagging: BuildLagging
     confidence: torch.Tensor | None = None
-    """[R, n] fp32, left by a drafter that knows it: how likely each guess stands if those before it do."""
+    """[R, n] fp32, left by a drafter that knows it: how likely each draft token stands if those before it do."""
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens. A wrong guess costs time, never a token."""
+    """Proposes the next tokens. A wrong draft token costs time, never a token."""
 
     num_tokens: int
     """k, the most tokens that a request brings to a step, the last sampled one included."""
     aux_layers: tuple[int, ...]
     """Target layers whose outputs the drafter reads."""
-    tokens_ahead: int
+    lookahead_slots: int
     """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own; 0:
     none."""
     next_tokens_read: int
@@ -106,10 +106,10 @@ class Drafter(Protocol):
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         """Takes the request slot for a request with these tokens; some of them may come from the cache."""
 
-    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
-        """Returns guesses [R, num_guesses] int64 for the positions behind `lens`, 0 to k - 1 of them; or more, up to
-        k - 1, where they cost little. Launched behind every step; never waits for the device; may be captured in a
-        CUDA graph."""
+    def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
+        """Returns draft tokens [R, num_speculative_tokens] int64 for the positions behind `lens`, 0 to k - 1 of them;
+        or more, up to k - 1, where they cost little. Launched behind every step; never waits for the device; may be
+        captured in a CUDA graph."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class DrafterElsewhere:
     """The drafter of a pipeline's stages before the last one, which has the real one. Implements Drafter."""
 
     num_tokens: int
-    tokens_ahead: int
+    lookahead_slots: int
     next_tokens_read: int
     aux_layers: tuple[int, ...] = ()
     caches: tuple[CacheStore, ...] = ()
@@ -125,12 +125,12 @@ class DrafterElsewhere:
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         raise AssertionError("the last stage drafts")
 
-    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
+    def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
         raise AssertionError("the last stage drafts")
 
 
 def simulated_counts(length: float, lens: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Returns counts [R] int32 for measurements in place of those of `settle_guesses`: `length` tokens on average as
+    """Returns counts [R] int32 for measurements in place of those of `accept_drafts`: `length` tokens on average as
     far as `widths` allow. Requests at other positions (lens [R] int32) get the whole number below or above.
 
     >>> simulated_counts(2.0, torch.tensor([7, 8]), torch.tensor([4, 1]))

@@ -1,6 +1,6 @@
-"""Guesses looked up in earlier tokens: those that followed the last ones in the request, or in external texts.
+"""Draft tokens looked up in earlier tokens: those that followed the last ones in the request, or in external texts.
 
-    history  [request slots + 1, context_len] int32    tokens by position; behind the last one, the latest guesses
+    history  [request slots + 1, context_len] int32    tokens by position; behind the last one, the latest draft tokens
 
 A table instead of a trie: the longest match is searched for anew behind every step, which takes microseconds of a GPU,
 forgets nothing, and needs nothing of the host. Idea: prompt lookup decoding (Saxena, 2023), by suffixes of any length.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.speculative import NgramSettings
-from sglang.srt.layers.ops import NgramGuessesOp
+from sglang.srt.layers.ops import NgramDraftsOp
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.speculative.corpus import DeviceCorpus
 from sglang.srt.utils.device_arrays import to_device
@@ -29,13 +29,13 @@ class NgramDrafter:
     """Implements Drafter."""
 
     aux_layers: tuple[int, ...] = ()
-    tokens_ahead = 0
+    lookahead_slots = 0
     next_tokens_read = 0
     caches: tuple[CacheStore, ...] = ()
 
     def __init__(
         self,
-        op: NgramGuessesOp,
+        op: NgramDraftsOp,
         settings: NgramSettings,
         num_tokens: int,
         max_requests: int,
@@ -48,17 +48,17 @@ class NgramDrafter:
         self.history = torch.zeros((max_requests + 1, context_len), dtype=torch.int32, device=device)
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
-        """Enters the tokens in the order of the stream: steps in flight that still guess for the slot's last request
+        """Enters the tokens in the order of the stream: steps in flight that still propose for the slot's last request
         come before it."""
         known = to_device(np.asarray(tokens, np.int32), self.history.device)
         self.history[slot, : len(known)] = known
 
-    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
-        """Looks guesses up, and enters the sampled token even when there are no guesses. Guesses that stand are the
-        tokens that were sampled, so the table needs no other word of them; the others are overwritten before anything
-        looks at them."""
+    def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
+        """Looks draft tokens up, and enters the sampled token even when there are no draft tokens. Draft tokens that
+        stand are the tokens that were sampled, so the table needs no other word of them; the others are overwritten
+        before anything looks at them."""
         corpus = self._corpus.arrays
-        return self._op(self.history, step.slots, step.lens, step.tokens, self._longest, num_guesses, corpus)
+        return self._op(self.history, step.slots, step.lens, step.tokens, self._longest, num_speculative_tokens, corpus)
 
     def load_texts(self, path: Path) -> None:
         """Loads external texts, in the place of those before: a file of `managers.front.corpora`."""

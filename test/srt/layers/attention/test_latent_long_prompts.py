@@ -22,7 +22,7 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention import sites
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
 from sglang.srt.layers.attention.sites import AttentionSites
-from sglang.srt.layers.step_rows import ExtendRows, Guesses, TokenSlots
+from sglang.srt.layers.step_rows import ExtendRows, VerifyRows, TokenSlots
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.plan.attention_sites import site_of
@@ -232,7 +232,7 @@ STEPS = {
     "no prefix": (prompts([LONG], [0]), 0),
     "too few tokens": (prompts([LONG - 301, 300], [0, 5000]), None),
     "in a graph": (prompts([LONG], [0], seq_lens_cpu=None), None),
-    "guesses": (prompts([LONG], [0], guesses=Guesses.__new__(Guesses)), None),
+    "draft tokens": (prompts([LONG], [0], draft_tokens=VerifyRows.__new__(VerifyRows)), None),
 }
 
 

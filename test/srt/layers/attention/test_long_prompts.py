@@ -12,7 +12,7 @@ import torch
 
 from sglang.srt.layers.attention import sites
 from sglang.srt.layers.attention.sites import AttentionSites
-from sglang.srt.layers.step_rows import ExtendRows, Guesses
+from sglang.srt.layers.step_rows import ExtendRows, VerifyRows
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
 
 SHAPE = AttentionShape(4, 2, 128, 128)
@@ -50,7 +50,7 @@ SHORT = {
     "too few tokens": prompts([200, LEAST - 201]),
     "a shared prefix": prompts([LEAST], [5000]),
     "in a graph": prompts([LEAST], seq_lens_cpu=None),
-    "guesses": prompts([LEAST], guesses=Guesses.__new__(Guesses)),
+    "draft tokens": prompts([LEAST], draft_tokens=VerifyRows.__new__(VerifyRows)),
 }
 
 

@@ -149,7 +149,7 @@ def test_requests_of_all_kinds_in_one_step(form: tuple[int, int]) -> None:
 
 @interpreter.kernel_test
 @FORMS
-def test_guesses_are_taken_back(form: tuple[int, int]) -> None:
+def test_draft_tokens_are_taken_back(form: tuple[int, int]) -> None:
     """Of five verified tokens of each of three requests some stand: what is kept, and made of it, is as if the others
     had never come. Entries that they completed are written again before anybody sees them."""
     width = 5

@@ -1,5 +1,5 @@
-"""Steps that verify guesses, and states that go on by those that stand, against tokens that are decoded one by one:
-interpreted on a CPU and natively on a GPU."""
+"""Steps that verify draft tokens, and states that go on by those that stand, against tokens that are decoded one by
+one: interpreted on a CPU and natively on a GPU."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class UsageCounter:
         self._meta[index] = meta
 
     def extension(self) -> dict[str, Any]:
-        """`sglext` of requests with `return_spec_tokens_details`: how guesses of each choice fared, a list of several;
-        null without guesses."""
+        """`sglext` of requests with `return_spec_tokens_details`: how draft tokens of each choice fared, a list of
+        several; null without draft tokens."""
         metas = [meta for _, meta in sorted(self._meta.items())]
         details = [None if meta.drafts is None else draft_details(meta.drafts) for meta in metas]
         return {"spec_tokens_details": details[0] if len(details) == 1 else details}

@@ -1,7 +1,8 @@
 """Builders of attention sites whose tokens the ranks of a group share out (`token_shares`), around those of a backend.
 
 requests that decode        attend with the heads of all ranks to this rank's tokens; the parts are merged
-prompts, guesses            each token as if it decoded, where only the device knows the lengths, as in CUDA graphs;
+prompts, draft tokens            each token as if it decoded, where only the device knows the lengths, as in CUDA
+graphs;
                             else the tokens before them come together on every rank, and each attends to them with
                             its own heads
 """

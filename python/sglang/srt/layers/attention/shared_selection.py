@@ -28,8 +28,8 @@ class KeptSelection:
 class SharedSelection:
     """What layers with an indexer leave for the later passes of a draft, by layer.
 
-    rows [R] int64: the row of the first pass of which each request's next guess is made; slots [R] int64: its request
-    slot; room: passes behind the first one at most.
+    rows [R] int64: the row of the first pass of which each request's next draft token is made; slots [R] int64: its
+    request slot; room: passes behind the first one at most.
     """
 
     def __init__(self, rows: torch.Tensor, slots: torch.Tensor, room: int) -> None:

@@ -168,7 +168,7 @@ class AttentionSites:
 
 def _is_long(rows: ExtendRows) -> bool:
     """Returns whether the step's prompts are long, and no graph holds them. Lengths are known to the host then."""
-    known = rows.seq_lens_cpu is not None and rows.guesses is None and rows.images is None
+    known = rows.seq_lens_cpu is not None and rows.draft_tokens is None and rows.images is None
     return known and sum(rows.new_lens_cpu) >= LONG_PROMPTS
 
 

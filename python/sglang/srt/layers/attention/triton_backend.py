@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.kernels.launch import TileLadder
     from sglang.srt.kernels.spec import Tile
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
-    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, Guesses
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, VerifyRows
     from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
     from sglang.srt.plan.plan import Plan
 
@@ -198,9 +198,9 @@ def _decode(
     )
 
 
-class TritonGuesses(_SplitContexts):
-    """Makes the metadata of guesses, whose keys and values are in the cache: as decoding reads it, with the keys of a
-    long context split between programs, where the kernel of prompts would read them in one."""
+class TritonVerify(_SplitContexts):
+    """Makes the metadata of draft tokens, whose keys and values are in the cache: as decoding reads it, with the keys
+    of a long context split between programs, where the kernel of prompts would read them in one."""
 
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
         super().__init__(plan, shape, device, max(plan.max_running_requests, *plan.cuda_graph_bs, 1))
@@ -208,22 +208,22 @@ class TritonGuesses(_SplitContexts):
         self.allocate()
 
     def allocate(self) -> None:
-        self.workspaces = DecodeWorkspace.for_guesses(self.most, *self.sizes())
+        self.workspaces = DecodeWorkspace.for_verify(self.most, *self.sizes())
 
-    def build(self, rows: ExtendRows, guesses: Guesses) -> TritonGuessMetadata:
-        return TritonGuessMetadata(self, rows, guesses, self.plan(guesses))
+    def build(self, rows: ExtendRows, draft_tokens: VerifyRows) -> TritonVerifyMetadata:
+        return TritonVerifyMetadata(self, rows, draft_tokens, self.plan(draft_tokens))
 
-    def plan(self, guesses: Guesses) -> DecodePlan:
-        return plan_decode(guesses.ends, self.workspaces[guesses.width], self.tile)
+    def plan(self, draft_tokens: VerifyRows) -> DecodePlan:
+        return plan_decode(draft_tokens.ends, self.workspaces[draft_tokens.width], self.tile)
 
 
 @dataclass(slots=True)
-class TritonGuessMetadata:
+class TritonVerifyMetadata:
     """Implements ExtendMetadata."""
 
-    builder: TritonGuesses
+    builder: TritonVerify
     rows: ExtendRows
-    guesses: Guesses
+    draft_tokens: VerifyRows
     plan: DecodePlan
 
     def attend(
@@ -240,11 +240,11 @@ class TritonGuessMetadata:
     def _launch(
         self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        builder, rows, guesses = self.builder, self.rows, self.guesses
+        builder, rows, draft_tokens = self.builder, self.rows, self.draft_tokens
         if tile is not self.plan.tile:
-            self.plan = builder.step_down(tile, lambda: builder.plan(guesses))
+            self.plan = builder.step_down(tile, lambda: builder.plan(draft_tokens))
         options = {"sinks": layer.sinks, "prefix_lens": rows.prefix_lens}
-        _decode(self.plan, q, layer, out, rows, guesses.ends, bias, **options)
+        _decode(self.plan, q, layer, out, rows, draft_tokens.ends, bias, **options)
 
 
 class TritonExtend:
@@ -254,18 +254,18 @@ class TritonExtend:
     in_graphs = True
 
     def __init__(self, plan: Plan, shape: AttentionShape, whole: bool, device: torch.device | str) -> None:
-        """whole: the cache has all tokens, also those of guesses; else `shared_tokens` attends to these itself."""
+        """whole: the cache has all tokens, also those of draft tokens; else `shared_tokens` attends to these itself."""
         self.shape, self.num_sms = shape, plan.arch.num_sms
         self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
         has_registers = (shape.head_dim, shape.v_head_dim) not in WHOLE
         self.shares_prefixes = whole and has_registers and not plan.kv_cache_dtype.startswith("fp4")
-        self.guesses: TritonGuesses | None = None
+        self.draft_tokens: TritonVerify | None = None
         if whole and plan.verified_tokens > 1 and plan.choices["decode_attention"].name == "triton":
-            self.guesses = TritonGuesses(plan, shape, device)
+            self.draft_tokens = TritonVerify(plan, shape, device)
 
-    def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata | TritonGuessMetadata:
-        if rows.guesses is not None and self.guesses is not None:
-            return self.guesses.build(rows, rows.guesses)
+    def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata | TritonVerifyMetadata:
+        if rows.draft_tokens is not None and self.draft_tokens is not None:
+            return self.draft_tokens.build(rows, rows.draft_tokens)
         metadata = TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu), causal)
         if causal and rows.seq_lens_cpu is not None:
             count = self.num_parts(rows.new_lens_cpu, rows.prefix_lens_cpu)

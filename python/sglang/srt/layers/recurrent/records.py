@@ -1,4 +1,4 @@
-"""What layers with a recurrent state keep of a step that verifies guesses, until it is known which tokens stand.
+"""What layers with a recurrent state keep of a step that verifies draft tokens, until it is known which tokens stand.
 
 The states of all layers of a kind then go on by these tokens in one launch. The alternative is a ring of k states a
 request: Qwen3-Next's layer would write 2 MiB for each token, and keeps 32 KiB.

@@ -1,6 +1,6 @@
 """Interface of a recurrent layer's kernels: one function for prompts, one for a token of each request, and two for a
-step that verifies guesses: `verify` leaves the states as they are, and `commit` lets those of many layers go on by the
-tokens that stand."""
+step that verifies draft tokens: `verify` leaves the states as they are, and `commit` lets those of many layers go on by
+the tokens that stand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Guesses of what follows, looked up where the last tokens stood before. Reference: `native_ngram.ngram_guesses`.
+"""Draft tokens of what follows, looked up where the last tokens stood before. Reference: `native_ngram.ngram_drafts`.
 
     longest_match_kernel   (request, split)  the best earlier place in blocks of the request's own tokens
     corpus_match_kernel    (request)         the best place in sorted external texts
-    copy_guesses_kernel    (request)         the better of them, and the tokens that stand behind it
+    copy_drafts_kernel    (request)         the better of them, and the tokens that stand behind it
 
 A place is an int64: the number of tokens that agree in the upper half, its position in the lower one, so that the
 largest is the longest match and, of several, the latest.
@@ -19,7 +19,7 @@ ONE_WARP = {"num_warps": 1}
 MOST_SPLITS = 64
 """Programs that share a request's tokens."""
 GUESSES = 64
-"""The most guesses of a request."""
+"""The most draft tokens of a request."""
 MOST_COMPARED = 64
 """The most tokens that are compared."""
 
@@ -95,53 +95,54 @@ def corpus_match_kernel(
     tl.store(places + request, best)
 
 
-@triton.jit(do_not_specialize=["context_len", "num_guesses", "corpus_size"])
-def copy_guesses_kernel(
-    history, slots, lens, tokens, places, corpus, corpus_places, guesses, context_len, num_guesses, corpus_size,
+@triton.jit(do_not_specialize=["context_len", "num_speculative_tokens", "corpus_size"])
+def copy_drafts_kernel(
+    history, slots, lens, tokens, places, corpus, corpus_places, draft_tokens, context_len, num_speculative_tokens, corpus_size,
     CORPUS: tl.constexpr, SPLITS: tl.constexpr, GUESSES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the token and its guesses into `history`, and guesses [R, num_guesses] int64. Behind the last token of the
-    request its guesses go on with themselves; behind a corpus' end with token 0."""
+    """Writes the token and its draft tokens into `history`, and draft tokens [R, num_speculative_tokens] int64. Behind
+    the last token of the request its draft tokens go on with themselves; behind a corpus' end with token 0."""
     request = tl.program_id(0).to(tl.int64)
     history += tl.load(slots + request) * context_len
     length = tl.minimum(tl.load(lens + request), context_len - 1)
     token = tl.load(tokens + request).to(tl.int32)
     place = tl.max(tl.load(places + request * SPLITS + tl.arange(0, SPLITS)))
     index = tl.arange(0, GUESSES)
-    wanted = index < num_guesses
+    wanted = index < num_speculative_tokens
     position = (place & 0xFFFFFFFF).to(tl.int32)
     source = position + 1 + index % tl.maximum(length - position, 1)
-    guess = tl.load(history + source, mask=wanted & (source < length), other=0)
-    guess = tl.where((source >= length) | (place == 0), token, guess)
+    draft_token = tl.load(history + source, mask=wanted & (source < length), other=0)
+    draft_token = tl.where((source >= length) | (place == 0), token, draft_token)
     if CORPUS:
         other = tl.load(corpus_places + request)
         if (other >> 32) > (place >> 32):
             source = (other & 0xFFFFFFFF).to(tl.int32) + 1 + index
-            guess = tl.load(corpus + source, mask=wanted & (source < corpus_size), other=0)
-            guess = tl.maximum(guess, 0)
-    tl.store(guesses + request * num_guesses + index, guess.to(tl.int64), mask=wanted)
+            draft_token = tl.load(corpus + source, mask=wanted & (source < corpus_size), other=0)
+            draft_token = tl.maximum(draft_token, 0)
+    tl.store(draft_tokens + request * num_speculative_tokens + index, draft_token.to(tl.int64), mask=wanted)
     tl.store(history + length, token)
-    tl.store(history + length + 1 + index, guess, mask=wanted & (length + 1 + index < context_len))
+    tl.store(history + length + 1 + index, draft_token, mask=wanted & (length + 1 + index < context_len))
 
 
-def ngram_guesses(
+def ngram_drafts(
     history: torch.Tensor,
     slots: torch.Tensor,
     lens: torch.Tensor,
     tokens: torch.Tensor,
     longest: int,
-    num_guesses: int,
+    num_speculative_tokens: int,
     corpus: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """history [rows, context_len] int32, contiguous; slots, tokens [R] int64; lens [R] int32: the positions of
-    `tokens`, which are entered in the history with the guesses -> [R, num_guesses] int64: what followed where at most
-    `longest` of the last tokens stood before. corpus: tokens [N], order [N] and size [1] int32 of external texts."""
+    `tokens`, which are entered in the history with the draft tokens -> [R, num_speculative_tokens] int64: what followed
+    where at most `longest` of the last tokens stood before. corpus: tokens [N], order [N] and size [1] int32 of
+    external texts."""
     num_reqs, context_len = len(slots), history.shape[1]
     splits = min(triton.next_power_of_2(triton.cdiv(context_len, LAUNCH["BLOCK"])), MOST_SPLITS)
-    guesses = torch.empty((num_reqs, num_guesses), dtype=torch.int64, device=slots.device)
+    draft_tokens = torch.empty((num_reqs, num_speculative_tokens), dtype=torch.int64, device=slots.device)
     places = torch.empty((num_reqs, splits), dtype=torch.int64, device=slots.device)
     if not num_reqs:
-        return guesses
+        return draft_tokens
     longest_match_kernel[(num_reqs, splits)](
         history, slots, lens, tokens, places, context_len, longest, SPLITS=splits, **LAUNCH
     )  # fmt: skip
@@ -153,8 +154,8 @@ def ngram_guesses(
             texts, order, size, history, slots, lens, tokens, corpus_places, context_len, longest,
             LONGEST=triton.next_power_of_2(longest), **ONE_WARP,
         )  # fmt: skip
-    copy_guesses_kernel[(num_reqs,)](
-        history, slots, lens, tokens, places, texts, corpus_places, guesses, context_len, num_guesses, texts.numel(),
+    copy_drafts_kernel[(num_reqs,)](
+        history, slots, lens, tokens, places, texts, corpus_places, draft_tokens, context_len, num_speculative_tokens, texts.numel(),
         CORPUS=corpus is not None, SPLITS=splits, GUESSES=GUESSES, **ONE_WARP,
     )  # fmt: skip
-    return guesses
+    return draft_tokens

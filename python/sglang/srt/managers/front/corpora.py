@@ -1,6 +1,6 @@
 """External texts in which n-gram drafts are looked up: tokenized and sorted here, then read by the schedulers.
 
-All ranks must guess alike, so they take a new version of the texts with one control message, between the same two
+All ranks must propose alike, so they take a new version of the texts with one control message, between the same two
 steps. The message names a file in the directory of the sockets: tens of megabytes are no message.
 """
 

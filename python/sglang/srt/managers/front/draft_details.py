@@ -1,4 +1,4 @@
-"""Statistics of a request's guesses, in the names of SGLang's replies."""
+"""Statistics of a request's draft tokens, in the names of SGLang's replies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sglang.srt.managers.wire.io_struct import DraftCounts
 
 
 def draft_details(drafts: DraftCounts) -> dict[str, Any]:
-    """`spec_*` of `sglext.spec_tokens_details`. The histogram says how many steps had 0, 1, 2, ... right guesses; it
-    comes with the end of the request.
+    """`spec_*` of `sglext.spec_tokens_details`. The histogram says how many steps had 0, 1, 2, ... right draft tokens;
+    it comes with the end of the request.
 
     >>> draft_details(DraftCounts(steps=2, proposed=6, correct=3))["spec_accept_length"]
     2.5

@@ -88,7 +88,7 @@ class Lanes:
             first(number)
         while (job := self._take(number)) is not None:
             if job.outcome.set_running_or_notify_cancel():
-                _settle(job, number)
+                _resolve(job, number)
             del job  # and what it holds, while this thread waits
 
     def _take(self, number: int) -> _Job | None:
@@ -102,7 +102,7 @@ class Lanes:
         return self._next_of[number].get()
 
 
-def _settle(job: _Job, number: int) -> None:
+def _resolve(job: _Job, number: int) -> None:
     try:
         result = job.work(number)
     except BaseException as error:  # a library's panic is no Exception

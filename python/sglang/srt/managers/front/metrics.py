@@ -31,15 +31,15 @@ _GAUGES = {
     "gen_throughput": "Generated tokens per second",
     "cache_hit_rate": "Share of prompt tokens found in the prefix cache",
     "num_retracted_reqs": "Requests that were put back into the queue to free memory",
-    "spec_accept_length": "Tokens that a request gets from a step that verifies guesses",
-    "spec_accept_rate": "Share of the guesses that were right",
-    "spec_num_steps": "Guesses of each request in the last step",
-    "spec_num_draft_tokens": "Tokens of each request in the last step, guesses and the token sampled last",
+    "spec_accept_length": "Tokens that a request gets from a step that verifies draft tokens",
+    "spec_accept_rate": "Share of the draft tokens that were right",
+    "spec_num_steps": "Draft tokens of each request in the last step",
+    "spec_num_draft_tokens": "Tokens of each request in the last step, draft tokens and the token sampled last",
 }
 
 _DRAFT_COUNTERS = {
-    "spec_verify_calls": "Steps that verified guesses",
-    "spec_confidence_cuts": "Steps with fewer guesses because a draft's confidence head thought them unlikely",
+    "spec_verify_calls": "Steps that verified draft tokens",
+    "spec_confidence_cuts": "Steps with fewer draft tokens because a draft's confidence head thought them unlikely",
 }
 _PROMPT_COUNTERS = {
     "prompt_steps": "Steps with prompts",

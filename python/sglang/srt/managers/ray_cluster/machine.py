@@ -88,10 +88,10 @@ class Machine:
         if self._ports is not None:
             self._ports.remove()
 
-    def _wait_for(self, settled: Callable[[EngineProcesses], bool]) -> Failure | None:
+    def _wait_for(self, is_done: Callable[[EngineProcesses], bool]) -> Failure | None:
         """Waits until it is so, or all is ended, and returns the failure that there is."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or (self._processes is not None and settled(self._processes)))
+            self._changed.wait_for(lambda: self._ended or (self._processes is not None and is_done(self._processes)))
         failure = None if self._processes is None else self._processes.failure
         if failure is None:
             return None

@@ -82,7 +82,7 @@ class _GroupRunner:
 
     def __init__(self, runner: ModelRunner, is_own: bool) -> None:
         self.plan = runner.plan
-        self.tokens_per_step, self.tokens_ahead = runner.tokens_per_step, runner.tokens_ahead
+        self.tokens_per_step, self.lookahead_slots = runner.tokens_per_step, runner.lookahead_slots
         self.next_tokens_read = runner.next_tokens_read
         self.decodes_in_graph, self.launches = runner.decodes_in_graph, runner.launches
         self.sampling_table: Any = runner.sampling_table if is_own else _NoTable()
@@ -146,7 +146,7 @@ class AttentionGroups:
         self.interval = self.schedulers[0].interval
         for scheduler in self.schedulers:
             scheduler.stats, scheduler.interval = self.stats, self.interval
-        self._launched: deque[list[bool]] = deque(maxlen=args.steps_ahead)
+        self._launched: deque[list[bool]] = deque(maxlen=args.steps_in_flight)
         """Which groups had a batch in each of the last steps, whose results are not read back yet."""
 
     # --- the step ----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class AttentionGroups:
         if self.depth is not None:
             self.depth.choose(max(len(scheduler.running.now) for scheduler in self.schedulers))
         for scheduler in self.schedulers:
-            scheduler.settle_copies()
+            scheduler.end_copies()
         self.interval.begin(max(len(scheduler.running) for scheduler in self.schedulers))
         batches = [None if scheduler.paused else scheduler.pick() for scheduler in self.schedulers]
         if any(batch is not None for batch in batches):
@@ -185,7 +185,7 @@ class AttentionGroups:
         for group, (scheduler, batch) in enumerate(zip(self.schedulers, batches, strict=True)):
             if batch is None or not batch.needs_mask:
                 continue
-            scheduler.settle(set(batch.limited))
+            scheduler.sync(set(batch.limited))
             if group == self.group:
                 mask = vocab_mask(batch, self.plan.model.vocab_size, scheduler.masks)
         results = self.runner.sample_groups(forward, mask)
@@ -194,9 +194,9 @@ class AttentionGroups:
                 batch.result = result
                 scheduler.in_flight.append(batch)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         for scheduler in self.schedulers:
-            scheduler.settle()
+            scheduler.sync()
 
     @property
     def idle(self) -> bool:
@@ -260,7 +260,7 @@ class AttentionGroups:
 
     def flush_cache(self) -> bool:
         """Empties the caches of all groups, or of none."""
-        self.settle()
+        self.sync()
         reqs = self.reqs.values()
         if any(req.slot for req in reqs) or (reqs and not self.paused):
             return False

@@ -1,4 +1,4 @@
-"""Statistics of guesses over all requests: since the start, and in the last interval of the log."""
+"""Statistics of draft tokens over all requests: since the start, and in the last interval of the log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL_CAUSES = (
 
 @dataclass(slots=True)
 class DraftTotals:
-    """Totals over requests in steps that brought them guesses."""
+    """Totals over requests in steps that brought them draft tokens."""
 
     requests: int = 0
     proposed: int = 0
@@ -34,7 +34,7 @@ class DraftTotals:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a request and step, the one that follows the right guesses included; 0: nothing was verified."""
+        """Tokens a request and step, the one that follows the right draft tokens included; 0: nothing was verified."""
         return 1 + self.correct / self.requests if self.requests else 0.0
 
     @property
@@ -56,9 +56,9 @@ class DraftStats:
         self.since_start = DraftTotals()
         self.last_interval = DraftTotals()
         self.num_steps = 0
-        """Steps that verified guesses, since the start."""
+        """Steps that verified draft tokens, since the start."""
         self.confidence_cuts = 0
-        """Steps for which a confidence head chose fewer guesses, since the start."""
+        """Steps for which a confidence head chose fewer draft tokens, since the start."""
         self.width = 0
         """Tokens of each request in the last step, the last sampled one included."""
         self._interval = DraftTotals()
@@ -71,12 +71,12 @@ class DraftStats:
         self.width = max(widths, default=1)
         if self.width == 1:
             return
-        guessed = [(width, count) for width, count in zip(widths, counts, strict=True) if width > 1]
-        proposed = sum(width for width, _ in guessed) - len(guessed)
-        correct = sum(count for _, count in guessed) - len(guessed)
+        drafted = [(width, count) for width, count in zip(widths, counts, strict=True) if width > 1]
+        proposed = sum(width for width, _ in drafted) - len(drafted)
+        correct = sum(count for _, count in drafted) - len(drafted)
         self.num_steps += 1
         for totals in (self.since_start, self._interval, self._watched):
-            totals.add(len(guessed), proposed, correct)
+            totals.add(len(drafted), proposed, correct)
         self._watched_steps += 1
         if self._watched_steps == WATCHED_STEPS:
             self._look()
@@ -86,7 +86,7 @@ class DraftStats:
 
     @property
     def recent(self) -> DraftTotals:
-        """Returns the totals of the last interval that had guesses, or of the present one."""
+        """Returns the totals of the last interval that had draft tokens, or of the present one."""
         return self.last_interval if self.last_interval.requests else self._interval
 
     @property
@@ -103,7 +103,7 @@ class DraftStats:
             return
         causes = NGRAM_CAUSES if self.algorithm == NGRAM else MODEL_CAUSES
         logger.warning(
-            "Drafts are nearly never right: %.2f tokens a request and step over %d steps, %.0f%% of the guesses. "
+            "Drafts are nearly never right: %.2f tokens a request and step over %d steps, %.0f%% of the draft tokens. "
             "Answers are right all the same, but slower than without drafts: %s.",
             watched.accept_length, WATCHED_STEPS, 100 * watched.accept_rate, causes,
         )  # fmt: skip

@@ -39,7 +39,7 @@ class Intake:
         may enter the queue, which has `num_queued`. seed: of its samples, where it names none. held_hidden: hidden
         states that the others may come to hold."""
         wanted, length = msg.sampling_params.max_new_tokens, len(msg.input_ids)
-        # Guesses may lie beyond the end.
+        # Draft tokens may lie beyond the end.
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)
         media, message = None, ""
         try:

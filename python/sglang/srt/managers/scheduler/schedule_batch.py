@@ -35,14 +35,15 @@ class Req:
 
         tokens          prompt | output that the host has seen |
         positions       0 ........... kv_len - slack ..... kv_len .......... planned_len ...... reserved_len
-        computed          certainly     |   perhaps: guesses  |                   |                    |
+        computed          certainly     |   perhaps: draft tokens  |                   |                    |
         sampled                         |                     | the token behind the last launched step
         cache slots       num_cached: of the prefix tree; up to reserved_len: its own
 
-    kv_len          tokens whose KV is launched; where a step verifies guesses, as if all of them stood
+    kv_len          tokens whose KV is launched; where a step verifies draft tokens, as if all of them stood
     slack           of these, tokens that may fall away when the results come
     planned_len     tokens that exist once every launched step has sampled, with the same `slack`
-    reserved_len    positions that have a cache slot, if more than kv_len: guesses fell away and the next tokens come
+    reserved_len    positions that have a cache slot, if more than kv_len: draft tokens fell away and the next tokens
+    come
                     here, or a draft computes ahead of the target
 
     Whatever falls away, the first token of a step in flight is the last one that the host knows; so of the tokens that
@@ -86,10 +87,10 @@ class Req:
         self.reserved_len = 0
         self.state_is_exact = True
         """True if its recurrent states are those of `kv_len` tokens."""
-        self.num_guesses = 0
-        """Number of guesses made behind its last launched step."""
-        self.guesses: list[int] = []
-        """Token ids of the guesses, where the host asked for them (`StepInput.reads_guesses`)."""
+        self.num_speculative_tokens = 0
+        """Number of draft tokens made behind its last launched step."""
+        self.draft_tokens: list[int] = []
+        """Token ids of the draft tokens, where the host asked for them (`StepInput.reads_draft_tokens`)."""
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
@@ -141,7 +142,7 @@ class Req:
         self.first_message = True
 
     def max_width(self, tokens_per_step: int) -> int:
-        """Tokens that a step may bring of it, all but the first guessed."""
+        """Tokens that a step may bring of it, all but the first drafted."""
         return 1 if self.hidden is not None else tokens_per_step
 
     @property
@@ -152,10 +153,10 @@ class Req:
         unknown = self.planned_len - len(self.tokens) - 1
         return self.thoughts is not None and self.thoughts.may_end_within(unknown)
 
-    def launched(self, width: int, reserved_len: int, num_guesses: int) -> None:
+    def launched(self, width: int, reserved_len: int, num_speculative_tokens: int) -> None:
         """Count a step that brings `width` tokens, and behind which so many positions have a cache slot and so many
-        guesses are made."""
-        self.num_guesses = num_guesses
+        draft tokens are made."""
+        self.num_speculative_tokens = num_speculative_tokens
         self.kv_len += width
         self.planned_len += width
         self.slack += width - 1
@@ -168,9 +169,9 @@ class Req:
         self.slack -= width - 1
         self.drafts.add(width, count)
 
-    def drop_guesses(self) -> None:
-        """Forgets the guesses before the request gives its cache slots up: then `kv_len` counts tokens that the host
-        knows."""
+    def drop_draft_tokens(self) -> None:
+        """Forgets the draft tokens before the request gives its cache slots up: then `kv_len` counts tokens that the
+        host knows."""
         self.reserved_len = max(self.reserved_len, self.kv_len)
         self.state_is_exact = not self.slack and self.kv_len <= len(self.tokens)
         self.kv_len = min(self.kv_len, len(self.tokens))
@@ -237,12 +238,16 @@ class RunningBatch:
     A step brings tokens of those whose turn it is (`now`). There are as many turns as steps on their way through the
     stages of a pipeline: the others' last tokens are among these. Which turn a request has changes no token, and only
     how long its step waits. A step brings up to `tokens_per_step` tokens of a request: where that is more than one, all
-    lengths are upper bounds, and `settle` takes back what fell away.
+    lengths are upper bounds, and `apply_accepted` takes back what fell away.
     """
 
-    def __init__(self, tokens_per_step: int, tokens_ahead: int, num_microbatches: int) -> None:
-        """tokens_ahead: positions behind a request's tokens that need a cache slot (`Drafter.tokens_ahead`)."""
-        self.tokens_per_step, self.tokens_ahead, self.num_microbatches = tokens_per_step, tokens_ahead, num_microbatches
+    def __init__(self, tokens_per_step: int, lookahead_slots: int, num_microbatches: int) -> None:
+        """lookahead_slots: positions behind a request's tokens that need a cache slot (`Drafter.lookahead_slots`)."""
+        self.tokens_per_step, self.lookahead_slots, self.num_microbatches = (
+            tokens_per_step,
+            lookahead_slots,
+            num_microbatches,
+        )
         self.microbatch = 0
         self._rebuild([])
 
@@ -257,7 +262,10 @@ class RunningBatch:
         short ones, that which comes last."""
         counts = self._counts(self.reqs)
         for req in reqs:
-            req.microbatch = min(range(self.num_microbatches), key=lambda microbatch: (counts[microbatch], (microbatch - self.microbatch) % self.num_microbatches))
+            req.microbatch = min(
+                range(self.num_microbatches),
+                key=lambda microbatch: (counts[microbatch], (microbatch - self.microbatch) % self.num_microbatches),
+            )
             counts[req.microbatch] += 1
         self._rebuild(self.reqs + reqs)
 
@@ -286,7 +294,7 @@ class RunningBatch:
         """Tokens whose KV is launched, and of these the ones that may fall away."""
         self.slack = _int32([r.slack for r in reqs])
         self.planned_lens = _int32([r.planned_len for r in reqs])
-        self.num_guesses = _int32([r.num_guesses for r in reqs])
+        self.num_speculative_tokens = _int32([r.num_speculative_tokens for r in reqs])
         self.reserved_lens = _int32([max(r.kv_len, r.reserved_len) for r in reqs])
         """Positions that have a cache slot."""
         if self.num_microbatches > 1:
@@ -325,7 +333,7 @@ class RunningBatch:
     def widths(self, at_most: int) -> Lengths:
         """[R] tokens that each request brings to the next step; 0: it waits, for its turn or for results that say
         whether it may have a further token."""
-        there = np.minimum(self.num_guesses + 1, self.limits - self.planned_lens)
+        there = np.minimum(self.num_speculative_tokens + 1, self.limits - self.planned_lens)
         widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
         return widths * self.in_microbatch
 
@@ -337,22 +345,25 @@ class RunningBatch:
 
     def reserved_by(self, widths: Lengths) -> Lengths:
         """Positions that have a cache slot behind a step that brings so many tokens of each request."""
-        needed = np.minimum(self.seq_lens + widths + np.int32(self.tokens_ahead) * (widths > 0), self.limits)
+        needed = np.minimum(self.seq_lens + widths + np.int32(self.lookahead_slots) * (widths > 0), self.limits)
         reserved: Lengths = np.maximum(self.reserved_lens, needed)
         return reserved
 
-    def launched(self, widths: Lengths, num_guesses: int) -> None:
-        """Count a step that brings so many tokens of each request, and makes so many guesses for those behind it."""
+    def launched(self, widths: Lengths, num_speculative_tokens: int) -> None:
+        """Count a step that brings so many tokens of each request, and makes so many draft tokens for those behind
+        it."""
         self.reserved_lens = self.reserved_by(widths)
         self.seq_lens = self.seq_lens + widths
         self.planned_lens = self.planned_lens + widths
         self.slack = self.slack + np.maximum(widths - 1, 0)
-        self.num_guesses = np.where(widths > 0, np.int32(num_guesses), self.num_guesses)
+        self.num_speculative_tokens = np.where(
+            widths > 0, np.int32(num_speculative_tokens), self.num_speculative_tokens
+        )
         for req, width, reserved_len in zip(self.reqs, widths.tolist(), self.reserved_lens.tolist(), strict=True):
             if width:
-                req.launched(width, reserved_len, num_guesses)
+                req.launched(width, reserved_len, num_speculative_tokens)
 
-    def settle(self, req: Req, width: int, count: int) -> None:
+    def apply_accepted(self, req: Req, width: int, count: int) -> None:
         """Records that `count` of the `width` tokens that a step brought of the request stand."""
         req.verified(width, count)
         if width == 1 or req not in self._row_of:
@@ -411,9 +422,9 @@ class ScheduleBatch:
             self._file_hidden(self.result.hidden.numpy())
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
-        if self.result.guesses is not None:
-            for req, guesses in zip(self.sampled, self.result.guesses.tolist(), strict=True):
-                req.guesses = guesses
+        if self.result.draft_tokens is not None:
+            for req, draft_tokens in zip(self.sampled, self.result.draft_tokens.tolist(), strict=True):
+                req.draft_tokens = draft_tokens
         tokens = self.result.next_token_ids.numpy()
         if self.result.counts is None:
             return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
@@ -424,7 +435,7 @@ class ScheduleBatch:
         shape = zip(self.sampled, tokens.tolist(), self.step.widths.tolist(), self.result.counts.tolist(), strict=True)
         for i, (req, row, width, count) in enumerate(shape):
             if req.finish is None and req not in self.stale:
-                running.settle(req, width, count)
+                running.apply_accepted(req, width, count)
             reqs += [req] * count
             accepted += row[:count]
             rows += range(i * len(row), i * len(row) + count)

@@ -140,8 +140,8 @@ class DecodeInterval:
     Attention groups, whose steps are one, share it."""
 
     def __init__(self, rule: IntervalRule, num_microbatches: int = 1) -> None:
-        """The rule counts requests of the group that has most. num_microbatches: as of a `RunningBatch`; each has the rule's
-        steps."""
+        """The rule counts requests of the group that has most. num_microbatches: as of a `RunningBatch`; each has the
+        rule's steps."""
         self._rule, self._steps = rule, rule.steps * num_microbatches
         self._left = 0
         self.prompts_wait = False
@@ -172,7 +172,7 @@ class PrefillBudget:
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
-        self.tokens_ahead = running.tokens_ahead
+        self.lookahead_slots = running.lookahead_slots
         self.first = True
         self.short = False
         """True if the request that was looked at last got less than it could use."""
@@ -199,7 +199,7 @@ class PrefillBudget:
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
         needed = want + output + page
         if self.alone:  # needs no promise beyond its prompt and what a draft reserves: its limit keeps it in the pool
-            end = prefix_len + want + min(output, self.tokens_ahead)
+            end = prefix_len + want + min(output, self.lookahead_slots)
             needed = (-(-end // page) - -(-prefix_len // page)) * page
         if needed > self.free():
             return 0

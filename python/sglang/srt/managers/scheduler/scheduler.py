@@ -78,7 +78,7 @@ class Scheduler:
     def __init__(
         self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
     ) -> None:
-        """depth: chooses how many guesses a step verifies; None: as many as there are."""
+        """depth: chooses how many draft tokens a step verifies; None: as many as there are."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
         caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
@@ -91,7 +91,7 @@ class Scheduler:
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
-        self.steps_ahead = args.steps_ahead
+        self.steps_in_flight = args.steps_in_flight
         """Steps that are launched before the oldest one is read back: one on every stage. That hides all work of the
         host; more would only delay the news that a request has ended."""
 
@@ -100,7 +100,7 @@ class Scheduler:
         """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
+        self.running = RunningBatch(runner.tokens_per_step, runner.lookahead_slots, max(1, self.steps_in_flight))
         self.masks = MaskFiller()
         self.media = MediaSteps(runner.media, self._least_of_prompt, self.plan.page_size)
         self.in_flight: deque[ScheduleBatch] = deque()
@@ -119,7 +119,7 @@ class Scheduler:
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_ahead))
+        self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
@@ -130,22 +130,22 @@ class Scheduler:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
-        self.settle_copies()
+        """Launch the next batch, then read back those that are more than `steps_in_flight` behind it."""
+        self.end_copies()
         self.interval.begin(len(self.running))
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
         idles = batch is None and not self.in_flight
-        self.read_back(batch, 0 if batch is None else self.steps_ahead)
+        self.read_back(batch, 0 if batch is None else self.steps_in_flight)
         if idles:
             self.wait_for_copies()
 
-    def settle_copies(self) -> None:
+    def end_copies(self) -> None:
         """Ends the copies of cached prefixes that have ended, and forgets the steps that read what a load did not
         bring."""
         if self.host_tier is not None:
-            self.host_tier.settle()
+            self.host_tier.end_copies()
             redo_stale(self)
 
     def wait_for_copies(self) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
         forward = self.runner.forward(batch.step)
         mask = None
         if batch.needs_mask:
-            self.settle(set(batch.limited))
+            self.sync(set(batch.limited))
             mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
         self.launching = None
@@ -192,7 +192,7 @@ class Scheduler:
             self._free_chunks()
         return batch
 
-    def settle(self, reqs: Set[Req] | None = None) -> None:
+    def sync(self, reqs: Set[Req] | None = None) -> None:
         """Read back the steps in flight, so that the host knows every token, or every one of `reqs`."""
         count = len(self.in_flight)
         if reqs is not None:
@@ -234,7 +234,7 @@ class Scheduler:
         chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
-        if not num_decodes or not self._can_grow(widths, sum(n + self.running.tokens_ahead for _, n in chosen)):
+        if not num_decodes or not self._can_grow(widths, sum(n + self.running.lookahead_slots for _, n in chosen)):
             widths = np.zeros_like(widths)
         batch = build_step(self.kv, self.running, widths, chosen)
         self.interval.launched_prompts()
@@ -351,7 +351,7 @@ class Scheduler:
         first = next(iter(self._queue()))  # of those equally important the policy's
         if self._fits(first):
             return
-        self.settle()
+        self.sync()
         self.running.drop_finished()
         while (victim := priorities.victim(self.running.reqs, first)) is not None and not self._fits(first):
             self.running.remove(victim)
@@ -387,7 +387,7 @@ class Scheduler:
         self.running.drop_finished()
         width = self._width()
         if self.running.reqs and not self._can_grow(self.running.widths(width)):
-            self.settle()
+            self.sync()
             self.running.drop_finished()
             if self.host_tier is not None:  # what saves read cannot be evicted
                 self.host_tier.drain(loads=False)
@@ -445,7 +445,7 @@ class Scheduler:
     def _release(self, req: Req, keep: bool = True) -> None:
         self.runner.sampling_table.clear(req.slot)
         self.media.end(req)
-        req.drop_guesses()
+        req.drop_draft_tokens()
         if self.host_tier is not None and keep:
             self.kv.commit(req)
             self.host_tier.committed(req)
@@ -590,7 +590,7 @@ class Scheduler:
         if mode == "abort":
             self.abort(AbortReq(abort_all=True))
         elif mode == "retract":
-            self.settle()
+            self.sync()
             self.running.drop_finished()
             retracted = [*self.running.reqs, *self.chunked]
             self.chunked = []
@@ -600,7 +600,7 @@ class Scheduler:
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
-        self.settle()
+        self.sync()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         if self.host_tier is not None:

@@ -252,7 +252,7 @@ class SchedulerProcess:
         return ControlReply(msg.id, not problem, problem)
 
     def _stop_profile(self, msg: ControlReq) -> ControlReply:
-        self.scheduler.settle()
+        self.scheduler.sync()
         path = self.profiler.stop()
         if path is None:
             return ControlReply(msg.id, ok=False, message="No trace is running; call /start_profile first.")

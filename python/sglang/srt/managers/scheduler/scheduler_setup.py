@@ -227,7 +227,7 @@ def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: Storage
 
 
 def create_depth(args: ServerArgs, runner: ModelRunner) -> AdaptiveDepth | None:
-    """Creates the object that chooses the depth of guesses; None where the depth is fixed. Collective."""
+    """Creates the object that chooses the depth of draft tokens; None where the depth is fixed. Collective."""
     settings = speculative_settings(args, runner.plan.model.architecture)
     if settings is None or settings.adaptive is None:
         return None

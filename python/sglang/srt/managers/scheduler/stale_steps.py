@@ -39,7 +39,7 @@ def _requeue(scheduler: Any, req: Req) -> None:
     scheduler.running.remove(req)
     scheduler.runner.sampling_table.clear(req.slot)
     scheduler.media.end(req)
-    req.drop_guesses()
+    req.drop_draft_tokens()
     scheduler.kv.release(req, keep=False)
     req.num_loads, req.num_loaded = MOST_LOADS, 0
     req.admitted = req.admitted and req.num_retractions > 0

@@ -78,7 +78,7 @@ def detach(scheduler: Scheduler | AttentionGroups) -> str:
 def _not_now(scheduler: Scheduler | AttentionGroups) -> str:
     if not scheduler.host_tiers:
         return NO_TIER
-    scheduler.settle()
+    scheduler.sync()
     if scheduler.reqs:
         return f"{len(scheduler.reqs)} requests run or wait: a store is attached and detached when there are none."
     return ""

@@ -103,14 +103,14 @@ SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq | ArrayPart | Arra
 
 
 class DraftCounts(msgspec.Struct, omit_defaults=True):
-    """Counts of the guesses of one request."""
+    """Counts of the draft tokens of one request."""
 
     steps: int = 0
-    """Number of steps that brought it guesses to verify."""
+    """Number of steps that brought it draft tokens to verify."""
     proposed: int = 0
     correct: int = 0
     histogram: list[int] = []
-    """Steps by their number of right guesses; sent with the end of the request."""
+    """Steps by their number of right draft tokens; sent with the end of the request."""
 
     def add(self, width: int, count: int) -> None:
         """A step brought `width` tokens of the request, and `count` of those that it sampled stand."""
@@ -141,7 +141,7 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     reasoning_tokens: int = 0
     """Output tokens that a reasoning parser counted as such."""
     drafts: DraftCounts | None = None
-    """None: no guesses were verified."""
+    """None: no draft tokens were verified."""
     host_tokens: int | None = None
     """Of the cached tokens, those that were loaded from main memory; None: nothing is kept there."""
     stored_tokens: int | None = None
@@ -231,7 +231,7 @@ class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     spec_verify_calls: int = 0
     """Number of verifications since the start."""
     spec_confidence_cuts: int = 0
-    """Number of steps since the start that brought fewer guesses because a confidence head said so."""
+    """Number of steps since the start that brought fewer draft tokens because a confidence head said so."""
     prompt_steps: int = 0
     """Number of steps with prompts since the start, and the seconds that the first rank's host took to launch them."""
     prompt_launch_seconds: float = 0.0

@@ -348,7 +348,7 @@ class StorageTier:
     def _waits(self) -> list[Patience]:
         return [*self._prefetches, *([] if self._backup is None else [self._backup])]
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Ends the jobs that have ended on every rank. A collective while there are any."""
         waits, removals, hung = self._waits(), self._removals, self._hung
         if not waits and not removals and not hung:
@@ -361,9 +361,9 @@ class StorageTier:
         self._removals = [job for job in removals if next(agreed)[0] == CopyState.UNDER_WAY]
         self._hung = [job for job in hung if next(agreed)[0] == CopyState.UNDER_WAY]
         for wait, outcome in zip(waits, outcomes, strict=True):
-            self._settle_wait(wait, *outcome)
+            self._finish_wait(wait, *outcome)
 
-    def _settle_wait(self, wait: Patience, state: int, progress: int, num_bytes: int, lateness: int) -> None:
+    def _finish_wait(self, wait: Patience, state: int, progress: int, num_bytes: int, lateness: int) -> None:
         is_wanted = not isinstance(wait, Prefetch) or any(req.finish is None for req in wait.reqs)
         if lateness == OVERDUE or not is_wanted:
             wait.stop()
@@ -381,7 +381,7 @@ class StorageTier:
         self._offers.clear()
         for wait in self._waits():
             wait.stop(at_once=True)
-        self.settle()
+        self.finish()
         assert not self._prefetches and self._backup is None, "a job goes on that was stopped"
 
     def close(self) -> None:
@@ -390,7 +390,7 @@ class StorageTier:
         until = time.monotonic() + CLOSE_S
         while self._removals and self._agree([int(time.monotonic() < until)])[0]:
             self.wait()
-            self.settle()
+            self.finish()
         if self._removals:
             self.engine.distrust()
         self.engine.close()

@@ -1,1 +1,1 @@
-"""Draft models: small models that guess a target's next tokens, each a description in the target's plan. No torch."""
+"""Draft models: small models that propose a target's next tokens, each a description in the target's plan. No torch."""

@@ -55,18 +55,18 @@ def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, 
 
 
 def _check_depth(settings: SpeculativeSettings) -> None:
-    """Raises UserError for more guesses than the rows of a trained block make."""
-    if not settings.block_size or settings.num_steps <= settings.block_guesses:
+    """Raises UserError for more draft tokens than the rows of a trained block make."""
+    if not settings.block_size or settings.num_steps <= settings.block_draft_tokens:
         return
     if settings.algorithm == DSPARK:
         raise UserError(
-            f"the draft was trained for blocks of {settings.block_guesses} guesses, of which {settings.num_steps}"
-            " cannot be asked: deeper blocks spoil the guesses at every place. Pass --speculative-dspark-block-size"
-            f" {settings.block_guesses} or fewer."
+            f"the draft was trained for blocks of {settings.block_draft_tokens} draft tokens, of which {settings.num_steps}"
+            " cannot be asked: deeper blocks spoil the draft tokens at every place. Pass --speculative-dspark-block-size"
+            f" {settings.block_draft_tokens} or fewer."
         )
     raise UserError(
         f"the draft was trained for blocks of {settings.block_size} tokens, of which {settings.num_draft_tokens}"
-        f" cannot be asked; pass --speculative-num-draft-tokens {settings.block_guesses + 1} or fewer."
+        f" cannot be asked; pass --speculative-num-draft-tokens {settings.block_draft_tokens + 1} or fewer."
     )
 
 

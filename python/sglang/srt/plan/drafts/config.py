@@ -32,7 +32,7 @@ _DSPARK_FOLDER = "dspark"
 class DraftConfig:
     """The configuration of a draft. `kind`: MTP or one of `configs.speculative.ALGORITHMS`. `values`: the text part of
     config.json, which for MTP in the target's checkpoint is the target's. `dummy`: no weights are read.
-    `keep_shared_apart`: as in `describe_model`. `num_guesses`: the most that a step verifies."""
+    `keep_shared_apart`: as in `describe_model`. `num_speculative_tokens`: the most that a step verifies."""
 
     kind: str
     model_path: str
@@ -41,7 +41,7 @@ class DraftConfig:
     in_target: bool = False
     dummy: bool = False
     keep_shared_apart: str = ""
-    num_guesses: int = 0
+    num_speculative_tokens: int = 0
 
     @property
     def source(self) -> str:
@@ -83,7 +83,7 @@ def read_draft_config(
             quantization=_asked(flag, _without_online(model.quantization), model.model_path),
             in_target=True,
             dummy=dummy,
-            num_guesses=settings.num_steps,
+            num_speculative_tokens=settings.num_steps,
         )
     config = read_config(folder)
     source = str(folder / "config.json")
@@ -94,7 +94,7 @@ def read_draft_config(
         values=block_values(values, kind, source) if kind in BLOCK_ALGORITHMS else values,
         quantization=_asked(flag, detect(config, folder), str(folder)),
         dummy=dummy,
-        num_guesses=settings.num_steps,
+        num_speculative_tokens=settings.num_steps,
     )
 
 

@@ -80,9 +80,9 @@ class ByStream:
 
 
 @dataclass(frozen=True, slots=True)
-class ByDepth:
+class MTPByLayer:
     """A draft of several layers for multi-token prediction (arXiv 2412.19437, section 2.2), each with a projection and
-    norms of its own: that of depth d guesses the token d + 2 positions behind a row, from the token before it and
+    norms of its own: that of depth d draft tokens the token d + 2 positions behind a row, from the token before it and
     features of the row. Features are the target's residual stream behind its last layer, or with `final_features` its
     final hidden states; with `chained` those of the depths behind the first are the stream behind the layer before.
     `hidden_first`: as in Projected. `depth_norms`: each depth has a norm before the output head. `wide_norms`: weights
@@ -141,9 +141,9 @@ class Block:
     one pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from what the
     target's layers made of them: aux hidden states, side by side, projected and normed.
 
-    `first_row`: the row whose output guesses the token behind the last sampled one: 0, or 1 where every mask token
-    becomes the token at its own place. `head`: corrects the guesses from left to right. `convolution`: around both
-    blocks of each of the `num_layers` layers. `confidence`: says how likely guesses stand, by which steps are cut.
+    `first_row`: the row whose output proposes the token behind the last sampled one: 0, or 1 where every mask token
+    becomes the token at its own place. `head`: corrects the draft tokens from left to right. `convolution`: around both
+    blocks of each of the `num_layers` layers. `confidence`: says how likely draft tokens stand, by which steps are cut.
     """
 
     num_aux_layers: int
@@ -161,7 +161,7 @@ class Block:
     reads_streams = False
 
     @property
-    def num_guesses(self) -> int:
+    def num_speculative_tokens(self) -> int:
         return self.size - self.first_row
 
     def weights(self, hidden_size: int) -> Weights:
@@ -174,14 +174,14 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class Assistant:
     """A draft without keys and values of its own: its layers attend to those of the target's last layers, which stay as
-    they are while it guesses (Gemma 4's assistants; reference: transformers' Gemma4AssistantForCausalLM). The embedding
-    of a token and features of the target's width, side by side, are projected to the first layer's input; the output is
-    projected back to the features of the next guess, which begin as the target's final hidden states.
+    they are while it draft tokens (Gemma 4's assistants; reference: transformers' Gemma4AssistantForCausalLM). The
+    embedding of a token and features of the target's width, side by side, are projected to the first layer's input; the
+    output is projected back to the features of the next draft token, which begin as the target's final hidden states.
 
     `groups` > 0: tokens come in so many groups, each with a centroid, and only those of the `kept` likeliest groups are
-    guessed. `vocab_size`: tokens of all groups.
+    drafted. `vocab_size`: tokens of all groups.
     """
 
     feature_size: int
@@ -216,7 +216,7 @@ class Separate:
         return ()
 
 
-Form = Concatenated | Projected | ByStream | ByDepth | Streamed | Block | Frozen | Separate
+Form = Concatenated | Projected | ByStream | MTPByLayer | Streamed | Block | Assistant | Separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,14 +254,14 @@ class DraftDescription:
     @property
     def next_tokens_read(self) -> int:
         """Number of tokens behind a position on which the draft's keys and values of it depend, too."""
-        if isinstance(self.form, ByDepth):
+        if isinstance(self.form, MTPByLayer):
             return self.form.depths
         return 0 if isinstance(self.form, Block | Separate) else 1
 
     @property
     def tails(self) -> int:
         """Rows of features that are kept for each request from step to step, beside its states."""
-        return self.form.depths - 1 if isinstance(self.form, ByDepth) and not self.form.keeps_states else 0
+        return self.form.depths - 1 if isinstance(self.form, MTPByLayer) and not self.form.keeps_states else 0
 
     @property
     def rows_a_request(self) -> int:

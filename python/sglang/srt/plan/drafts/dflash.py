@@ -2,8 +2,8 @@
 
 Sources: the formats in which z-lab publishes drafts (`DFlashDraftModel`, `DFlash2DraftModel`), layers as those of
 Qwen3, and that of Domino drafts (arXiv 2605.29707). What a draft has beside its layers stands in `dflash_config`:
-nothing, a GRU whose state corrects the guesses (`projector_type` "domino"), or convolutions over the rows of a block
-and a selector among the likeliest tokens.
+nothing, a GRU whose state corrects the draft tokens (`projector_type` "domino"), or convolutions over the rows of a
+block and a selector among the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     inner = _settings(keys)
     head, size = _head(inner, target.vocab_size), reduced_head(keys, target)
     if head is not None and size:
-        raise UserError(f"{keys.source}: draft_vocab_size {size} with a head that corrects guesses is not supported.")
+        raise UserError(
+            f"{keys.source}: draft_vocab_size {size} with a head that corrects draft tokens is not supported."
+        )
     settings = BlockSettings(
         trained=dflash_rows(keys),
         mask_token=inner.require("mask_token_id", int),
@@ -96,7 +98,7 @@ def dflash_rows(keys: ConfigReader) -> int:
 
 def dflash_first_row(keys: ConfigReader) -> int:
     """Returns the row that makes the first guess: the one behind the last sampled token's, unless the draft's rows
-    guess the token behind their own place."""
+    propose the token behind their own place."""
     return 0 if _inner(keys).default("shift_label", bool, False) else 1
 
 

@@ -2,8 +2,8 @@
 
 Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel` and
 `Gemma4DSparkModel`: keys beside those of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A
-draft is DFlash's backbone with a head that biases each guess by the token before it. Its embedding and output head are
-copies of the target's.
+draft is DFlash's backbone with a head that biases each draft token by the token before it. Its embedding and output
+head are copies of the target's.
 """
 
 from __future__ import annotations

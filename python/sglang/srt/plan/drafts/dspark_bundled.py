@@ -29,7 +29,7 @@ from sglang.srt.plan.model_description import ModelDescription, architecture_of,
 from sglang.srt.plan.weight_names import WeightMap
 
 CONFIDENCE = "confidence_head.proj"
-"""Module of the head that predicts whether a guess stands."""
+"""Module of the head that predicts whether a draft token stands."""
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok")
 """Keys that the stages may have values of their own for, under "dspark_" and the name."""
 _OF_STAGES: Mapping[str, Any] = {

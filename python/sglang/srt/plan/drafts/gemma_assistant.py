@@ -11,7 +11,7 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig
-from sglang.srt.plan.drafts.description import DraftDescription, Frozen
+from sglang.srt.plan.drafts.description import DraftDescription, Assistant
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4
@@ -63,7 +63,7 @@ def describe_assistant(config: DraftConfig, target: ModelDescription) -> DraftDe
     draft = DraftDescription(
         kind=KIND,
         model=replace(model, layers=tuple(_reading(layer, target, keys) for layer in model.layers)),
-        form=Frozen(width, groups, kept, target.vocab_size * bool(groups)),
+        form=Assistant(width, groups, kept, target.vocab_size * bool(groups)),
         first_layer=0,  # no caches to be numbered; those that it reads have the target's numbers
         vocab_size=target.vocab_size,
         head_size=target.vocab_size,
@@ -75,7 +75,7 @@ def check_stage(draft: DraftDescription, first_layer: int) -> None:
     """Checks that a pipeline's last stage, which begins with that layer, has the caches that the draft reads. Raises
     UserError."""
     sources = [layer.mixer.cache_layer for layer in draft.model.layers if isinstance(layer.mixer, GQA)]
-    if isinstance(draft.form, Frozen) and min(sources) < first_layer:
+    if isinstance(draft.form, Assistant) and min(sources) < first_layer:
         raise UserError(
             f"{draft.kind} drafts read the cache of layer {min(sources)}, which is not in the pipeline's last stage"
             f" (layers {first_layer} and on). Use a smaller --pp-size, or NGRAM."
@@ -96,7 +96,7 @@ def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> 
                 f"{keys.source}: {reader.num_heads} heads do not divide among the model's {mixer.num_kv_heads} KV"
                 " heads. Give the assistant that was trained for this model."
             )
-        # The guess's own position counts as one of the window, and the target keeps no token more.
+        # The draft token's own position counts as one of the window, and the target keeps no token more.
         window = min(reader.window, mixer.window) - 1 if reader.window else 0
         source = mixer.cache_layer if mixer.cache_layer >= 0 else i
         reading = replace(

@@ -1,4 +1,4 @@
-"""Parts of block drafts beside their layers: heads that correct its guesses, and convolutions of its rows."""
+"""Parts of block drafts beside their layers: heads that correct its draft tokens, and convolutions of its rows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from sglang.srt.plan.layer_spec import Elements, Matrix, Weights
 
 @dataclass(frozen=True, slots=True)
 class Markov:
-    """A head that adds a bias of the token before each guess to its logits, so that the guesses of a block follow from
-    one another (DSpark, arXiv 2607.05147): w2 of the token's row of w1, both of `rank` columns and a row a token.
+    """A head that adds a bias of the token before each draft token to its logits, so that the draft tokens of a block
+    follow from one another (DSpark, arXiv 2607.05147): w2 of the token's row of w1, both of `rank` columns and a row a
+    token.
 
     `kind` "vanilla": as it is; "gated": times a gate made of the row's output and the token; "rnn": a state goes from
-    guess to guess, and the bias is made of it, the token and the row's output. `rows`: of w2, where the draft's output
-    head has fewer tokens than the target.
+    draft token to draft token, and the bias is made of it, the token and the row's output. `rows`: of w2, where the
+    draft's output head has fewer tokens than the target.
     """
 
     rank: int
@@ -36,10 +37,10 @@ class Markov:
 
 @dataclass(frozen=True, slots=True)
 class Domino:
-    """A head that adds a bias of all tokens before a guess to its logits (Domino, arXiv 2605.29707; format: the
+    """A head that adds a bias of all tokens before a draft token to its logits (Domino, arXiv 2605.29707; format: the
     `DominoDraftModel` of SpecForge). A GRU without biases of `state_size` reads the embeddings of the last sampled
-    token and of the guesses behind it; its state beside the row's output goes through a product to `inner_size`, SiLU,
-    and one to the vocabulary. The first `first_place` guesses stay as they are.
+    token and of the draft tokens behind it; its state beside the row's output goes through a product to `inner_size`,
+    SiLU, and one to the vocabulary. The first `first_place` draft tokens stay as they are.
     """
 
     state_size: int
@@ -76,8 +77,9 @@ Head = Markov | Domino | Selector
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """A head that says how likely each guess stands if those before it do (DSpark, arXiv 2607.05147): the sigmoid of a
-    product with the row's output and, where `rank` > 0, the row of Markov's w1 of the token before the guess."""
+    """A head that says how likely each draft token stands if those before it do (DSpark, arXiv 2607.05147): the sigmoid
+    of a product with the row's output and, where `rank` > 0, the row of Markov's w1 of the token before the draft
+    token."""
 
     rank: int = 0
 

@@ -13,7 +13,7 @@ from sglang.srt.plan.config_layers import SPARSE_LAYER, block_kinds
 from sglang.srt.plan.config_recurrent import KDA_CONFIG
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig
 from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected, Streamed
-from sglang.srt.plan.drafts.mtp_by_depth import OTHERS, check_target, describe_by_depth
+from sglang.srt.plan.drafts.mtp_by_layer import OTHERS, check_target, describe_by_depth
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
@@ -102,7 +102,7 @@ def _form(form: MtpForm, target: ModelDescription) -> Form:
 
 
 def _shares_selection(keys: ConfigReader, model: ModelDescription) -> bool:
-    """Returns whether passes behind the first one take its selection. Of pooled keys all drafts do: a run that guesses
+    """Returns whether passes behind the first one take its selection. Of pooled keys all drafts do: a run that proposes
     complete has no key before they are known to be right."""
     mixers = [layer.mixer for layer in model.layers]
     if any(isinstance(mixer, PooledLatent) for mixer in mixers):

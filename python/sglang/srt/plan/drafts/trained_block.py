@@ -1,4 +1,4 @@
-"""Block drafts' blocks as they were trained: their rows, and the guesses that these make."""
+"""Block drafts' blocks as they were trained: their rows, and the draft tokens that these make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 @dataclass(frozen=True, slots=True)
 class TrainedBlock:
     rows: int
-    guesses: int
+    draft_tokens: int
 
 
 def trained_block(args: ServerArgs) -> TrainedBlock:

@@ -26,7 +26,7 @@ V41_NAMES = replace(
         "ngrams.project": "engram.wkv",
     },
     behind=(),
-    # Where images are not served, and in drafts, which guess text.
+    # Where images are not served, and in drafts, which propose text.
     ignore=(*NAMES.ignore, "ffn.gate.bias_vl"),
     unread=("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline"),
 )

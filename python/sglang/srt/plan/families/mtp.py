@@ -21,8 +21,8 @@ class MtpForm:
     stream, however many the model has; `dense`: they attend to all tokens where the model's attend to pooled keys.
     `unread`: names of tensors that are not used.
 
-    `depths` > 0: the form is `drafts.description.ByDepth` of so many layers, unless the config says how many; `names`
-    and `copies` are then below each layer, and layers have a window. `chained`, `final_features`: as there;
+    `depths` > 0: the form is `drafts.description.MTPByLayer` of so many layers, unless the config says how many;
+    `names` and `copies` are then below each layer, and layers have a window. `chained`, `final_features`: as there;
     `layer_names`: names in these layers that differ from those in the model's. `section`: the key of an object with
     keys of these layers alone; `spellings`: keys beside it that say the same, and those in the object. `kinds`: what
     `layer_types` calls layers with a window, of which `local_layer_ids` lists the depths, and the others.
@@ -163,4 +163,4 @@ QWEN4_MTP = MtpForm(
     unread=("layers.0.self_attn.indexer.",),
 )
 """Qwen3.8-Flash-Next. The draft attends to all tokens: its indexer, which would choose as many as the target's layers
-choose, is not used. Guesses are verified either way."""
+choose, is not used. Draft tokens are verified either way."""

@@ -1,4 +1,4 @@
-"""Attention of one new token of each sequence, or of several guesses, over its paged cache, with the keys split
+"""Attention of one new token of each sequence, or of several draft tokens, over its paged cache, with the keys split
 between programs.
 
 Decoding is bound by memory bandwidth, so the work is cut into pieces of equal size, whatever the lengths in the batch:
@@ -13,7 +13,7 @@ Guesses (HAS_GUESSES) are a few new tokens of each sequence, as many of one as o
 already. They take part as further heads, which see different numbers of keys: row r of a group is token r // GROUP,
 head r % GROUP. The kernel of prompts, which does not split the keys, has a program a KV head for them.
 
-References: `reference_decode`, and for guesses `attend`, in test/srt/layers/attention/reference.py.
+References: `reference_decode`, and for draft tokens `attend`, in test/srt/layers/attention/reference.py.
 """
 
 from __future__ import annotations
@@ -364,9 +364,9 @@ def decode_attention_fwd(
     multiple of sliding_window on. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
     exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
 
-    With `prefix_lens` [B] int32 there are guesses: q [B * R, Hq, D] and o (contiguous) have R rows of each sequence, of
-    the tokens at prefix_lens + 0 .. R - 1. Each sees the tokens up to itself that lie before seq_lens, so that rows
-    behind a sequence's end are finite; the plan's workspace is one for R * Hq heads.
+    With `prefix_lens` [B] int32 there are draft tokens: q [B * R, Hq, D] and o (contiguous) have R rows of each
+    sequence, of the tokens at prefix_lens + 0 .. R - 1. Each sees the tokens up to itself that lie before seq_lens, so
+    that rows behind a sequence's end are finite; the plan's workspace is one for R * Hq heads.
     """
     plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
@@ -397,7 +397,7 @@ def decode_attention_fwd(
             HAS_SINKS=sinks is not None, HAS_GUESSES=prefix_lens is not None, V_IN_K=False, num_warps=tile["num_warps"],
             num_stages=tile["num_stages"], **pdl.options(),
         )  # fmt: skip
-    if prefix_lens is not None:  # of a piece, the guesses are further heads
+    if prefix_lens is not None:  # of a piece, the draft tokens are further heads
         o = o.view(num_seqs, num_tokens * num_heads, v_head_dim)
     merge_pieces(o, plan, sinks, lse)
 

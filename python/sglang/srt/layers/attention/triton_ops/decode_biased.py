@@ -1,10 +1,10 @@
-"""Attention of one new token of each sequence, or of several guesses, over its paged cache, with biases by distance
-(Inkling).
+"""Attention of one new token of each sequence, or of several draft tokens, over its paged cache, with biases by
+distance (Inkling).
 
-As `decode_attention`, whose page says how work is cut into pieces and what guesses are, for heads whose keys and values
-have as many dims, a power of two. It is a kernel of its own so that others keep their code.
+As `decode_attention`, whose page says how work is cut into pieces and what draft tokens are, for heads whose keys and
+values have as many dims, a power of two. It is a kernel of its own so that others keep their code.
 
-References: `reference_decode`, and for guesses `attend`, in test/srt/layers/attention/reference.py.
+References: `reference_decode`, and for draft tokens `attend`, in test/srt/layers/attention/reference.py.
 """
 
 from __future__ import annotations
@@ -165,6 +165,6 @@ def decode_biased_fwd(
         HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
         **pdl.options(),
     )  # fmt: skip
-    if prefix_lens is not None:  # of a piece, the guesses are further heads
+    if prefix_lens is not None:  # of a piece, the draft tokens are further heads
         o = o.view(num_seqs, num_tokens * num_heads, head_dim)
     merge_pieces(o, plan)

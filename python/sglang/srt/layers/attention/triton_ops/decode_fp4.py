@@ -209,6 +209,6 @@ def decode_fp4_fwd(
         HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
         **pdl.options(),
     )  # fmt: skip
-    if prefix_lens is not None:  # of a piece, the guesses are further heads
+    if prefix_lens is not None:  # of a piece, the draft tokens are further heads
         o = o.view(num_seqs, num_tokens * num_heads, v_head_dim)
     merge_pieces(o, plan, sinks, lse)

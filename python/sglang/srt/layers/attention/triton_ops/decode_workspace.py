@@ -83,7 +83,7 @@ class DecodeWorkspace:
         )
 
     @staticmethod
-    def for_guesses(
+    def for_verify(
         most: int,
         max_batch: int,
         num_heads: int,

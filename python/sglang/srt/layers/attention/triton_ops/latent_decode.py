@@ -194,7 +194,7 @@ def launch_latent_decode(
     tile: Mapping[str, int],
 ) -> None:
     """The pieces of `decode_attention_fwd` for q [B, H, rank + rope], o [B, H, rank] and latents [S, 1, rank + rope] in
-    q's dtype or float8. rank and rope are powers of two; `tiles` blocks of heads, with those of all guesses."""
+    q's dtype or float8. rank and rope are powers of two; `tiles` blocks of heads, with those of all draft tokens."""
     num_rows, num_heads, head_dim = q.shape
     rank = o.shape[2]
     fp8 = latents.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -1,6 +1,6 @@
-"""Rows of steps that verify guesses and of drafts, each in one launch. Reference: `native_guesses`.
+"""Rows of steps that verify draft tokens and of drafts, each in one launch. Reference: `native_draft_rows`.
 
-Plain torch takes some fifty launches for a step with three guesses, each for a few numbers.
+Plain torch takes some fifty launches for a step with three draft tokens, each for a few numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.native_guesses import DraftInputs, SettledGuesses, VerifyInputs
+from sglang.srt.layers.native_draft_rows import DraftInputs, AcceptedDrafts, VerifyInputs
 from sglang.srt.layers.triton_ops import pdl
 
 LAUNCH = {"BLOCK": 128, "num_warps": 4}
@@ -38,7 +38,7 @@ def verify_inputs_kernel(
     TABLES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens a program. lens [num_rows] int32, next_tokens [num_rows, num_next] int64, req_to_token [TABLES,
-    num_rows, context_len] int32, locs [TABLES, loc_stride] int64, the rest as in `native_guesses`."""
+    num_rows, context_len] int32, locs [TABLES, loc_stride] int64, the rest as in `native_draft_rows`."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     request, place = token // width, token % width
@@ -69,7 +69,7 @@ def draft_inputs_kernel(
     context_len, loc_stride, TABLES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens a program. req_to_token [TABLES, num_rows, context_len] int32, locs [TABLES, loc_stride] int64, the
-    rest as in `native_guesses`."""
+    rest as in `native_draft_rows`."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     request, place = token // width, token % width
@@ -91,11 +91,12 @@ def draft_inputs_kernel(
 
 
 @triton.jit(do_not_specialize=["num_reqs", "width", "num_next"])
-def settle_guesses_kernel(
+def accept_drafts_kernel(
     tokens, slots, widths, forced, next_tokens, lens, counts, next_ids, last_rows, new_lens, last, num_reqs, width,
     num_next, FORCED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK requests a program. FORCED: whether the counts are those of `forced`. The rest as in `native_guesses`."""
+    """BLOCK requests a program. FORCED: whether the counts are those of `forced`. The rest as in
+    `native_draft_rows`."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_reqs
     if PDL:
@@ -110,8 +111,8 @@ def settle_guesses_kernel(
         token = tl.load(tokens + first + place, mask=inside, other=0)
         tl.store(next_ids + first + place, tl.maximum(token, 0), mask=inside)
         more = stands & (place + 1 < row_count) & (place + 1 < width)
-        guess = tl.load(next_tokens + slot * num_next + place + 1, mask=more, other=-1)
-        stands = more & (token == guess)
+        draft_token = tl.load(next_tokens + slot * num_next + place + 1, mask=more, other=-1)
+        stands = more & (token == draft_token)
         count += stands.to(tl.int32)
     if FORCED:
         count = tl.load(forced + request, mask=inside, other=1)
@@ -132,7 +133,7 @@ def verify_inputs(
     req_to_token: torch.Tensor,
     width: int,
 ) -> VerifyInputs:
-    """As `native_guesses.verify_inputs`, of contiguous tensors."""
+    """As `native_draft_rows.verify_inputs`, of contiguous tensors."""
     num_reqs, num_tokens = len(slots), len(slots) * width
     num_tables, num_rows, context_len = req_to_token.shape
     device = slots.device
@@ -154,7 +155,7 @@ def verify_inputs(
 def draft_inputs(
     slots: torch.Tensor, first: torch.Tensor, ends: torch.Tensor, req_to_token: torch.Tensor, width: int
 ) -> DraftInputs:
-    """As `native_guesses.draft_inputs`, of contiguous tensors."""
+    """As `native_draft_rows.draft_inputs`, of contiguous tensors."""
     num_reqs, num_tokens = len(slots), len(slots) * width
     num_tables, num_rows, context_len = req_to_token.shape
     locs = _locs(num_tables, num_tokens, slots.device)
@@ -168,25 +169,25 @@ def draft_inputs(
     return DraftInputs(draft_slots, seq_lens, rows, positions, locs[:, :num_tokens])
 
 
-def settle_guesses(
+def accept_drafts(
     tokens: torch.Tensor,
     slots: torch.Tensor,
     widths: torch.Tensor,
     next_tokens: torch.Tensor,
     lens: torch.Tensor,
     forced: torch.Tensor | None = None,
-) -> SettledGuesses:
-    """As `native_guesses.settle_guesses`, of contiguous tensors."""
+) -> AcceptedDrafts:
+    """As `native_draft_rows.accept_drafts`, of contiguous tensors."""
     num_reqs, width = tokens.shape
     device = slots.device
     counts, new_lens = _lengths(num_reqs, device), _lengths(num_reqs, device)
     next_ids, last_rows, last = _indices(tokens.numel(), device), _indices(num_reqs, device), _indices(num_reqs, device)
     if num_reqs:
-        settle_guesses_kernel[(triton.cdiv(num_reqs, LAUNCH["BLOCK"]),)](
+        accept_drafts_kernel[(triton.cdiv(num_reqs, LAUNCH["BLOCK"]),)](
             tokens, slots, widths, counts if forced is None else forced, next_tokens, lens, counts, next_ids, last_rows,
             new_lens, last, num_reqs, width, next_tokens.shape[1], FORCED=forced is not None, **LAUNCH, **pdl.options(),
         )  # fmt: skip
-    return SettledGuesses(counts, next_ids, last_rows, new_lens, last)
+    return AcceptedDrafts(counts, next_ids, last_rows, new_lens, last)
 
 
 def _locs(num_tables: int, num_tokens: int, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Attention of guesses, a few tokens of each sequence with the keys split between programs, against fp32 references:
-interpreted here, natively (and over longer sequences) on a GPU."""
+"""Attention of draft tokens, a few tokens of each sequence with the keys split between programs, against fp32
+references: interpreted here, natively (and over longer sequences) on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import decode_atten
 from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
-from sglang.srt.layers.step_rows import ExtendRows, Guesses, TokenSlots
+from sglang.srt.layers.step_rows import ExtendRows, VerifyRows, TokenSlots
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
 from srt.layers.attention.reference import Problem, attend, biases_of_keys, relative_error, visible_keys
@@ -28,7 +28,7 @@ from srt.layers.test_fp4_cache import stored
 BOUNDS = {None: 2e-3, torch.float8_e4m3fn: 2e-2, torch.float8_e5m2: 2e-2}
 KV_NAMES = {None: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 PREFIXES = [0, 70, 31, 62, 60]
-"""Of which the guesses lie within a tile of keys, over the edge of one, and behind one."""
+"""Of which the draft tokens lie within a tile of keys, over the edge of one, and behind one."""
 MISSING = [0, 1, 0, 0, 2]
 """Rows of each sequence that are padding: as in a graph, where every request has as many rows."""
 DIMS = [(64, 64), (72, 72), (192, 128), MLA_LATENT]
@@ -171,23 +171,23 @@ def test_chunks(size: int) -> None:
 
 @interpreter.kernel_test
 def test_one_row_is_a_decoding_token() -> None:
-    """To the last bit, whether it comes as a guess or not."""
+    """To the last bit, whether it comes as a draft token or not."""
     p = problem(1, (6, 2), (64, 64))
-    guessed, lens = run(p, 1)
+    drafted, lens = run(p, 1)
     tile = attention_tiles("decode_attention", 64, 64, "bfloat16", current_arch().features)[0]
     if interpreter.INTERPRETED:
         tile = attention_tiles("decode_attention", 64, 64, "bfloat16", arch_by_name("sm_120").features)[0]
     workspace = DecodeWorkspace.allocate(len(lens) + 2, 6, 2, 64, 8, tile, p.device)
     plan = plan_decode(lens, workspace, tile)
-    out = torch.empty_like(guessed)
+    out = torch.empty_like(drafted)
     decode_attention_fwd(
         p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, plan, scale=64**-0.5, tile=tile
     )
-    assert torch.equal(out, guessed)
+    assert torch.equal(out, drafted)
 
 
 @interpreter.kernel_test
-def test_the_backend_attends_to_guesses_as_to_prompts() -> None:
+def test_the_backend_attends_to_draft_tokens_as_to_prompts() -> None:
     """Through the builder of prompts, at the widths and numbers of requests that its one workspace is for."""
     choices = {op: SimpleNamespace(name="triton") for op in ("decode_attention", "extend_attention")}
     for width, count in ((4, 5), (2, 3)):
@@ -200,11 +200,11 @@ def test_the_backend_attends_to_guesses_as_to_prompts() -> None:
         starts = torch.arange(count + 1, dtype=torch.int32, device=p.device) * width
         rows = ExtendRows(
             p.req_pool_indices[:count], ends[:count], p.prefix[:count], starts, (TokenSlots(p.req_to_token, slots),),
-            [width] * count, [1] * count, guesses=Guesses(width, ends[:count]),
+            [width] * count, [1] * count, draft_tokens=VerifyRows(width, ends[:count]),
         )  # fmt: skip
         new = p.k[part], p.v[part]
         q, outs = p.q[: width * count], []
-        for given in (rows, replace(rows, guesses=None)):
+        for given in (rows, replace(rows, draft_tokens=None)):
             outs.append(torch.full_like(q, float("nan"), dtype=torch.float32))
             builder.build(given).attend(q, *new, layer, outs[-1])
         assert relative_error(*outs) < BOUNDS[None]
@@ -215,12 +215,12 @@ def test_the_backend_attends_to_guesses_as_to_prompts() -> None:
 @pytest.mark.parametrize("heads", [(32, 8), (40, 2), (6, 6), (128, 1)], ids=str)
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch: int) -> None:
-    """Of decoding and of guesses together, whichever of their widths takes most."""
+    """Of decoding and of draft tokens together, whichever of their widths takes most."""
     num_heads, kv_heads = heads
     dims = MLA_LATENT if kv_heads == 1 else (128, 128)
     tile = attention_tiles("decode_attention", *dims, "bfloat16", arch_by_name("sm_120").features)[0]
     shape = (num_heads, kv_heads, dims[1], 188, tile, "meta", 1 << 17)
-    one, several = DecodeWorkspace.allocate(batch, *shape), DecodeWorkspace.for_guesses(most, batch, *shape)
+    one, several = DecodeWorkspace.allocate(batch, *shape), DecodeWorkspace.for_verify(most, batch, *shape)
     assert set(several) == set(range(2, most + 1))
     plans = [torch.empty(each.num_pieces(batch) * 4 + batch * 2, dtype=torch.int32) for each in (one, several[most])]
     buffers = [*plans, *(part for each in (one, several[most]) for part in (each.part_o, each.part_lse))]

@@ -1,4 +1,5 @@
-"""A draft of several layers for multi-token prediction, one for each depth; see `plan.drafts.description.ByDepth`."""
+"""A draft of several layers for multi-token prediction, one for each depth; see
+`plan.drafts.description.MTPByLayer`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.models.draft_parts import DraftParts, Loadable
-from sglang.srt.plan.drafts.description import ByDepth
+from sglang.srt.plan.drafts.description import MTPByLayer
 from sglang.srt.plan.layer_spec import DRAFT_ROWS
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ class DepthDraft:
     """Features and states are residual streams [T, H], before any final norm; or those of the first depth are the
     target's final hidden states.
 
-    `keeps_states`: as in ByDepth; `tails` are then the caches DRAFT_ROWS of all layers but the first."""
+    `keeps_states`: as in MTPByLayer; `tails` are then the caches DRAFT_ROWS of all layers but the first."""
 
-    def __init__(self, parts: DraftParts, form: ByDepth) -> None:
+    def __init__(self, parts: DraftParts, form: MTPByLayer) -> None:
         self.parts, self.chained, self.final_features = parts, form.chained, form.final_features
         self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
         self.hidden_size, self.dtype = parts.model.hidden_size, parts.scope.dtype
@@ -53,7 +54,7 @@ class DepthDraft:
 class Depth:
     """The layer of one depth, with what stands before and behind it."""
 
-    def __init__(self, parts: DraftParts, form: ByDepth, i: int) -> None:
+    def __init__(self, parts: DraftParts, form: MTPByLayer, i: int) -> None:
         self.parts, self.hidden_first = parts, form.hidden_first
         self.norms = (parts.norm(f"embedding_norm.{i}"), parts.norm(f"hidden_norm.{i}"))
         self.fc = parts.projection(2 * parts.model.hidden_size, name=f"fc.{i}")

@@ -1,5 +1,5 @@
-"""Rows of steps that verify guesses and of drafts, in plain torch: the CPU's way, and the reference of
-`triton_ops.guess_rows`.
+"""Rows of steps that verify draft tokens and of drafts, in plain torch: the CPU's way, and the reference of
+`triton_ops.draft_rows`.
 
 R requests bring W rows each, T = R W. Rows that are no token of a request are padding: they are of request slot 0, at
 position 0.
@@ -13,7 +13,7 @@ import torch
 
 
 class VerifyInputs(NamedTuple):
-    """Inputs of a step that verifies guesses."""
+    """Inputs of a step that verifies draft tokens."""
 
     input_ids: torch.Tensor  # [T] int64
     rows: torch.Tensor  # [T] int64, the request slot of each row
@@ -35,8 +35,8 @@ class DraftInputs(NamedTuple):
     locs: torch.Tensor  # [tables, T] int64, cache slots
 
 
-class SettledGuesses(NamedTuple):
-    """What stands of a step that verified guesses."""
+class AcceptedDrafts(NamedTuple):
+    """What stands of a step that verified draft tokens."""
 
     counts: torch.Tensor  # [R] int32 >= 1, tokens that stand
     next_ids: torch.Tensor  # [T] int64, the token sampled at each row, 0 where there is none
@@ -87,16 +87,16 @@ def _locate(
     return rows, positions, req_to_token[:, rows, positions].to(torch.int64)
 
 
-def settle_guesses(
+def accept_drafts(
     tokens: torch.Tensor,
     slots: torch.Tensor,
     widths: torch.Tensor,
     next_tokens: torch.Tensor,
     lens: torch.Tensor,
     forced: torch.Tensor | None = None,
-) -> SettledGuesses:
+) -> AcceptedDrafts:
     """Decides which of the tokens [R, W] int64 that a step of `verify_inputs` sampled stand: the first, and each one
-    whose predecessor was guessed. Moves `lens` on by them; request slot 0 stays as it is. Rows without a token have a
+    whose predecessor was drafted. Moves `lens` on by them; request slot 0 stays as it is. Rows without a token have a
     negative one. forced [R] int32: counts that replace the decision, for measurements."""
     count, width = tokens.shape
     counts = accepted(tokens, next_tokens[slots, 1:width], widths) if forced is None else forced
@@ -106,18 +106,18 @@ def settle_guesses(
     lens[slots] = new_lens
     lens[:1].zero_()
     last = sampled[row, counts.long() - 1]
-    return SettledGuesses(counts, sampled.flatten(), row * width + counts - 1, new_lens, last)
+    return AcceptedDrafts(counts, sampled.flatten(), row * width + counts - 1, new_lens, last)
 
 
-def accepted(tokens: torch.Tensor, guesses: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+def accepted(tokens: torch.Tensor, draft_tokens: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     """Returns how many of the sampled tokens [R, W] stand, [R] int32: the first, and each one whose predecessor was
-    guessed.
+    drafted.
 
-    guesses [R, W - 1]; widths [R] int32: of a request's W rows, only the first `widths` are its own.
+    draft tokens [R, W - 1]; widths [R] int32: of a request's W rows, only the first `widths` are its own.
 
     >>> accepted(torch.tensor([[5, 6, 7]]), torch.tensor([[5, 9]]), torch.tensor([3]))
     tensor([2], dtype=torch.int32)
     """
     row = torch.arange(1, tokens.shape[1], device=tokens.device)
-    right = (tokens[:, :-1] == guesses) & (row < widths[:, None])
+    right = (tokens[:, :-1] == draft_tokens) & (row < widths[:, None])
     return right.cumprod(dim=1).sum(dim=1, dtype=torch.int32) + 1

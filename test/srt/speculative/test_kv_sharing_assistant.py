@@ -1,4 +1,5 @@
-"""Gemma 4's assistants behind a real scheduler: guesses are those of transformers, tokens those of the plain run."""
+"""Gemma 4's assistants behind a real scheduler: draft tokens are those of transformers, tokens those of the plain
+run."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_ru
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.draft_frozen import DraftFrozen
+from sglang.srt.speculative.kv_sharing_assistant import KVSharingAssistant
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run, server_args
 from srt.models.harness import GEMMA4, SIZES, randomize, save_tiny
 
 TARGETS = ("gemma4", "gemma4_moe", "gemma4_small")
-HIDDEN, WINDOW, GUESSES = 32, GEMMA4["sliding_window"], 3
+HIDDEN, WINDOW, DRAFT_TOKENS = 32, GEMMA4["sliding_window"], 3
 GROUPS = {"use_ordered_embeddings": True, "num_centroids": 32, "centroid_intermediate_top_k": 6}
 
 
@@ -57,7 +58,7 @@ def save_assistant(folder: Path, text: dict[str, Any] | None = None, width: int 
 def with_drafts(target: Path, draft: Path, **options: Any) -> ServerArgs:
     return server_args(
         target, speculative_algorithm="NEXTN", speculative_draft_model_path=str(draft),
-        speculative_num_steps=GUESSES, **({"chunked_prefill_size": 16} | options),
+        speculative_num_steps=DRAFT_TOKENS, **({"chunked_prefill_size": 16} | options),
     )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def reference(target: Any, assistant: Any, tokens: list[int], given: list[int] |
     first = {"sliding_attention": 1 - WINDOW, "full_attention": 0}
     shared = {kind: tuple(t[:, :, first[kind] :] for t in pair) for kind, pair in out.shared_kv_states.items()}
     last, hidden, logits = ids[:, -1:], out.hidden_states[-1][:, -1:], []
-    for i in range(GUESSES):
+    for i in range(DRAFT_TOKENS):
         pair = torch.cat((target.get_input_embeddings()(last), hidden), dim=-1)
         position = torch.tensor([[len(tokens) - 1]])
         step = assistant(inputs_embeds=pair, position_ids=position, shared_kv_states=shared)
@@ -87,21 +88,21 @@ def reference(target: Any, assistant: Any, tokens: list[int], given: list[int] |
     ("name", "keys"),
     [("gemma4", {}), pytest.param("gemma4", GROUPS, marks=pytest.mark.thorough), ("gemma4_small", GROUPS)],
 )
-def test_guesses_are_those_of_transformers(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+def test_draft_tokens_are_those_of_transformers(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
     target, assistant = save_tiny(name, tmp_path / "target"), save_assistant(tmp_path / "draft", **keys)
     scheduler = scheduler_of(with_drafts(tmp_path / "target", tmp_path / "draft", disable_overlap_schedule=True))
-    assert isinstance(scheduler.runner.drafter, DraftFrozen)
+    assert isinstance(scheduler.runner.drafter, KVSharingAssistant)
     (loadable, _), draft = *scheduler.runner.drafter.model.loadables(), scheduler.plan.draft
     assert draft is not None
     assert sum(param.tensor.nbytes for param in loadable.params.values()) == draft.weight_bytes("float32")
     seen = observed(scheduler)
     assert len(seen) > 20 and max(len(tokens) for tokens, _ in seen) > 3 * WINDOW
-    for tokens, guesses in seen:
-        assert guesses == reference(target, assistant, tokens).argmax(-1).tolist()
+    for tokens, draft_tokens in seen:
+        assert draft_tokens == reference(target, assistant, tokens).argmax(-1).tolist()
 
 
 def observed(scheduler: Scheduler) -> list[tuple[list[int], list[int]]]:
-    """Returns the guesses behind each prefix of greedy answers that was computed."""
+    """Returns the draft tokens behind each prefix of greedy answers that was computed."""
     collector, seen = Collector(), []
     process = scheduler.process
 
@@ -110,9 +111,9 @@ def observed(scheduler: Scheduler) -> list[tuple[list[int], list[int]]]:
         collector.take(scheduler)
         for req in batch.sampled:
             if req.finish is None:
-                last, *guesses = scheduler.runner.state.next_tokens[req.slot].tolist()
+                last, *draft_tokens = scheduler.runner.state.next_tokens[req.slot].tolist()
                 assert last == req.tokens[-1]
-                seen.append((list(req.tokens), guesses))
+                seen.append((list(req.tokens), draft_tokens))
 
     scheduler.process = spy  # type: ignore[method-assign]
     for i, ids in enumerate(prompts()[:4]):
@@ -135,12 +136,13 @@ def test_on_a_gpu(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 def mean_regret(target: Any, assistant: Any, seen: list[tuple[list[int], list[int]]]) -> float:
-    """By how much the logits of the guesses lie below the largest, in standard deviations; of random guesses: about
+    """By how much the logits of the draft tokens lie below the largest, in standard deviations; of random draft tokens:
+    about
     3."""
     regrets = []
-    for tokens, guesses in seen:
-        logits = reference(target, assistant, tokens, guesses)
-        chosen = logits.gather(1, torch.tensor(guesses)[:, None])[:, 0]
+    for tokens, draft_tokens in seen:
+        logits = reference(target, assistant, tokens, draft_tokens)
+        chosen = logits.gather(1, torch.tensor(draft_tokens)[:, None])[:, 0]
         regrets.append((logits.amax(1) - chosen) / logits.std(1))
     return float(torch.stack(regrets).mean())
 

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction of which each guesses at a depth of its own (MiMo-V2, Step)."""
+"""Layers for multi-token prediction of which each draft tokens at a depth of its own (MiMo-V2, Step)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import MTP, DraftConfig
-from sglang.srt.plan.drafts.description import ByDepth, DraftDescription
+from sglang.srt.plan.drafts.description import MTPByLayer, DraftDescription
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
 from sglang.srt.plan.layer_spec import LayerSpec
@@ -25,20 +25,20 @@ _BY_LAYER = ("swiglu_limits", "swiglu_limits_shared")
 
 
 def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Family, form: MtpForm) -> DraftDescription:
-    """Describes as many of the layers as there are guesses. Raises UserError where the checkpoint has fewer, naming the
-    flag."""
+    """Describes as many of the layers as there are draft tokens. Raises UserError where the checkpoint has fewer,
+    naming the flag."""
     keys = config.reader()
     keys = _own_keys(keys, form)
     for key, refused in form.refused.items():
         if keys.values.get(key) == refused:
             raise UserError(f"{keys.source}: {key} = {refused!r} is not computed for drafts. {OTHERS}")
     depths = _depths(config, keys, target, form)
-    if config.num_guesses > depths:
+    if config.num_speculative_tokens > depths:
         raise UserError(
-            f"{keys.source}: the model drafts with {depths} layer{'s' * (depths > 1)}, one for each guess of a step,"
-            f" and {config.num_guesses} guesses are asked for. Pass --speculative-num-steps {depths} or fewer."
+            f"{keys.source}: the model drafts with {depths} layer{'s' * (depths > 1)}, one for each draft token of a step,"
+            f" and {config.num_speculative_tokens} draft tokens are asked for. Pass --speculative-num-steps {depths} or fewer."
         )
-    first, used = len(target.layers), config.num_guesses
+    first, used = len(target.layers), config.num_speculative_tokens
     names = _names(form, family, target, depths, used)
     stored = config.stored(names, _beginnings(form, target, depths))
     keys = ConfigReader(
@@ -61,7 +61,7 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
             first_stage=False,
             last_stage=False,
         ),
-        form=ByDepth(
+        form=MTPByLayer(
             used,
             chained=form.chained,
             final_features=form.final_features,
@@ -167,13 +167,13 @@ def _layers(keys: ConfigReader, form: MtpForm, first: int, used: int) -> Mapping
     }
 
 
-def _lagging(layer: LayerSpec, guesses: int) -> LayerSpec:
-    """Returns the layer with a cache that keeps guesses - 1 tokens more than its window: rows of the last depth lag so
-    far behind the request, whose windows leave what no row of the target sees. Convolutions keep `guesses` tokens more
-    than they read: a step may write so many rows that do not stand, or those that are computed again."""
+def _lagging(layer: LayerSpec, draft_tokens: int) -> LayerSpec:
+    """Returns the layer with a cache that keeps draft tokens - 1 tokens more than its window: rows of the last depth
+    lag so far behind the request, whose windows leave what no row of the target sees. Convolutions keep `draft_tokens`
+    tokens more than they read: a step may write so many rows that do not stand, or those that are computed again."""
     assert isinstance(layer.mixer, GQA), "families with such drafts have attention of this kind"
-    mixer, convolution = replace(layer.mixer, kept_longer=guesses - 1), layer.convolution
+    mixer, convolution = replace(layer.mixer, kept_longer=draft_tokens - 1), layer.convolution
     if convolution is None:
         return replace(layer, mixer=mixer)
-    mixer = replace(mixer, conv_kept_longer=guesses)
-    return replace(layer, mixer=mixer, convolution=replace(convolution, kept_longer=guesses))
+    mixer = replace(mixer, conv_kept_longer=draft_tokens)
+    return replace(layer, mixer=mixer, convolution=replace(convolution, kept_longer=draft_tokens))

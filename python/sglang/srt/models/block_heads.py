@@ -1,4 +1,4 @@
-"""Heads that correct the guesses of a block from left to right, each by the tokens that were guessed before it."""
+"""Heads that correct the draft tokens of a block from left to right, each by the tokens that were drafted before it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from sglang.srt.models.draft_parts import DraftParts
 
 
-class GuessHead(Protocol):
-    """Corrects logits. R requests, n guesses of each, V tokens of the target; `state` is what a head keeps from one
-    guess to the next."""
+class BlockHead(Protocol):
+    """Corrects logits. R requests, n draft tokens of each, V tokens of the target; `state` is what a head keeps from
+    one draft token to the next."""
 
     def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> Any:
-        """Returns the state before the first guess. logits [R, n, V] fp32; rows [R, n, H]: what they were made of."""
+        """Returns the state before the first draft token. logits [R, n, V] fp32; rows [R, n, H]: what they were made
+        of."""
 
     def __call__(
         self,
@@ -34,13 +35,14 @@ class GuessHead(Protocol):
         previous: torch.Tensor,
         state: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Corrects the logits [R, V] fp32 of the guess at a place, 0 for the first, and returns them with the state
-        behind it. rows [R, H]: what the logits were made of; previous [R] int64: the token before the guess."""
+        """Corrects the logits [R, V] fp32 of the draft token at a place, 0 for the first, and returns them with the
+        state behind it. rows [R, H]: what the logits were made of; previous [R] int64: the token before the draft
+        token."""
 
 
 class MarkovHead:
-    """A head of DSpark; see `plan.drafts.heads.Markov`. Implements GuessHead. Its tables are whole on every rank:
-    a guess needs no collective."""
+    """A head of DSpark; see `plan.drafts.heads.Markov`. Implements BlockHead. Its tables are whole on every rank:
+    a draft token needs no collective."""
 
     def __init__(self, parts: DraftParts, spec: Markov, vocab_size: int) -> None:
         scope, rank = parts.scope, spec.rank
@@ -73,13 +75,13 @@ class MarkovHead:
         elif self.gate is not None:
             latent = torch.sigmoid(self.gate(torch.cat((rows, latent), dim=-1))) * latent
         bias = self.linear(latent, self.w2, None, torch.float32)
-        if self.tokens is not None:  # other tokens are not guessed
+        if self.tokens is not None:  # other tokens are not drafted
             return logits.index_add(1, self.tokens, bias), state
         return logits + bias, state
 
 
 class ConfidenceHead:
-    """Says how likely guesses stand; see `plan.drafts.heads.Confidence`. Whole on every rank, and the first rank's
+    """Says how likely draft tokens stand; see `plan.drafts.heads.Confidence`. Whole on every rank, and the first rank's
     numbers count on all: depths are chosen by them."""
 
     def __init__(self, parts: DraftParts, spec: Confidence, markov: MarkovHead | None) -> None:
@@ -91,7 +93,7 @@ class ConfidenceHead:
         self.group = scope.groups.tp
 
     def __call__(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """rows [R, n, H], previous [R, n]: the token before each guess -> [R, n] fp32, from 0 to 1."""
+        """rows [R, n, H], previous [R, n]: the token before each draft token -> [R, n] fp32, from 0 to 1."""
         if self.table is not None:
             rows = torch.cat((rows, F.embedding(previous, self.table)), dim=-1)
         likely = torch.sigmoid((rows.float() * self.weight[0].float()).sum(-1) + self.bias.float())
@@ -99,7 +101,7 @@ class ConfidenceHead:
 
 
 class DominoHead:
-    """A head of Domino; see `plan.drafts.heads.Domino`. Implements GuessHead. Its weights are whole on every rank; the
+    """A head of Domino; see `plan.drafts.heads.Domino`. Implements BlockHead. Its weights are whole on every rank; the
     embedding that it reads is the target's."""
 
     def __init__(self, parts: DraftParts, spec: Domino, vocab_size: int) -> None:
@@ -134,7 +136,7 @@ class DominoHead:
 
 
 class SelectorHead:
-    """A head of DFlash 2; see `plan.drafts.heads.Selector`. Implements GuessHead: tokens that are no candidates get
+    """A head of DFlash 2; see `plan.drafts.heads.Selector`. Implements BlockHead: tokens that are no candidates get
     -inf. Its tables are whole on every rank."""
 
     def __init__(self, parts: DraftParts, spec: Selector, vocab_size: int) -> None:
@@ -163,20 +165,20 @@ class SelectorHead:
         return torch.full_like(logits, -torch.inf).scatter_(-1, ids, values + scores), state
 
 
-_HEADS: dict[type, Callable[[DraftParts, Any, int], GuessHead]] = {
+_HEADS: dict[type, Callable[[DraftParts, Any, int], BlockHead]] = {
     Markov: MarkovHead,
     Domino: DominoHead,
     Selector: SelectorHead,
 }
 
 
-def build_confidence(parts: DraftParts, form: Block, head: GuessHead | None) -> ConfidenceHead | None:
-    """Builds the head that says how likely guesses stand; None: nothing says it."""
+def build_confidence(parts: DraftParts, form: Block, head: BlockHead | None) -> ConfidenceHead | None:
+    """Builds the head that says how likely draft tokens stand; None: nothing says it."""
     if form.confidence is None:
         return None
     return ConfidenceHead(parts, form.confidence, head if isinstance(head, MarkovHead) else None)
 
 
-def build_guess_head(parts: DraftParts, form: Block) -> GuessHead | None:
-    """Builds the head of a block draft; None: guesses stand for themselves."""
+def build_block_head(parts: DraftParts, form: Block) -> BlockHead | None:
+    """Builds the head of a block draft; None: draft tokens stand for themselves."""
     return None if form.head is None else _HEADS[type(form.head)](parts, form.head, form.vocab_size)

@@ -1,11 +1,12 @@
-"""Guesses of a draft model, one after the other: EAGLE, EAGLE3, multi-token prediction, or a small model of its own.
+"""Draft tokens of a draft model, one after the other: EAGLE, EAGLE3, multi-token prediction, or a small model of its
+own.
 
-A chain of n guesses runs the draft's layers over the rows of the target's step, so that the draft has keys and values
-of all tokens that the target has, and then over one further token of each request at a time.
+A chain of n draft tokens runs the draft's layers over the rows of the target's step, so that the draft has keys and
+values of all tokens that the target has, and then over one further token of each request at a time.
 
     target     row i   token i                        -> hidden state i
-    shifted    row i   token i + 1, hidden state i    -> guess of token i + 2      EAGLE, EAGLE3, MTP
-    alone      row i   token i                        -> guess of token i + 1      STANDALONE
+    shifted    row i   token i + 1, hidden state i    -> draft token i + 2      EAGLE, EAGLE3, MTP
+    alone      row i   token i                        -> draft token i + 1      STANDALONE
 """
 
 from __future__ import annotations
@@ -30,36 +31,40 @@ def following_rows(batch: ForwardBatch) -> MaskedRows | None:
 
 
 def _keep_states(batch: ForwardBatch, last_rows: torch.Tensor) -> None:
-    """Advances the states of a draft's layers by the rows of a step of guesses that stand, up to `last_rows` [R]."""
+    """Advances the states of a draft's layers by the rows of a step of draft tokens that stand, up to `last_rows`
+    [R]."""
     if not batch.state_records:
         return
-    assert batch.extend is not None and batch.extend.guesses is not None
-    counts = last_rows % batch.extend.guesses.width + 1
+    assert batch.extend is not None and batch.extend.draft_tokens is not None
+    counts = last_rows % batch.extend.draft_tokens.width + 1
     for record in batch.state_records:
         record.commit(counts)
 
 
-class DraftChain:
-    """Guesses a chain of tokens with a draft model. Implements Drafter. One request brings the whole chain, whatever
-    its first guesses were worth."""
+class AutoregressiveDraft:
+    """Draft tokens a chain of tokens with a draft model. Implements Drafter. One request brings the whole chain,
+    whatever its first draft tokens were worth."""
 
     def __init__(self, model: DraftModel, num_tokens: int, shares_selection: bool) -> None:
         """shares_selection: as in `plan.drafts.description.DraftDescription`."""
         self.model, self.num_tokens, self.shares_selection = model, num_tokens, shares_selection
         self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
-        self.tokens_ahead = num_tokens - (2 if model.shifted else 1)  # the last guess has no row
+        self.lookahead_slots = num_tokens - (2 if model.shifted else 1)  # the last draft token has no row
         self.next_tokens_read = int(model.shifted)
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
-        """Computes the guesses. The rows of the step are computed whatever num_guesses is: later guesses read them."""
+    def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
+        """Computes the draft tokens. The rows of the step are computed whatever num_speculative_tokens is: later draft
+        tokens read them."""
         shifted, model = self.model.shifted, self.model
         features = model.features(step.hidden, step.aux_hidden_states)
         ids = step.next_ids if shifted else step.batch.input_ids
         rows = following_rows(step.batch) if shifted else step.batch.embedding_rows
-        shared = SharedSelection(step.last_rows, step.slots, num_guesses - 1) if self.shares_selection else None
+        shared = (
+            SharedSelection(step.last_rows, step.slots, num_speculative_tokens - 1) if self.shares_selection else None
+        )
         batch = replace(
             step.batch,
             input_ids=ids,
@@ -67,13 +72,13 @@ class DraftChain:
             aux_hidden_states=[],
             step_cache={},
             state_records=None if step.batch.state_records is None else [],
-            shared_selection=shared if num_guesses > 1 else None,
+            shared_selection=shared if num_speculative_tokens > 1 else None,
         )
         state = model(batch, features)[step.last_rows]
         _keep_states(batch, step.last_rows)
-        guesses: list[torch.Tensor] = []
+        draft_tokens: list[torch.Tensor] = []
         last = step.tokens
-        for i in range(num_guesses):
+        for i in range(num_speculative_tokens):
             position = step.lens + i
             if not shifted or i:
                 row = position - 1 if shifted else position
@@ -82,5 +87,5 @@ class DraftChain:
                 state = model(batch, state if shifted else None)
             # What a request has no token for is no number in a row of padding: token 0 instead.
             last = step.draw(model.logits(state), step.slots, position + 1).clamp(min=0)
-            guesses.append(last)
-        return torch.stack(guesses, 1) if guesses else step.tokens.new_empty((len(step.tokens), 0))
+            draft_tokens.append(last)
+        return torch.stack(draft_tokens, 1) if draft_tokens else step.tokens.new_empty((len(step.tokens), 0))

@@ -11,21 +11,21 @@ import torch
 from sglang.srt.layers.parameter import Part
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.models.draft_parts import DraftParts, Loadable, first_tokens
-from sglang.srt.plan.drafts.description import Frozen
+from sglang.srt.plan.drafts.description import Assistant
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-class FrozenDraft:
-    """A draft of `plan.drafts.description.Frozen`. Implements DraftModel: its rows are one of each request, at the
+class AssistantDraft:
+    """A draft of `plan.drafts.description.Assistant`. Implements DraftModel: its rows are one of each request, at the
     position behind the computed tokens; features are as wide as the target's hidden states."""
 
     shifted = True
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, parts: DraftParts, form: Frozen) -> None:
+    def __init__(self, parts: DraftParts, form: Assistant) -> None:
         self.parts = parts
         self.fc = parts.projection(2 * form.feature_size)
         self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
@@ -50,7 +50,7 @@ class FrozenDraft:
         return values_of(stream.normed(self.norm))
 
     def next_features(self, state: torch.Tensor) -> torch.Tensor:
-        """Returns the features [R, H] of the next guess, made of the state [R, H'] of this one."""
+        """Returns the features [R, H] of the next draft token, made of the state [R, H'] of this one."""
         return self.back(state)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -59,9 +59,9 @@ class FrozenDraft:
 
 
 class TokenGroups:
-    """Groups of tokens, each with a centroid: only tokens of those whose centroids are likeliest are guessed."""
+    """Groups of tokens, each with a centroid: only tokens of those whose centroids are likeliest are drafted."""
 
-    def __init__(self, parts: DraftParts, form: Frozen) -> None:
+    def __init__(self, parts: DraftParts, form: Assistant) -> None:
         self.form = form
         scope = replace(parts.scope, path="masked")
         self.tokens = scope.param(

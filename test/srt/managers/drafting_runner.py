@@ -1,5 +1,5 @@
-"""`FakeRunner` whose steps verify guesses: it keeps lengths and next tokens as a device does, and the host gets to know
-them with the results only."""
+"""`FakeRunner` whose steps verify draft tokens: it keeps lengths and next tokens as a device does, and the host gets to
+know them with the results only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from sglang.srt.sampling.sampling_params import NO_TOKEN
 from srt.managers.fake_runner import VOCAB, FakeRunner, LateResult, next_token
 
 
-class GuessingRunner(FakeRunner):
-    """Brings up to `tokens_per_step` tokens of a request to a step; a guess is wrong with the chance `error_rate`."""
+class DraftingRunner(FakeRunner):
+    """Brings up to `tokens_per_step` tokens of a request to a step; a draft token is wrong with the chance
+    `error_rate`."""
 
-    def __init__(self, *sizes: int, tokens_per_step: int, error_rate: float = 0.0, tokens_ahead: int = 0) -> None:
-        """tokens_ahead: positions behind a sampled token that must have a cache slot, as a draft's layers need them."""
+    def __init__(self, *sizes: int, tokens_per_step: int, error_rate: float = 0.0, lookahead_slots: int = 0) -> None:
+        """lookahead_slots: positions behind a sampled token that must have a cache slot, as a draft's layers need
+        them."""
         super().__init__(*sizes)
-        self.tokens_per_step, self.tokens_ahead = tokens_per_step, tokens_ahead
+        self.tokens_per_step, self.lookahead_slots = tokens_per_step, lookahead_slots
         self.error_rate = error_rate
         self.random = np.random.default_rng(0)
         num_slots = len(self.table)
@@ -47,7 +49,7 @@ class GuessingRunner(FakeRunner):
             while counts[i] < width and tokens[i, counts[i] - 1] == self.next_tokens[slot, counts[i]]:
                 counts[i] += 1
             self.lens[slot] += counts[i]
-            self._guess(slot, tokens[i, counts[i] - 1], step.reserved_lens[i])
+            self._draft_block(slot, tokens[i, counts[i] - 1], step.reserved_lens[i])
         assert len(set(written)) == len(written), "one cache slot for two tokens"
         self.num_accepted += int(counts.sum())
         return LateResult(torch.from_numpy(tokens), torch.from_numpy(counts))
@@ -71,7 +73,7 @@ class GuessingRunner(FakeRunner):
         tokens = []
         for slot, row in zip(step.sampled_slots.tolist(), prompts.sample_rows.tolist(), strict=True):
             tokens.append(self._next(slot, self.lens[slot]))
-            self._guess(slot, tokens[-1], step.reserved_lens[row])
+            self._draft_block(slot, tokens[-1], step.reserved_lens[row])
         return LateResult(torch.tensor(tokens)[:, None])
 
     def _write(self, slot: int, tokens: np.ndarray) -> list[int]:
@@ -85,9 +87,9 @@ class GuessingRunner(FakeRunner):
         assert (sequence >= 0).all(), "a cache slot was read before it was written"
         return NO_TOKEN if self.not_numbers(sequence) else next_token(sequence)
 
-    def _guess(self, slot: int, last: int, reserved_len: int) -> None:
+    def _draft_block(self, slot: int, last: int, reserved_len: int) -> None:
         """Writes in the positions ahead, as far as they have a slot."""
-        ahead = self.table[slot, self.lens[slot] : min(self.lens[slot] + self.tokens_ahead, reserved_len)]
+        ahead = self.table[slot, self.lens[slot] : min(self.lens[slot] + self.lookahead_slots, reserved_len)]
         assert (ahead >= self.plan.page_size).all(), "a draft's token has no cache slot"
         self.kv[ahead] = -2
         sequence = [*self.kv[self.table[slot, : self.lens[slot]]], max(last, 0)]

@@ -1,4 +1,4 @@
-"""Draft models in the scheduler: the tokens of the plain run, and at every step the guesses of a plain reference.
+"""Draft models in the scheduler: the tokens of the plain run, and at every step the draft tokens of a plain reference.
 
 `make test` has a draft of each kind. Of those with layers by depth it has one, and of DeepSeek-V4's the newest; others
 of them are in `test_draft_matrix`.
@@ -118,7 +118,7 @@ def scheduler_of(target: Path, **flags: Any) -> Scheduler:
 
 @dataclass
 class Proposals:
-    """What was guessed behind which tokens."""
+    """What was drafted behind which tokens."""
 
     scheduler: Scheduler
 
@@ -128,26 +128,30 @@ class Proposals:
         assert drafter is not None
         propose = drafter.propose
 
-        def spy(step: DraftStep, num_guesses: int) -> Tensor:
-            guesses = propose(step, num_guesses)
-            rows = (step.slots, step.lens, step.tokens, step.ends, guesses)
+        def spy(step: DraftStep, num_speculative_tokens: int) -> Tensor:
+            draft_tokens = propose(step, num_speculative_tokens)
+            rows = (step.slots, step.lens, step.tokens, step.ends, draft_tokens)
             for slot, length, token, end, row in zip(*(part.tolist() for part in rows), strict=True):
                 # Rows of a block behind a request's end are padding, which the others do not see.
-                if slot and num_guesses and length + max(num_guesses, drafter.tokens_ahead) <= end:
+                if (
+                    slot
+                    and num_speculative_tokens
+                    and length + max(num_speculative_tokens, drafter.lookahead_slots) <= end
+                ):
                     self.seen.append((slot, length, token, row))
-            return guesses
+            return draft_tokens
 
         drafter.propose = spy  # type: ignore[method-assign]
 
     def check(self, texts: list[list[int]], reference: Reference, count: int) -> None:
         """Some of them, spread over the run."""
         checked = 0
-        for _, length, token, guesses in self.seen[:: max(1, len(self.seen) // count)]:
+        for _, length, token, draft_tokens in self.seen[:: max(1, len(self.seen) // count)]:
             text = [text for text in texts if len(text) > length and text[length] == token]
-            # Which request it was its guesses tell.
-            wanted = [reference(known[: length + 1], len(guesses)).argmax(-1).tolist() for known in text]
+            # Which request it was its draft tokens tell.
+            wanted = [reference(known[: length + 1], len(draft_tokens)).argmax(-1).tolist() for known in text]
             if wanted:
-                assert guesses in wanted
+                assert draft_tokens in wanted
                 checked += 1
         assert checked >= count // 2
 
@@ -181,7 +185,7 @@ class Proposals:
         ("v41_dspark", {"chunked_prefill_size": 16}),
     ],
 )
-def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_draft_tokens_are_those_of_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     pair = PAIRS[name](tmp_path)
     plain = run(scheduler_of(pair.target, **options), GREEDY)
     scheduler = scheduler_of(pair.target, **pair.flags, **options, speculative_num_draft_tokens=4)
@@ -193,8 +197,9 @@ def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", ["dspark_rnn", "v4_dspark"])
-def test_a_confidence_head_says_how_likely_guesses_stand(name: str, tmp_path: Path) -> None:
-    """For each request and guess what the reference says; all guesses of a block are made, however few a step takes."""
+def test_a_confidence_head_says_how_likely_draft_tokens_stand(name: str, tmp_path: Path) -> None:
+    """For each request and guess what the reference says; all draft tokens of a block are made, however few a step
+    takes."""
     pair = PAIRS[name](tmp_path)
     scheduler = scheduler_of(pair.target, **pair.flags, speculative_num_draft_tokens=5)
     drafter, reference = scheduler.runner.drafter, pair.reference
@@ -202,30 +207,30 @@ def test_a_confidence_head_says_how_likely_guesses_stand(name: str, tmp_path: Pa
     seen: list[tuple[int, int, list[int], list[float]]] = []
     propose = drafter.propose
 
-    def spy(step: DraftStep, num_guesses: int) -> Tensor:
-        guesses = propose(step, min(num_guesses, 1))
-        if not num_guesses:
+    def spy(step: DraftStep, num_speculative_tokens: int) -> Tensor:
+        draft_tokens = propose(step, min(num_speculative_tokens, 1))
+        if not num_speculative_tokens:
             assert step.confidence is None
-            return guesses
-        assert step.confidence is not None and guesses.shape == step.confidence.shape == (len(step.slots), 4)
+            return draft_tokens
+        assert step.confidence is not None and draft_tokens.shape == step.confidence.shape == (len(step.slots), 4)
         for slot, length, token, end, row, likely in zip(
-            step.slots.tolist(), step.lens.tolist(), step.tokens.tolist(), step.ends.tolist(), guesses.tolist(),
+            step.slots.tolist(), step.lens.tolist(), step.tokens.tolist(), step.ends.tolist(), draft_tokens.tolist(),
             step.confidence.tolist(), strict=True,
         ):  # fmt: skip
-            if slot and length + drafter.tokens_ahead <= end:
+            if slot and length + drafter.lookahead_slots <= end:
                 seen.append((length, token, row, likely))
-        return guesses
+        return draft_tokens
 
     drafter.propose = spy  # type: ignore[method-assign]
     plain = run(scheduler, GREEDY)
     texts = [[*prompt, *plain[i]] for i, prompt in enumerate(prompts())]
     checked = 0
-    for length, token, guesses, likely in seen[:: len(seen) // 8]:
+    for length, token, draft_tokens, likely in seen[:: len(seen) // 8]:
         for text in texts:
             if len(text) > length and text[length] == token:
                 known = text[: length + 1]
-                if reference(known, 4).argmax(-1).tolist() == guesses:
-                    wanted = reference.confidences(known, guesses)
+                if reference(known, 4).argmax(-1).tolist() == draft_tokens:
+                    wanted = reference.confidences(known, draft_tokens)
                     torch.testing.assert_close(torch.tensor(likely), wanted, rtol=0.0, atol=1e-3)
                     checked += 1
     assert checked >= 6

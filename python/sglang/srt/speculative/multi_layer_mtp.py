@@ -1,12 +1,13 @@
-"""Guesses of a draft with a layer for each depth: MiMo-V2's, Step's and Inkling's layers for multi-token prediction.
+"""Draft tokens of a draft with a layer for each depth: MiMo-V2's, Step's and Inkling's layers for multi-token
+prediction.
 
-    depth 0    row i   token i + 1, features i    -> guess of token i + 2
-    depth d    row i   token i + 1 + d            -> guess of token i + 2 + d
+    depth 0    row i   token i + 1, features i    -> draft token i + 2
+    depth d    row i   token i + 1 + d            -> draft token i + 2 + d
 
 A step that computes the tokens up to position n - 1 and samples token n lets depth d compute its rows up to n - 1 - d.
-So the rows of depth d lag d positions behind the step's. The d rows behind them need tokens that are guessed: they are
-computed with the guesses, and again when the tokens are known. What depth d reads of the depth before it lies one row
-further back in each step; the last such row of the step before is kept for each request (`tails`).
+So the rows of depth d lag d positions behind the step's. The d rows behind them need tokens that are drafted: they are
+computed with the draft tokens, and again when the tokens are known. What depth d reads of the depth before it lies one
+row further back in each step; the last such row of the step before is kept for each request (`tails`).
 
 A request whose first computed row is f (behind a cached prefix, or 0) has features from there on only. Until it has as
 many as a depth lags, the rows of this depth begin at f, and those at the end of a run, whose tokens are unknown, are
@@ -24,20 +25,20 @@ import torch
 from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests, compressed_step
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import requests_of_tokens
-from sglang.srt.models.depth_draft import DepthDraft
-from sglang.srt.speculative.draft_chain import following_rows
+from sglang.srt.models.mtp_by_layer import DepthDraft
+from sglang.srt.speculative.autoregressive_draft import following_rows
 from sglang.srt.speculative.drafter import DraftStep
 
 
-class DraftDepths:
-    """Guesses a chain of tokens, each with the layer of its depth. Implements Drafter."""
+class MultiLayerMTP:
+    """Draft tokens a chain of tokens, each with the layer of its depth. Implements Drafter."""
 
     def __init__(self, model: DepthDraft, num_tokens: int, max_requests: int, device: torch.device | str) -> None:
         self.model, self.num_tokens = model, num_tokens
         self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.num_depths = self.next_tokens_read = len(model.depths)
         # Nothing is kept behind the computed tokens; the stages before the last one plan as for other chains.
-        self.tokens_ahead = num_tokens - 2
+        self.lookahead_slots = num_tokens - 2
         shape = (0 if model.keeps_states else self.num_depths - 1, max_requests + 1, model.hidden_size)
         self._tails = torch.zeros(shape, dtype=model.dtype, device=device)
         self.first = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
@@ -54,30 +55,30 @@ class DraftDepths:
         if not self.model.keeps_states:
             self.first[slot] = -1
 
-    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
-        """Computes the guesses. All depths compute the rows of the step, whatever num_guesses is: later guesses read
-        them."""
+    def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
+        """Computes the draft tokens. All depths compute the rows of the step, whatever num_speculative_tokens is: later
+        draft tokens read them."""
         state = self._compute_rows(step)
-        if not num_guesses:
+        if not num_speculative_tokens:
             return step.tokens.new_empty((len(step.tokens), 0))
         lens = step.lens
-        guesses = [self._draw(step, 0, state[step.last_rows], lens + 1)]
+        draft_tokens = [self._draw(step, 0, state[step.last_rows], lens + 1)]
         known = lens - self.first[step.slots]
         features = [tails[step.slots] for tails in self.tails]
-        for i in range(1, num_guesses):
+        for i in range(1, num_speculative_tokens):
             following = list(features)
-            for depth in range(i, num_guesses):
+            for depth in range(i, num_speculative_tokens):
                 behind = depth - i
                 position = torch.where(behind < known, lens - 1 - behind, step.ends)  # else padding
-                batch = step.build_batch(guesses[-1], step.slots, position, step.ends)
+                batch = step.build_batch(draft_tokens[-1], step.slots, position, step.ends)
                 state = self.model.compute(depth, batch, features[depth - 1])
                 if not behind:
                     deepest = state
-                if depth + 1 < num_guesses:
+                if depth + 1 < num_speculative_tokens:
                     following[depth] = state if self.model.chained else features[depth - 1]
             features = following
-            guesses.append(self._draw(step, i, deepest, lens + i + 1))
-        return torch.stack(guesses, 1)
+            draft_tokens.append(self._draw(step, i, deepest, lens + i + 1))
+        return torch.stack(draft_tokens, 1)
 
     def _draw(self, step: DraftStep, depth: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # What a request has no token for is no number in a row of padding: token 0 instead.
@@ -90,7 +91,7 @@ class DraftDepths:
         self.first[runs.slots] = torch.where(self.first[runs.slots] < 0, runs.before, self.first[runs.slots])
         before = self._by_slot(runs.slots, runs.before)
         last = self._by_slot(runs.slots, runs.last)
-        last[step.slots] = step.last_rows.to(torch.int32)  # of guesses only those that stand
+        last[step.slots] = step.last_rows.to(torch.int32)  # of draft tokens only those that stand
         known = (before - self.first).clamp(min=0)
         begins = step.batch.positions == before[runs.row_slots]
         row = torch.arange(len(begins), device=begins.device)
